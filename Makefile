@@ -1,0 +1,37 @@
+# Everything runs in .venv, which the first command makes. `make help` lists the commands.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint bench clean
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## make .venv and install fleetx with what its tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fleetx needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: $(STAMP)  ## train a small ResNet on real digits with two workers and several strategies
+	$(BIN)/fleetrun --device cpu --nproc_per_node 2 --log_dir log examples/digits.py $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## run the benchmarks: ratios measured side by side, JSON in benchmarks/out
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv and what was built
+	rm -rf $(VENV) build dist src/*.egg-info log benchmarks/out

@@ -1,0 +1,41 @@
+"""fleetx: training with very large batches on PyTorch, by composing strategies.
+
+    from fleetx import fleet
+
+Importing this package loads nothing heavy: the names below are found when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetx import fleet
+    from fleetx.errors import FleetxError, LaunchError, StrategyError, UsageError, WorldError
+    from fleetx.strategy import DistributedStrategy
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "DistributedStrategy": "fleetx.strategy",
+    "FleetxError": "fleetx.errors",
+    "LaunchError": "fleetx.errors",
+    "StrategyError": "fleetx.errors",
+    "UsageError": "fleetx.errors",
+    "WorldError": "fleetx.errors",
+}
+
+__all__ = ["DistributedStrategy", "FleetxError", "LaunchError", "StrategyError", "UsageError", "WorldError", "fleet"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fleet":
+        return importlib.import_module("fleetx.fleet")
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
