@@ -1,0 +1,107 @@
+"""What a strategy does, for a person to read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fleetx.part import Part, every, switch_of
+from fleetx.settings import Settings
+from fleetx.stage import Stage
+
+if TYPE_CHECKING:
+    from fleetx.compose import Plan
+    from fleetx.strategy import DistributedStrategy
+    from fleetx.world import World
+
+_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Print it. `requested` and `applied` are for programs."""
+
+    strategy: DistributedStrategy
+    plan: Plan
+    world: World | None = None
+
+    @property
+    def requested(self) -> list[str]:
+        """The switches that are on."""
+        return [s for s, p in every().items() if not p.always and getattr(self.strategy, s)]
+
+    @property
+    def applied(self) -> list[str]:
+        """The acts in the order in which they run."""
+        return [a.name for a in self.plan.acts]
+
+    def __str__(self) -> str:
+        ranks = f"{self.world.size} ranks on {self.world.device.type}" if self.world else "ranks not known yet"
+        lines = [f"requested: {', '.join(self.requested) or 'nothing'} ({ranks})"]
+        lines.append(_render(_order(self.plan)))
+        lines.append(_render(_parts(self.plan)))
+        idle = list(self.strategy.without_meaning())
+        lines += [f"no meaning here: {name} ({reason})" for name, reason in idle]
+        return "\n".join(lines)
+
+
+def strategy_table(strategy: DistributedStrategy) -> str:
+    """The strategy as a table: what is on with its settings, what is off, what differs elsewhere."""
+    table = Table("switch", "setting", "value", title="DistributedStrategy", title_justify="left")
+    off = []
+    for switch, part in every().items():
+        if part.always or getattr(strategy, switch):
+            _rows(table, "always" if part.always else switch, _settings(strategy, part))
+        else:
+            off.append(switch)
+    changed = dict(strategy.without_meaning())
+    for name in changed:
+        table.add_row("no meaning here", name, str(getattr(strategy, name, "")))
+    return f"{_render(table)}\noff: {', '.join(off) or 'nothing'}"
+
+
+def _settings(strategy: DistributedStrategy, part: type[Part]) -> dict[str, Any]:
+    if part.flat:
+        return {name: getattr(strategy, name) for name in part.flat}
+    settings: Settings = getattr(strategy, f"{switch_of(part)}_configs")
+    return {k: v for k, v in settings.items() if k not in part.no_meaning}
+
+
+def _rows(table: Table, switch: str, settings: dict[str, Any]) -> None:
+    for i, (key, value) in enumerate(settings.items() or [("", "")]):  # type: ignore[list-item]
+        table.add_row(switch if i == 0 else "", key, str(value))
+    table.add_section()
+
+
+def _order(plan: Plan) -> Table:
+    table = Table("stage", "act", "what it does", title="one step, in order", title_justify="left")
+    for stage in Stage:
+        for act in plan.at(stage):
+            table.add_row(stage.name, act.name, act.meaning)
+        if stage is Stage.REDUCE and not plan.at(stage):
+            table.add_row(stage.name, "(dense)", "mean of each bucket over the ranks, while backward still runs")
+    return table
+
+
+def _parts(plan: Plan) -> Table:
+    table = Table("part", "settings", "costs", title="parts", title_justify="left")
+    for part in plan.parts:
+        kind = type(part)
+        changed = {k: v for k, v in vars(part).items() if not k.startswith("_") and v != getattr(kind(), k)}
+        table.add_row(kind.__name__, _pairs(changed.items()) or "defaults", kind.costs)
+    return table
+
+
+def _pairs(items: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in items)
+
+
+def _render(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, force_terminal=False, no_color=True).print(table)
+    return out.getvalue().rstrip()

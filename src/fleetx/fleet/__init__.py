@@ -1,0 +1,252 @@
+"""The facade: everything that a training script calls.
+
+    fleet.init(is_collective=True)
+    strategy = fleet.DistributedStrategy(amp=True, gradient_merge={"k_steps": 4})
+    model, optimizer = fleet.distribute(model, optimizer, strategy)
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleetx import world as _world_module
+from fleetx.engine import Engine
+from fleetx.errors import StrategyError, UsageError
+from fleetx.explain import Explanation
+from fleetx.fleet import base
+from fleetx.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
+from fleetx.strategy import DistributedStrategy
+from fleetx.world import TIMEOUT, World
+
+__all__ = [
+    "DistributedStrategy",
+    "PaddleCloudRoleMaker",
+    "UserDefinedRoleMaker",
+    "backward",
+    "barrier_worker",
+    "base",
+    "device",
+    "distribute",
+    "distributed_model",
+    "distributed_optimizer",
+    "explain",
+    "flush",
+    "forward_backward",
+    "init",
+    "is_first_worker",
+    "is_worker",
+    "local_rank",
+    "updated",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+]
+
+updated: bool  # did the last optimizer.step() apply an update? (found by __getattr__ below)
+
+_world: World | None = None
+_strategy: DistributedStrategy | None = None
+_engines: weakref.WeakKeyDictionary[Engine, DistributedStrategy] = weakref.WeakKeyDictionary()
+_waiting: dict[str, Any] = {}  # what one of Paddle's two calls brought before the other
+
+
+# --- the world ------------------------------------------------------------------------------------
+def init(
+    role_maker: PaddleCloudRoleMaker | UserDefinedRoleMaker | None = None,
+    is_collective: bool = True,
+    strategy: DistributedStrategy | None = None,
+    *,
+    timeout: timedelta = TIMEOUT,
+) -> None:
+    """Meet the other workers: started by fleetrun, torchrun, Paddle's launcher or srun; alone if by none of them.
+
+    `timeout` is how long a collective waits for a rank that does not answer before it raises.
+    """
+    global _world, _strategy
+    collective = role_maker.is_collective if role_maker is not None else is_collective
+    if not collective:
+        raise StrategyError("is_collective=False asks for parameter servers, which fleetx has not: pass is_collective=True")
+    if strategy is not None:
+        _checked(strategy).plan()  # before any process group exists
+        _strategy = strategy
+    if _world is None:
+        place = role_maker.place() if role_maker is not None else from_environment()
+        _world = _world_module.enter(place, timeout=timeout)
+
+
+def _here() -> World:
+    if _world is None:
+        raise UsageError("call fleet.init() first")
+    return _world
+
+
+def worker_index() -> int:
+    """The rank of this worker."""
+    return _here().rank
+
+
+def worker_num() -> int:
+    """How many workers train together."""
+    return _here().size
+
+
+def is_first_worker() -> bool:
+    return _here().rank == 0
+
+
+def is_worker() -> bool:
+    """True: in collective training every process is a worker."""
+    return _here() is not None
+
+
+def local_rank() -> int:
+    """The rank of this worker on its own machine."""
+    return _here().place.local_rank
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """The addresses of all workers, as a list or joined by commas."""
+    endpoints = list(_here().place.endpoints)
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def barrier_worker() -> None:
+    """Wait until every worker has come here."""
+    _here().barrier()
+
+
+def device() -> torch.device:
+    """The device of this worker: move the model and the batches there."""
+    return _here().device
+
+
+# --- the strategy ---------------------------------------------------------------------------------
+def distribute(
+    model: nn.Module, optimizer: Optimizer, strategy: DistributedStrategy | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """Arm a model and its optimizer with a strategy; the training loop stays as it was."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    strategy = _checked(strategy or _strategy or DistributedStrategy())
+    plan = strategy.plan()
+    for engine in _engines:
+        if engine.model is model or engine.optimizer is optimizer:
+            raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
+    engine = Engine(plan, model, optimizer, _here())
+    _engines[engine] = strategy
+    return engine.model, engine.optimizer
+
+
+def distributed_model(model: nn.Module) -> nn.Module:
+    """Paddle's first half of `distribute`; it takes effect when the other half has been called too."""
+    return _half("model", model)
+
+
+def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> Optimizer:
+    """Paddle's second half of `distribute`; the two may come in either order."""
+    if strategy is not None:
+        _checked(strategy).plan()
+        _waiting["strategy"] = strategy
+    return _half("optimizer", optimizer)
+
+
+def _half(name: str, value: Any) -> Any:
+    if name in _waiting:
+        raise UsageError(f"fleet.distributed_{name} was called twice; the other half of the pair is missing")
+    _waiting[name] = value
+    if "model" not in _waiting or "optimizer" not in _waiting:
+        return value
+    given = dict(_waiting)
+    _waiting.clear()
+    model, optimizer = distribute(given["model"], given["optimizer"], given.get("strategy"))
+    return model if name == "model" else optimizer
+
+
+def _checked(strategy: Any) -> DistributedStrategy:
+    if not isinstance(strategy, DistributedStrategy):
+        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
+    return strategy
+
+
+# --- training -------------------------------------------------------------------------------------
+def forward_backward(
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    model: nn.Module | None = None,
+) -> Tensor:
+    """One forward and backward in the form that works under every strategy; returns the loss, detached.
+
+    A dict goes into the model as keywords, a tuple or list as positions. Without `loss_fn` the model must return its
+    loss: a tensor, or an output with a `loss`.
+    """
+    engine = _engine(model)
+    out = _call(engine.model, inputs)
+    if loss_fn is not None:
+        loss = loss_fn(out) if target is None else loss_fn(out, target)
+    else:
+        loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError("forward_backward needs a loss of one number: pass loss_fn=..., or let the model return it")
+    loss.backward()
+    return loss.detach()
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
+    """`loss.backward()` for a loss that reads parameters past the model's output, such as a penalty on weights."""
+    _engine(optimizer).backward(loss)
+
+
+def flush(*, optimizer: Optimizer | None = None) -> bool:
+    """Apply merged gradients whose window is not full, divided by their true number. Every rank must call it.
+
+    Returns whether an update was applied. Call it where the data ends, or the tail waits for the next epoch.
+    """
+    return _engine(optimizer).flush()
+
+
+def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
+    """What was requested, what is applied, in which order, why, and what it costs. Print it."""
+    if strategy is not None:
+        return Explanation(_checked(strategy), strategy.plan(), _world)
+    engine = _engine(model)
+    return Explanation(_engines[engine], engine.plan, engine.world)
+
+
+def _engine(which: nn.Module | Optimizer | None) -> Engine:
+    if which is not None:
+        for engine in _engines:
+            if which is engine.model or which is engine.optimizer:
+                return engine
+        raise UsageError("this model or optimizer was not given to fleet.distribute")
+    if len(_engines) > 1:
+        gc.collect()  # models of the past, which only a cycle keeps alive
+    if not _engines:
+        waiting = " (distributed_model and distributed_optimizer must both be called)" if _waiting else ""
+        raise UsageError(f"call fleet.distribute(model, optimizer, strategy) first{waiting}")
+    if len(_engines) > 1:
+        raise UsageError(f"{len(_engines)} models are distributed: say which with model=... or optimizer=...")
+    return next(iter(_engines))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "updated":
+        return _engine(None).updated
+    raise AttributeError(f"module 'fleetx.fleet' has no attribute {name!r}")

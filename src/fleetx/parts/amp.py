@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+
+from fleetx import autocast_lists
+from fleetx.moment import Moment
+from fleetx.part import Names, Part, settings
+from fleetx.stage import Fact, Stage, at
+from fleetx.world import World
+
+_SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
+_DYNAMIC = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
+
+
+def _scales(amp: AMP) -> bool:
+    return amp.dtype == "float16" and (amp.use_dynamic_loss_scaling or amp.init_loss_scaling != 1.0)
+
+
+@settings
+class AMP(Part):
+    """Run the forward in half precision under torch.autocast; in float16, scale the loss and skip overflowed updates.
+
+    float16: the gradient that enters the model is multiplied by `scale`; before the update it is divided again. If
+    anything is not finite on any rank, the update is skipped on every rank (PyTorch's rule; Paddle applies a zero
+    gradient instead), and after decr_every_n_nan_or_inf of these in a row scale = max(1, scale * decr_ratio). After
+    incr_every_n_steps good ones in a row scale = scale * incr_ratio. bfloat16 needs no scale.
+    Neutral: use_dynamic_loss_scaling=False, init_loss_scaling=1.0 is plain autocast. With
+    decr_every_n_nan_or_inf=1 it equals torch.amp.GradScaler. Reference: Micikevicius et al. 2018, arXiv 1710.03740.
+    """
+
+    init_loss_scaling: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32768.0
+    """The scale at the first step (float16 only)."""
+    incr_every_n_steps: Annotated[int, Field(ge=1)] = 1000
+    """Good updates in a row before the scale grows."""
+    decr_every_n_nan_or_inf: Annotated[int, Field(ge=1)] = 2
+    """Overflowed updates in a row before the scale shrinks."""
+    incr_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    """The scale grows by this factor."""
+    decr_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """The scale shrinks by this factor. 0.8 is what Paddle's code has; its manual says 0.5."""
+    use_dynamic_loss_scaling: bool = True
+    """Without it the scale stays at init_loss_scaling."""
+    custom_white_list: Names = Field(default_factory=list)
+    """Operations or modules that run in half precision although autocast would not: `softmax`, `encoder.norm`."""
+    custom_black_list: Names = Field(default_factory=list)
+    """Operations or modules that run in float32 although autocast would not: `linear`, `head`."""
+    custom_black_varnames: Names = Field(default_factory=list)
+    """Names of intermediate variables, which a Paddle program has and a PyTorch model has not."""
+    use_pure_fp16: bool = False
+    """Keep the parameters themselves in float16."""
+    use_fp16_guard: bool = True
+    """In Paddle: with use_pure_fp16, only what is inside fp16_guard runs in float16."""
+    dtype: Literal["float16", "bfloat16"] = "float16"
+    """The half precision. float16 is Paddle's."""
+
+    no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it belongs to use_pure_fp16"}
+    costs: ClassVar[str] = "time: casts at the borders; gains where the device computes in half precision"
+
+    # --- what cannot be ---------------------------------------------------------------------------
+    def problems(self) -> Iterator[str]:
+        blank = type(self)()
+        for key in _SCALING + _DYNAMIC if self.dtype == "bfloat16" else ():
+            if getattr(self, key) != getattr(blank, key):
+                yield f"{key} has no effect with dtype='bfloat16', which needs no loss scale: remove it"
+        for key in _DYNAMIC if not self.use_dynamic_loss_scaling else ():
+            if getattr(self, key) != getattr(blank, key):
+                yield f"{key} has no effect with use_dynamic_loss_scaling=False: remove one of them"
+        if self.custom_black_varnames:
+            yield "custom_black_varnames: a PyTorch model has no variable names; use module names in custom_black_list"
+        if self.use_pure_fp16:
+            yield "use_pure_fp16=True is not supported: parameters stay in float32, which is what keeps updates exact"
+        for name in sorted(set(self.custom_white_list) & set(self.custom_black_list)):
+            yield f"{name!r} is in custom_white_list and in custom_black_list: keep one"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        modules = dict(model.named_modules())
+        for key in ("custom_white_list", "custom_black_list"):
+            for name in getattr(self, key):
+                if name not in modules and autocast_lists.operation(name) is None:
+                    near = difflib.get_close_matches(name, [*modules, *dir(torch.ops.aten)], n=3, cutoff=0.6)
+                    hint = f": did you mean {', '.join(near)}?" if near else ""
+                    yield f"amp_configs[{key!r}]: {name!r} is no module of the model and no operation of torch{hint}"
+        if _scales(self) and any(p.dtype is torch.float16 for p in model.parameters()):
+            yield "amp needs parameters in float32 and found some in float16: do not call model.half()"
+
+    # --- acts -------------------------------------------------------------------------------------
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        return {"scale": self.init_loss_scaling, "good": 0, "bad": 0} if _scales(self) else {}
+
+    @property
+    def _half(self) -> torch.dtype:
+        return torch.float16 if self.dtype == "float16" else torch.bfloat16
+
+    @at(Stage.MODEL, when=lambda self: bool(self.custom_white_list or self.custom_black_list))
+    def fence(self, model: nn.Module, moment: Moment) -> nn.Module:
+        """make the modules and operations of the custom lists run in the precision that was asked for"""
+        modules = dict(model.named_modules())
+        for name in self.custom_black_list:
+            if name in modules:
+                _in_float32(modules[name], moment.device.type)
+        for name in self.custom_white_list:
+            # Only leaves are wrapped: what recompute runs again must lie inside of what it runs again.
+            for leaf in _leaves(modules[name]) if name in modules else ():
+                _in_half(leaf, moment.device.type, self._half)
+        autocast_lists.override(self._operations("white") + self._operations("black"), moment.device)
+        return model
+
+    @at(Stage.FORWARD)
+    @contextmanager
+    def cast(self, moment: Moment) -> Iterator[Callable[[Tensor], Tensor]]:
+        """run the model under torch.autocast and hand its outputs over in float32"""
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(moment.device.type, dtype=self._half))
+            if self.custom_white_list or self.custom_black_list:
+                white, black = self._operations("white"), self._operations("black")
+                stack.enter_context(autocast_lists.listed(white, black, self._half))
+            yield _to_float32
+
+    @at(Stage.LOSS, makes={Fact.SCALED}, when=_scales)
+    def scale(self, grad: Tensor, moment: Moment) -> Tensor:
+        """multiply the gradient that enters the model, so that small values survive float16"""
+        return grad * moment.state["scale"]
+
+    @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
+    def unscale(self, grads: list[Tensor], moment: Moment) -> bool:
+        """divide by the scale again; skip the update on every rank if anything overflowed on any of them"""
+        state = moment.state
+        inverse = 1.0 / state["scale"]
+        found = torch.zeros(1, device=moment.device)
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for g in grads:
+            alike[g.device, g.dtype].append(g)
+        for (device, _), group in alike.items():
+            here = torch.zeros(1, device=device)
+            factor = torch.full((1,), inverse, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, here, factor)
+            found += here.to(found.device)
+        finite = not moment.anywhere(found)
+        if self.use_dynamic_loss_scaling:
+            self._adapt(state, finite)
+        return finite
+
+    def _adapt(self, state: dict[str, Any], finite: bool) -> None:
+        state["good"], state["bad"] = (state["good"] + 1, 0) if finite else (0, state["bad"] + 1)
+        if state["good"] == self.incr_every_n_steps:
+            grown = _float32(state["scale"] * self.incr_ratio)
+            state["scale"] = grown if grown != float("inf") else state["scale"]
+            state["good"] = 0
+        if state["bad"] == self.decr_every_n_nan_or_inf:
+            state["scale"] = max(1.0, _float32(state["scale"] * self.decr_ratio))
+            state["bad"] = 0
+
+    def _operations(self, colour: str) -> list[str]:
+        names = self.custom_white_list if colour == "white" else self.custom_black_list
+        return [op for op in map(autocast_lists.operation, names) if op is not None]
+
+
+def _float32(value: float) -> float:
+    """Round as GradScaler does, which keeps its scale in a float32 tensor."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _to_float32(out: Tensor) -> Tensor:
+    return out.float() if out.dtype in (torch.float16, torch.bfloat16) else out
+
+
+def _leaves(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.modules() if not list(m.children())]
+
+
+def _in_float32(module: nn.Module, device: str) -> None:
+    def around(self: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = autocast_lists.to_dtype((args, kwargs), torch.float32)
+        with torch.autocast(device, enabled=False):
+            return plain(self, *args, **kwargs)
+
+    _wrap(module, device, around)
+
+
+def _in_half(module: nn.Module, device: str, half: torch.dtype) -> None:
+    def around(self: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = autocast_lists.to_dtype((args, kwargs), half)
+        params = {name: p.to(half) for name, p in self.named_parameters()}
+        with torch.autocast(device, enabled=False), _reparametrize_module(self, params):
+            return plain(self, *args, **kwargs)
+
+    _wrap(module, device, around)
+
+
+def _wrap(module: nn.Module, device: str, around: Callable[..., Any]) -> None:
+    """Replace the module's forward; outside of autocast it stays what it was. A bound method survives deepcopy."""
+    plain = module.forward.__func__ if isinstance(module.forward, types.MethodType) else type(module).forward
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return plain(self, *args, **kwargs)
+        return around(self, plain, args, kwargs)
+
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from fleetx.moment import Moment
+from fleetx.part import Part, settings
+from fleetx.stage import Fact, Stage, at
+
+
+@settings
+class Clip(Part):
+    """Clip the 2-norm of the whole gradient, after it was unscaled and averaged.
+
+    g <- g * min(1, clip_norm / (|g| + 1e-6)), the formula of torch.nn.utils.clip_grad_norm_.
+    Neutral: clip_norm=inf.
+    """
+
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The largest norm that the gradient may keep."""
+
+    costs: ClassVar[str] = "time: one pass over the gradients for the norm, one for the scaling"
+
+    @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.PARTED})
+    def shrink(self, grads: list[Tensor], moment: Moment) -> None:
+        """scale the gradient down to clip_norm where it is longer"""
+        norm = get_total_norm(grads)
+        factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for g in grads:  # a tensor factor, not a number: no wait for the device
+            g.mul_(factor.to(g.device))

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from fleetx.moment import Moment
+from fleetx.part import Part, settings
+from fleetx.stage import Stage, at
+
+# DistributedDataParallel closes a bucket once it is full: with no room at all each parameter travels alone.
+_ALONE = 1e-6
+
+
+@settings
+class DataParallel(Part):
+    """Every rank holds the whole model; the mean of the gradients is taken bucket by bucket while backward runs.
+
+    Always there. With one rank it does nothing.
+    """
+
+    fuse_all_reduce_ops: bool = True
+    """Reduce gradients in buckets; without it each parameter is reduced alone, which is slower."""
+    fuse_grad_size_in_MB: Annotated[float, Field(gt=0)] = 32  # noqa: N815  Paddle's name
+    """The size of a bucket."""
+    find_unused_parameters: bool = False
+    """Look for parameters that took no part in the forward; costs a walk over the graph in each step."""
+    nccl_comm_num: Annotated[int, Field(ge=1)] = 1
+    """Process groups over which the buckets go in turn."""
+
+    always: ClassVar[bool] = True
+    flat: ClassVar[dict[str, str]] = {
+        name: name for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "find_unused_parameters", "nccl_comm_num")
+    }
+    costs: ClassVar[str] = "network: the size of the gradients, overlapped with backward; the buffers after each round"
+
+    def problems(self) -> Iterator[str]:
+        if self.nccl_comm_num > 1:
+            yield f"nccl_comm_num = {self.nccl_comm_num}: several communicators are not available yet"
+
+    @at(Stage.MODEL)
+    def replicate(self, model: nn.Module, moment: Moment) -> nn.Module:
+        """give every rank the same model, and reduce its gradients by buckets during backward"""
+        size = self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _ALONE
+        moment.replicate(bucket_cap_mb=size, find_unused_parameters=self.find_unused_parameters)
+        return model
+
+    @at(Stage.PARAMETER)
+    def share(self, params: list[Tensor], moment: Moment) -> None:
+        """give every rank the buffers of rank 0, so that evaluation agrees and needs no communication"""
+        moment.world.broadcast(list(moment.model.buffers()))

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fleetx.moment import Moment
+from fleetx.part import Part, settings
+from fleetx.stage import Fact, Stage, at
+
+
+@settings
+class GradientMerge(Part):
+    """Update once in `k_steps` steps, with the mean of their gradients, reduced between ranks once.
+
+    g = (g_1 + ... + g_m) / m, where m is the true number of steps in the window (smaller than k_steps after `flush`).
+    Neutral: k_steps=1. Equals one batch k_steps times as large, for losses that are means over equal batches.
+    """
+
+    k_steps: Annotated[int, Field(ge=1)] = 1
+    """Steps that are merged into one update."""
+    avg: bool = True
+    """Divide by the number of merged steps; without it the update takes the sum."""
+
+    costs: ClassVar[str] = "memory: the gradients are kept between steps; network: one reduction in k_steps"
+
+    @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
+    def opens(self, steps: int, moment: Moment) -> bool:
+        """let every k_steps-th step update, and only its backward communicate"""
+        return steps >= self.k_steps
+
+    @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
+    def mean(self, grads: list[Tensor], moment: Moment) -> None:
+        """divide the summed gradient by the number of steps in it"""
+        torch._foreach_div_(grads, float(moment.merged))

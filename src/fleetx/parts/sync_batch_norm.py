@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import types
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fleetx.moment import Moment
+from fleetx.part import Part, settings
+from fleetx.stage import Stage, at
+from fleetx.world import World
+
+
+@settings
+class SyncBatchNorm(Part):
+    """Take BatchNorm's statistics over the batches of all ranks together, each weighted by its true size.
+
+    Neutral: one rank. Equals BatchNorm on the concatenated batch. torch.nn.SyncBatchNorm refuses the CPU; this one
+    runs on any device, and leaves the modules and their types as they are.
+    """
+
+    costs: ClassVar[str] = "network: two small collectives for each BatchNorm, in forward and in backward"
+
+    @at(Stage.MODEL)
+    def join(self, model: nn.Module, moment: Moment) -> nn.Module:
+        """make every BatchNorm see the batches of all ranks"""
+        if moment.world.size > 1:
+            for module in model.modules():
+                if isinstance(module, _BatchNorm):
+                    _join(module, moment.world)
+        return model
+
+
+def _join(module: _BatchNorm, world: World) -> None:
+    def forward(self: _BatchNorm, x: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return type(self).forward(self, x)
+        self._check_input_dim(x)
+        y, mean, var, count = _Normalize.apply(x, self.weight, self.bias, self.eps, world)
+        if self.training and self.track_running_stats:
+            _track(self, mean, var, count)
+        return y
+
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _track(module: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Update the running statistics as BatchNorm does: with the unbiased variance."""
+    assert module.num_batches_tracked is not None
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    module.num_batches_tracked.add_(1)
+    factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+    module.running_var.lerp_((var * count / (count - 1)).to(module.running_var.dtype), factor)
+
+
+class _Normalize(torch.autograd.Function):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World) -> Any:
+        dims = [d for d in range(x.dim()) if d != 1]
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        var, mean = torch.var_mean(wide, dims, correction=0)
+        # One gather of (mean, var, n) and Chan's rule: a sum of squares would cancel where mean is large.
+        means, vars_, counts = _gather(mean, var, wide.numel() / wide.shape[1], world)
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        var = ((vars_ + (means - mean).square()) * counts).sum(0) / total
+        scale = torch.rsqrt(var + eps)
+        y = (wide - _along(mean, x)).mul_(_along(scale, x))
+        if weight is not None:
+            y.mul_(_along(weight, x))
+        if bias is not None:
+            y.add_(_along(bias, x))
+        ctx.save_for_backward(x, weight, mean, scale, total)
+        ctx.world = world
+        ctx.mark_non_differentiable(mean, var, total)
+        return y.to(x.dtype), mean, var, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        x, weight, mean, scale, total = ctx.saved_tensors
+        dims = [d for d in range(x.dim()) if d != 1]
+        dy = grad.to(mean.dtype)
+        hat = (x.to(mean.dtype) - _along(mean, x)).mul_(_along(scale, x))
+        own = torch.stack([dy.sum(dims), (dy * hat).sum(dims)])
+        everyone = own.clone()
+        ctx.world.sum(everyone)
+        bias_mean, hat_mean = everyone / total
+        dx = (dy - _along(bias_mean, x) - hat * _along(hat_mean, x)).mul_(_along(scale, x))
+        if weight is not None:
+            dx.mul_(_along(weight, x))
+        needs = ctx.needs_input_grad
+        return dx.to(x.dtype), own[1] if needs[1] else None, own[0] if needs[2] else None, None, None
+
+
+def _gather(mean: Tensor, var: Tensor, count: float, world: World) -> tuple[Tensor, Tensor, Tensor]:
+    """(ranks, channels) of means and variances, (ranks, 1) of counts."""
+    everyone = world.gather(torch.cat([mean, var, mean.new_tensor([count])]))
+    channels = mean.numel()
+    return everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+
+
+def _along(channel: Tensor, x: Tensor) -> Tensor:
+    """View a vector of channels so that it broadcasts over x."""
+    return channel.view(1, -1, *(1,) * (x.dim() - 2))

@@ -1,0 +1,97 @@
+"""DistributedDataParallel without its wrapper: its reducer works on the user's own module, whose names stay as they are.
+
+torch's composable `replicate` stands on the same seam: `_pre_forward` and `_post_forward` called from hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from fleetx.moment import Bucket
+from fleetx.world import World
+
+Reduce = Callable[[Bucket], Future[Tensor]]
+
+
+class Reducer:
+    """Reduces the gradients of a model between ranks while backward runs, or at once when asked to."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        world: World,
+        reduce: Reduce | None,
+        *,
+        bucket_cap_mb: float,
+        find_unused_parameters: bool,
+    ):
+        self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
+        self.known = frozenset(p for p in names if p.requires_grad)
+        device = next(iter(self.known)).device
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=None if device.type == "cpu" else [device],
+            broadcast_buffers=False,  # a part shares them once a round, so that evaluation communicates nothing
+            bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]  # a fraction is fine: it is multiplied to bytes
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,  # no second copy of the gradients
+        )
+        if reduce is not None:
+            self._ddp.register_comm_hook(None, self._hook(reduce))
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Tells torch.compile, while the forward runs, to cut its graph where the buckets are, so that overlap is kept."""
+        return self._ddp._inside_ddp_forward()
+
+    def before_forward(self, args: Any, kwargs: Any, *, communicate: bool) -> Any:
+        self._ddp.require_backward_grad_sync = communicate
+        return self._ddp._pre_forward(*args, **kwargs)
+
+    def after_forward(self, out: Any) -> Any:
+        return self._ddp._post_forward(out)
+
+    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+        """Reduce gradients that no backward reduced. One bucket at a time: no copy as large as the model."""
+        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
+        self._world.maximum(used)  # a gradient that exists on one rank only is a zero on the others
+        live = [p for p, u in zip(params, used.tolist(), strict=True) if u]
+        for index, group in enumerate(self._buckets(live)):
+            flat = torch.cat([_gradient(p).reshape(-1) for p in group])
+            views = [v.view_as(p) for p, v in zip(group, flat.split([p.numel() for p in group]), strict=True)]
+            reduced = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
+            for p, v in zip(group, reduced.split([p.numel() for p in group]), strict=True):
+                p.grad = _gradient(p).copy_(v.view_as(p))
+
+    def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        out: list[list[nn.Parameter]] = []
+        room = 0.0
+        for p in reversed(params):  # the order in which backward fills them
+            size = p.numel() * p.element_size()
+            if not out or room < size or out[-1][0].dtype is not p.dtype:
+                out.append([])
+                room = self._cap
+            out[-1].append(p)
+            room -= size
+        return out
+
+    def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
+        names = self._names
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which are strings here
+            params = bucket.parameters()
+            return reduce(Bucket(bucket.buffer(), bucket.gradients(), [names[p] for p in params], bucket.index()))
+
+        return hook
+
+
+def _gradient(p: nn.Parameter) -> Tensor:
+    return p.grad if p.grad is not None else torch.zeros_like(p)

@@ -1,0 +1,136 @@
+"""Which process is this? Read from the launcher's environment, or told by the user. No torch here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fleetx.errors import WorldError
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among `size`. `master` is host:port where the others are met; empty: torch's own variables say."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    endpoints: tuple[str, ...] = ("127.0.0.1:0",)
+    master: str = ""
+    launched: bool = False
+
+
+def from_environment(env: Mapping[str, str] = os.environ) -> Place:
+    """The place that torchrun, Paddle's launcher or Slurm gives this process; a world of one if none did."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torch(env)
+    if "PADDLE_TRAINER_ID" in env:
+        return _from_paddle(env)
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a step: inside of srun, not merely inside of a job
+        return _from_slurm(env)
+    return Place()
+
+
+def _from_torch(env: Mapping[str, str]) -> Place:
+    rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise WorldError(f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with fleetrun or torchrun")
+    local = _number(env, "LOCAL_RANK", 0)
+    endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS") or _made_up(env["MASTER_ADDR"], size)
+    return Place(rank, size, local, endpoints, launched=True)
+
+
+def _from_paddle(env: Mapping[str, str]) -> Place:
+    endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS")
+    if "PADDLE_TRAINERS_NUM" not in env:
+        raise WorldError("PADDLE_TRAINER_ID is set, but PADDLE_TRAINERS_NUM is not: start with fleetrun")
+    rank, size = _rank_and_size(env, "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
+    if size == 1 and not endpoints:
+        return Place(launched=False)
+    if len(endpoints) != size:
+        raise WorldError(f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} addresses for PADDLE_TRAINERS_NUM={size} workers")
+    current = env.get("PADDLE_CURRENT_ENDPOINT", endpoints[rank])
+    if current != endpoints[rank]:
+        raise WorldError(
+            f"PADDLE_CURRENT_ENDPOINT={current} is not number {rank} of PADDLE_TRAINER_ENDPOINTS, {endpoints[rank]}"
+        )
+    host = current.rpartition(":")[0]
+    local = [e for e in endpoints if e.rpartition(":")[0] == host].index(current)
+    return Place(rank, size, _number(env, "PADDLE_RANK_IN_NODE", local), endpoints, endpoints[0], launched=True)
+
+
+def _from_slurm(env: Mapping[str, str]) -> Place:
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    rank, size = _rank_and_size(env, "SLURM_PROCID", tasks)
+    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
+    # Every task of a job must come to the same port without talking: the job's number decides.
+    port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
+    return Place(rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list: `gpu[07-09,12],login` -> gpu07."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?", nodes)
+    if not found:
+        raise WorldError(f"cannot read a host from SLURM_NODELIST={nodes!r}: set MASTER_ADDR")
+    return found.group(1) + (found.group(2) or "")
+
+
+def _made_up(host: str, size: int) -> tuple[str, ...]:
+    return tuple(f"{host}:{rank}" for rank in range(size))
+
+
+def _list(env: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(e for e in env.get(name, "").split(",") if e)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        raise WorldError(f"{name}={env[name]}: must be a whole number") from None
+
+
+def _rank_and_size(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _number(env, rank_name, 0), _number(env, size_name, 1)
+    if size < 1:
+        raise WorldError(f"{size_name}={size}: must be at least 1")
+    if not 0 <= rank < size:
+        raise WorldError(f"{rank_name}={rank}: must be from 0 to {size - 1}, because {size_name}={size}")
+    return rank, size
+
+
+# --- Paddle's two ways to tell ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PaddleCloudRoleMaker:
+    """The place is in the environment."""
+
+    is_collective: bool = False
+
+    def place(self) -> Place:
+        return from_environment()
+
+
+@dataclass(frozen=True)
+class UserDefinedRoleMaker:
+    """The place is told: rank `current_id` among `worker_num`, met at the first of `worker_endpoints`."""
+
+    is_collective: bool = False
+    current_id: int = 0
+    worker_num: int = 1
+    worker_endpoints: Sequence[str] = field(default_factory=list)
+
+    def place(self) -> Place:
+        if not 0 <= self.current_id < self.worker_num:
+            raise WorldError(f"current_id={self.current_id}: must be from 0 to {self.worker_num - 1} (worker_num - 1)")
+        if self.worker_num == 1:
+            return Place()
+        ends = tuple(self.worker_endpoints)
+        if len(ends) != self.worker_num:
+            raise WorldError(f"worker_endpoints lists {len(ends)} addresses for worker_num={self.worker_num}")
+        host = ends[self.current_id].rpartition(":")[0]
+        local = [e for e in ends if e.rpartition(":")[0] == host].index(ends[self.current_id])
+        return Place(self.current_id, self.worker_num, local, ends, ends[0], launched=True)

@@ -1,0 +1,110 @@
+"""The places of a training step where a part may act, and the facts about the gradient that parts share.
+
+The stages in the order in which physics runs them, what an act is given (always a `moment` besides) and what it returns:
+
+    stage      called                                      value -> result
+    MODEL      once, at set-up                             model -> model, same parameters under the same names
+    FORWARD    each model(x)                               -> context manager; what it yields, if callable, is applied
+                                                           to every output tensor
+    LOSS       each backward: the gradient that enters     gradient -> gradient
+    GATE       each optimizer.step(): does it update?      number of steps in this window -> bool
+    REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer
+    GRADIENT   the gate is open, before the update         list of gradients -> False withholds the update
+    UPDATE     once, at set-up                             optimizer -> optimizer
+    PARAMETER  after each round                            list of parameters -> None
+    SCHEDULE   replaces forward and backward               (inputs, targets, loss_fn) -> loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from fleetx.part import Part
+
+
+class Stage(IntEnum):
+    """A place in one training step where a part may act."""
+
+    MODEL = 1
+    FORWARD = 2
+    LOSS = 3
+    GATE = 4
+    REDUCE = 5
+    GRADIENT = 6
+    UPDATE = 7
+    PARAMETER = 8
+    SCHEDULE = 9
+
+    @property
+    def solo(self) -> bool:
+        """Only one part may act here: a second claimant is a conflict that nobody had to list."""
+        return self in (Stage.LOSS, Stage.GATE, Stage.REDUCE, Stage.UPDATE, Stage.SCHEDULE)
+
+
+class Fact(Enum):
+    """What may be true of the gradient on its way. The value completes the sentence "a gradient ..."."""
+
+    SCALED = "multiplied by a loss scale"
+    SUMMED = "summed over merged steps"
+    MOMENTUM = "that carries momentum already"
+    LOCAL = "that differs between ranks"
+    PARTED = "of which this rank holds only a part"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a method declares about itself: its stage, and how it depends on and changes the facts."""
+
+    stage: Stage
+    needs: frozenset[Fact]
+    bars: frozenset[Fact]
+    makes: frozenset[Fact]
+    ends: frozenset[Fact]
+    when: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Act:
+    """One method of one part, ready to be called at its stage."""
+
+    part: Part
+    call: Callable[..., Any]
+    claim: Claim
+
+    @property
+    def stage(self) -> Stage:
+        return self.claim.stage
+
+    @property
+    def name(self) -> str:
+        return f"{type(self.part).__name__}.{self.call.__name__}"
+
+    @property
+    def meaning(self) -> str:
+        """The first line of the method's docstring, for `explain`."""
+        return (self.call.__doc__ or "").strip().split("\n")[0]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def at(
+    stage: Stage,
+    *,
+    needs: Collection[Fact] = (),
+    bars: Collection[Fact] = (),
+    makes: Collection[Fact] = (),
+    ends: Collection[Fact] = (),
+    when: Callable[[Any], bool] = lambda part: True,
+) -> Callable[[Method], Method]:
+    """Declare, where a method is written, at which stage it acts and what it needs, bars, makes and ends."""
+
+    def mark(method: Method) -> Method:
+        method.claim = Claim(stage, *map(frozenset, (needs, bars, makes, ends)), when)  # type: ignore[attr-defined, arg-type]
+        return method
+
+    return mark

@@ -1,0 +1,117 @@
+"""Rank, size, device and process group: who else trains, and how to talk to them. Works with one process too."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fleetx.errors import WorldError
+from fleetx.roles import Place
+
+# Half an hour, gloo's own default, is what a user waits for the first sign of a dead peer.
+TIMEOUT = timedelta(minutes=10)
+_BROADCAST_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, seen from one of them."""
+
+    place: Place
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    # --- collectives on whole tensors, in place; each does nothing in a world of one --------------
+    def maximum(self, value: Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+
+    def sum(self, value: Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(value)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """The values of all ranks, stacked: (size, *value.shape)."""
+        out = value.new_empty(self.size, *value.shape)
+        if self.size > 1:
+            dist.all_gather_into_tensor(out, value.contiguous())
+        else:
+            out[0] = value
+        return out
+
+    def broadcast(self, values: list[Tensor]) -> None:
+        """Overwrite with the values of rank 0, in few large messages."""
+        if self.size > 1 and values:
+            dist._broadcast_coalesced(dist.group.WORLD, values, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+    def mean(self, value: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin to replace a buffer by its mean over the ranks."""
+        value.div_(self.size)
+        work = dist.all_reduce(value, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] = os.environ) -> World:
+    """Meet the other processes. A process group that the script has made already is used as it is."""
+    device = device_of(place, env)
+    if dist.is_initialized():
+        place = Place(dist.get_rank(), dist.get_world_size(), place.local_rank, place.endpoints)
+    elif place.launched:
+        _meet(place, device, timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return World(place, device)
+
+
+def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
+    """The device of this process: FLEETX_DEVICE, else a GPU if there is one."""
+    kind = env.get("FLEETX_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise WorldError(f"FLEETX_DEVICE={kind}: must be cpu or cuda")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = int(env.get("FLAGS_selected_gpus", "").split(",")[0] or place.local_rank)
+    if index >= count:
+        raise WorldError(f"worker {place.rank} wants GPU {index}, and this machine shows {count}: set FLEETX_DEVICE=cpu")
+    return torch.device("cuda", index)
+
+
+def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    method = f"tcp://{place.master}" if place.master else "env://"
+    try:
+        dist.init_process_group(backend, init_method=method, rank=place.rank, world_size=place.size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        where = place.master or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        first = str(error).strip().split("\n")[0]
+        raise WorldError(
+            f"rank {place.rank} of {place.size} could not meet the others at {where}: {first}. "
+            f"Are all {place.size} workers started, with the same address, and can they reach it?"
+        ) from error
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Without this, gloo's threads abort one exit in five (SIGABRT after the script has ended well)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
