@@ -7,6 +7,7 @@ override acts only inside `listed(...)`; elsewhere it hands over to what was the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,4 +102,6 @@ def _override(op: torch._ops.OpOverload, name: str, key: str) -> None:
         with torch._C._ExcludeDispatchKeyGuard(below):
             return op(*args, **kwargs)
 
-    _library.impl(full, kernel, key, with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # to override is the intention
+        _library.impl(full, kernel, key, with_keyset=True, allow_override=True)

@@ -40,7 +40,7 @@ class Reducer:
         self._ddp = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
-            broadcast_buffers=False,  # a part shares them once a round, so that evaluation communicates nothing
+            forward_sync_buffers=False,  # a part shares them once a round, so that evaluation communicates nothing
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]  # a fraction is fine: it is multiplied to bytes
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # no second copy of the gradients

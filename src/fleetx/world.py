@@ -46,12 +46,12 @@ class World:
 
     def gather(self, value: Tensor) -> Tensor:
         """The values of all ranks, stacked: (size, *value.shape)."""
-        out = value.new_empty(self.size, *value.shape)
+        out = value.new_empty(self.size * value.numel())
         if self.size > 1:
-            dist.all_gather_into_tensor(out, value.contiguous())
+            dist.all_gather_single(out, value.reshape(-1))
         else:
-            out[0] = value
-        return out
+            out.copy_(value.reshape(-1))
+        return out.view(self.size, *value.shape)
 
     def broadcast(self, values: list[Tensor]) -> None:
         """Overwrite with the values of rank 0, in few large messages."""

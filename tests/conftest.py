@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import os
+
+os.environ["FLEETX_DEVICE"] = "cpu"
+os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from rank_pool import Ranks, forget
+
+from fleetx import fleet
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Two ranks, for the whole run."""
+    pool = Ranks(2)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    forget(fleet)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)

@@ -1,0 +1,155 @@
+"""Gradients are those of the plain model, bit for bit; the second pass is exactly one forward of the named modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.flop_counter import FlopCounterMode
+from training import assert_equal, sgd, weights
+
+from fleetx import StrategyError, fleet
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.bn = nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width)
+        self.drop, self.down = nn.Dropout(0.3), nn.Linear(4 * width, width)
+
+    def forward(self, x, scale=1.0):
+        return x + self.down(self.drop(torch.relu(self.bn(self.up(x))))) * scale
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(6) for _ in range(3)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+def _train(declared, steps=3, make=Tower):
+    fleet.init()
+    model = make()
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    torch.manual_seed(7)
+    for _ in range(steps):
+        x, y = torch.randn(5, 6), torch.randn(5, 3)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+AMPS = [{}, {"amp": {"dtype": "bfloat16"}}, {"amp": {"dtype": "float16"}}]
+
+
+@pytest.mark.parametrize("amp", AMPS, ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("merge", [{}, {"gradient_merge": {"k_steps": 2}}], ids=["", "merge"])
+@pytest.mark.parametrize("names", [["blocks.0"], ["blocks.*"], ["blocks.1", "blocks.2.bn"], ["blocks"]], ids=str)
+def test_training_is_the_same_bit_for_bit_with_dropout_and_batchnorm(names, amp, merge):
+    """The statistics of BatchNorm are in the comparison: they must be updated once, not twice."""
+    if names == ["blocks"]:
+        names = ["blocks.?"]
+    recompute = {"recompute": {"checkpoints": names}}
+    assert_equal(_train(amp | merge | recompute), _train(amp | merge))
+
+
+def test_two_ranks_train_the_same_with_and_without_it(ranks):
+    declared = {"recompute": {"checkpoints": ["blocks.*"]}, "sync_batch_norm": True}
+    with_it = ranks.run(_train, declared)
+    without = ranks.run(_train, {"sync_batch_norm": True})
+    assert_equal(with_it[0], with_it[1])
+    assert_equal(with_it[0], without[0])
+
+
+def test_it_costs_one_more_forward_of_the_named_modules_up_to_the_last_value_that_backward_needs():
+    """In exact FLOPs: backward needs the inputs of `down` and not its output, so `down` itself is not run again."""
+    model = Tower()
+    with FlopCounterMode(display=False) as counter:
+        model.blocks[1].up(torch.randn(5, 6))
+    assert _flops(["blocks.1"]) - _flops([]) == counter.get_total_flops()
+
+
+def _flops(names):
+    fleet.init()
+    model = Tower()
+    declared = {"recompute": {"checkpoints": names}} if names else {}
+    model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(5, 6)).sum().backward()
+    return counter.get_total_flops()
+
+
+def test_the_inside_of_the_named_modules_is_not_kept():
+    kept = {name: _kept_bytes([name] if name else []) for name in ("", "blocks.0", "blocks.*")}
+    assert kept["blocks.*"] < kept["blocks.0"] < kept[""]
+
+
+def _kept_bytes(names):
+    fleet.init()
+    model = Tower()
+    declared = {"recompute": {"checkpoints": names}} if names else {}
+    model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    sizes = []
+    own = {p.data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (sizes.append(t.nbytes) if t.data_ptr() not in own else None, t)[1], lambda t: t
+    ):
+        model(torch.randn(64, 6))
+    return sum(sizes)
+
+
+def test_nothing_is_run_again_without_gradients():
+    fleet.init()
+    model = Tower().eval()
+    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]})
+    model, _ = fleet.distribute(model, sgd(model), strategy)
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        assert torch.equal(model(x), Tower().eval()(x))
+
+
+def test_a_copy_of_the_model_runs_its_own_weights():
+    fleet.init()
+    model = Tower()
+    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]})
+    model, _ = fleet.distribute(model, sgd(model), strategy)
+    twin = copy.deepcopy(model).eval()
+    model.eval()
+    x = torch.randn(5, 6)
+    assert torch.equal(model(x), twin(x))
+    nn.init.zeros_(twin.blocks[0].down.weight)
+    assert not torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (True, "checkpoints is empty"),
+        ({"checkpoints": ["blocks.0"], "enable_offload": True}, "enable_offload = True: not available yet"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(settings, message):
+    with pytest.raises(StrategyError, match=message):
+        fleet.DistributedStrategy(recompute=settings).plan()
+
+
+def test_an_unknown_module_is_refused_with_the_nearest_names():
+    fleet.init()
+    model = Tower()
+    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.0", "block.1", "zzz.*"]})
+    with pytest.raises(StrategyError) as caught:
+        fleet.distribute(model, sgd(model), strategy)
+    assert len(caught.value.problems) == 2
+    assert "no module 'block.1': did you mean blocks.1" in caught.value.problems[0]
+    assert "no module 'zzz.*'" in caught.value.problems[1]
