@@ -7,9 +7,9 @@ os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from rank_pool import Ranks, forget
 
 from fleetx import fleet
+from rank_pool import Ranks, forget
 
 
 @pytest.fixture(scope="session")

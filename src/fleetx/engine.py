@@ -14,6 +14,7 @@ neither a parameter without a gradient nor its state. So the user's optimizer st
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -63,6 +64,7 @@ class Engine:
         for call, moment in self._calls[Stage.UPDATE]:
             self.optimizer = call(self.optimizer, moment)
         self._reducer = self._make_reducer()
+        _forget_compiled()
         self.model.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
         self.model.register_forward_hook(_Hook(self._after_forward), always_call=True)
         self.optimizer.register_step_pre_hook(self._before_step)
@@ -80,7 +82,8 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
             return None
-        stack, finish = ExitStack(), []
+        stack = ExitStack()
+        finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         for call, moment in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(moment)))
@@ -267,6 +270,7 @@ class _Hook:
     def __init__(self, call: Any):
         self.call = call
 
+    @torch._disable_dynamo  # a model compiled after `distribute` must run it as it is
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
 
@@ -283,6 +287,12 @@ def _nothing(*args: Any) -> None:
 
 def _nothing_at_all() -> Any:
     return _nothing
+
+
+def _forget_compiled() -> None:
+    """torch.compile does not guard on hooks: what it compiled for this class before would run without ours."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def _key(part: Any) -> str:
@@ -308,5 +318,3 @@ def _refuse(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World, na
         )
     if problems:
         raise StrategyError(problems)
-
-

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from fleetx.compose import first
 from fleetx.part import Part, every, switch_of
 from fleetx.settings import Settings
-from fleetx.stage import Stage
+from fleetx.stage import Act, Stage
 
 if TYPE_CHECKING:
     from fleetx.compose import Plan
@@ -41,13 +42,19 @@ class Explanation:
         return [a.name for a in self.plan.acts]
 
     def __str__(self) -> str:
-        ranks = f"{self.world.size} ranks on {self.world.device.type}" if self.world else "ranks not known yet"
-        lines = [f"requested: {', '.join(self.requested) or 'nothing'} ({ranks})"]
+        lines = [f"requested: {', '.join(self.requested) or 'nothing'}", f"world: {self._world()}"]
         lines.append(_render(_order(self.plan)))
         lines.append(_render(_parts(self.plan)))
         idle = list(self.strategy.without_meaning())
         lines += [f"no meaning here: {name} ({reason})" for name, reason in idle]
         return "\n".join(lines)
+
+    def _world(self) -> str:
+        if self.world is None:
+            return "not known yet"
+        if self.world.size == 1:
+            return f"one rank on {self.world.device.type}, so nothing is communicated"
+        return f"{self.world.size} ranks on {self.world.device.type}"
 
 
 def strategy_table(strategy: DistributedStrategy) -> str:
@@ -73,19 +80,30 @@ def _settings(strategy: DistributedStrategy, part: type[Part]) -> dict[str, Any]
 
 
 def _rows(table: Table, switch: str, settings: dict[str, Any]) -> None:
-    for i, (key, value) in enumerate(settings.items() or [("", "")]):  # type: ignore[list-item]
+    for i, (key, value) in enumerate(settings.items() or [("", "")]):
         table.add_row(switch if i == 0 else "", key, str(value))
     table.add_section()
 
 
 def _order(plan: Plan) -> Table:
-    table = Table("stage", "act", "what it does", title="one step, in order", title_justify="left")
+    table = Table("stage", "act", "what it does", "why here", title="one step, in order", title_justify="left")
     for stage in Stage:
         for act in plan.at(stage):
-            table.add_row(stage.name, act.name, act.meaning)
+            table.add_row(stage.name, act.name, act.meaning, _reason(plan, act))
         if stage is Stage.REDUCE and not plan.at(stage):
             table.add_row(stage.name, "(dense)", "mean of each bucket over the ranks, while backward still runs")
     return table
+
+
+def _reason(plan: Plan, act: Act) -> str:
+    """Why an act does not run earlier within its stage: derived, like the order itself."""
+    here = plan.at(act.stage)
+    facts = plan.facts_at(here[0])
+    before = [b for b in here if first(b, act, facts)]
+    barred = sorted(f.value for f in act.claim.bars & facts)
+    reasons = [f"after {' and '.join(b.name for b in before)}"] if before else []
+    reasons += [f"it cannot take a gradient {' or '.join(barred)}"] if barred else []
+    return ": ".join(reasons)
 
 
 def _parts(plan: Plan) -> Table:

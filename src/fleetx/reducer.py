@@ -1,4 +1,4 @@
-"""DistributedDataParallel without its wrapper: its reducer works on the user's own module, whose names stay as they are.
+"""DistributedDataParallel without its wrapper: it reduces for the user's own module, whose names stay as they are.
 
 torch's composable `replicate` stands on the same seam: `_pre_forward` and `_post_forward` called from hooks.
 """
@@ -41,7 +41,7 @@ class Reducer:
             model,
             device_ids=None if device.type == "cpu" else [device],
             forward_sync_buffers=False,  # a part shares them once a round, so that evaluation communicates nothing
-            bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]  # a fraction is fine: it is multiplied to bytes
+            bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
@@ -49,7 +49,7 @@ class Reducer:
             self._ddp.register_comm_hook(None, self._hook(reduce))
 
     def active(self) -> AbstractContextManager[Any]:
-        """Tells torch.compile, while the forward runs, to cut its graph where the buckets are, so that overlap is kept."""
+        """Tells torch.compile, while the forward runs, to cut its graph at the buckets, so that overlap is kept."""
         return self._ddp._inside_ddp_forward()
 
     def before_forward(self, args: Any, kwargs: Any, *, communicate: bool) -> Any:
@@ -86,7 +86,7 @@ class Reducer:
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
         names = self._names
 
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which are strings here
+        def hook(state, bucket):  # DDP compares annotations, which are strings here
             params = bucket.parameters()
             return reduce(Bucket(bucket.buffer(), bucket.gradients(), [names[p] for p in params], bucket.index()))
 

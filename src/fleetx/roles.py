@@ -37,7 +37,9 @@ def _from_torch(env: Mapping[str, str]) -> Place:
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
-        raise WorldError(f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with fleetrun or torchrun")
+        raise WorldError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with fleetrun or torchrun"
+        )
     local = _number(env, "LOCAL_RANK", 0)
     endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS") or _made_up(env["MASTER_ADDR"], size)
     return Place(rank, size, local, endpoints, launched=True)
@@ -51,7 +53,9 @@ def _from_paddle(env: Mapping[str, str]) -> Place:
     if size == 1 and not endpoints:
         return Place(launched=False)
     if len(endpoints) != size:
-        raise WorldError(f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} addresses for PADDLE_TRAINERS_NUM={size} workers")
+        raise WorldError(
+            f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} addresses for PADDLE_TRAINERS_NUM={size} workers"
+        )
     current = env.get("PADDLE_CURRENT_ENDPOINT", endpoints[rank])
     if current != endpoints[rank]:
         raise WorldError(
@@ -68,7 +72,9 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
     # Every task of a job must come to the same port without talking: the job's number decides.
     port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
-    return Place(rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1)
+    return Place(
+        rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1
+    )
 
 
 def first_host(nodes: str) -> str:

@@ -1,6 +1,6 @@
 """The places of a training step where a part may act, and the facts about the gradient that parts share.
 
-The stages in the order in which physics runs them, what an act is given (always a `moment` besides) and what it returns:
+The stages in the order of a step, what an act is given (a `moment` besides, always) and what it returns:
 
     stage      called                                      value -> result
     MODEL      once, at set-up                             model -> model, same parameters under the same names
@@ -104,7 +104,8 @@ def at(
     """Declare, where a method is written, at which stage it acts and what it needs, bars, makes and ends."""
 
     def mark(method: Method) -> Method:
-        method.claim = Claim(stage, *map(frozenset, (needs, bars, makes, ends)), when)  # type: ignore[attr-defined, arg-type]
+        claim = Claim(stage, frozenset(needs), frozenset(bars), frozenset(makes), frozenset(ends), when)
+        method.claim = claim  # type: ignore[attr-defined]
         return method
 
     return mark

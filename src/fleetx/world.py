@@ -55,8 +55,9 @@ class World:
 
     def broadcast(self, values: list[Tensor]) -> None:
         """Overwrite with the values of rank 0, in few large messages."""
-        if self.size > 1 and values:
-            dist._broadcast_coalesced(dist.group.WORLD, values, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        group = dist.group.WORLD
+        if self.size > 1 and values and group is not None:
+            dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, 0)
 
     def mean(self, value: Tensor) -> torch.futures.Future[Tensor]:
         """Begin to replace a buffer by its mean over the ranks."""
@@ -92,7 +93,9 @@ def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
     count = torch.cuda.device_count()
     index = int(env.get("FLAGS_selected_gpus", "").split(",")[0] or place.local_rank)
     if index >= count:
-        raise WorldError(f"worker {place.rank} wants GPU {index}, and this machine shows {count}: set FLEETX_DEVICE=cpu")
+        raise WorldError(
+            f"worker {place.rank} wants GPU {index}, and this machine shows {count}: set FLEETX_DEVICE=cpu"
+        )
     return torch.device("cuda", index)
 
 

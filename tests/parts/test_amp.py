@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from training import adamw, assert_equal, batches, net, sgd, train_fleet, weights, zero_last
 
 from fleetx import StrategyError, fleet
+from training import adamw, assert_equal, batches, net, sgd, train_fleet, weights, zero_last
 
 LIKE_GRADSCALER = {"init_loss_scaling": 2.0**16, "decr_ratio": 0.5, "decr_every_n_nan_or_inf": 1}
 
@@ -191,7 +191,7 @@ def _seen(settings, recompute=()):
     declared = {"amp": {"dtype": "bfloat16"} | settings}
     if recompute:
         declared["recompute"] = {"checkpoints": list(recompute)}
-    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
     out = model(torch.randn(4, 6))
     assert out.dtype is torch.float32
     out.sum().backward()

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from training import assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights
 
 from fleetx import fleet
+from training import assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights
 
 
 def test_it_is_clip_grad_norm_between_backward_and_step():

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from training import adamw, assert_close, assert_equal, batches, net, sgd, share, train, train_fleet, weights, zero_last
 
 from fleetx import fleet
 from fleetx.compose import compose
@@ -15,6 +14,7 @@ from fleetx.engine import Engine
 from fleetx.part import Part, settings
 from fleetx.parts.data_parallel import DataParallel
 from fleetx.stage import Stage, at
+from training import adamw, assert_close, assert_equal, batches, net, sgd, share, train, train_fleet, weights, zero_last
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])

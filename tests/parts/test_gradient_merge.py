@@ -10,10 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from training import LOOPS, adamw, assert_close, assert_equal, batches, big, net, sgd, share, train, train_fleet, weights
-from training import zero_last
 
 from fleetx import fleet
+from training import (
+    LOOPS,
+    adamw,
+    assert_close,
+    assert_equal,
+    batches,
+    big,
+    net,
+    sgd,
+    share,
+    train,
+    train_fleet,
+    weights,
+    zero_last,
+)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.flop_counter import FlopCounterMode
-from training import assert_equal, sgd, weights
 
 from fleetx import StrategyError, fleet
+from training import assert_equal, sgd, weights
 
 
 class Block(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from training import weights
 
 from fleetx import fleet
+from training import weights
 
 
 def _conv():
@@ -17,7 +17,9 @@ def _conv():
 
 def _flat():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)
+    )
 
 
 MODELS = {"conv": (_conv, (8, 3, 6, 6)), "flat": (_flat, (8, 6))}

@@ -1,8 +1,8 @@
 """The facade: everything that a training script calls.
 
-    fleet.init(is_collective=True)
-    strategy = fleet.DistributedStrategy(amp=True, gradient_merge={"k_steps": 4})
-    model, optimizer = fleet.distribute(model, optimizer, strategy)
+fleet.init(is_collective=True)
+strategy = fleet.DistributedStrategy(amp=True, gradient_merge={"k_steps": 4})
+model, optimizer = fleet.distribute(model, optimizer, strategy)
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def init(
     global _world, _strategy
     collective = role_maker.is_collective if role_maker is not None else is_collective
     if not collective:
-        raise StrategyError("is_collective=False asks for parameter servers, which fleetx has not: pass is_collective=True")
+        raise StrategyError(
+            "is_collective=False asks for parameter servers, which fleetx has not: pass is_collective=True"
+        )
     if strategy is not None:
         _checked(strategy).plan()  # before any process group exists
         _strategy = strategy
@@ -193,10 +195,9 @@ def forward_backward(
     """
     engine = _engine(model)
     out = _call(engine.model, inputs)
+    loss: Any = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if loss_fn is not None:
         loss = loss_fn(out) if target is None else loss_fn(out, target)
-    else:
-        loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("forward_backward needs a loss of one number: pass loss_fn=..., or let the model return it")
     loss.backward()

@@ -209,4 +209,4 @@ def _wrap(module: nn.Module, device: str, around: Callable[..., Any]) -> None:
             return plain(self, *args, **kwargs)
         return around(self, plain, args, kwargs)
 
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)

@@ -32,7 +32,8 @@ class DataParallel(Part):
 
     always: ClassVar[bool] = True
     flat: ClassVar[dict[str, str]] = {
-        name: name for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "find_unused_parameters", "nccl_comm_num")
+        name: name
+        for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "find_unused_parameters", "nccl_comm_num")
     }
     costs: ClassVar[str] = "network: the size of the gradients, overlapped with backward; the buffers after each round"
 

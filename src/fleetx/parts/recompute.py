@@ -81,7 +81,7 @@ def _recompute(module: nn.Module, context: Callable[[], Any]) -> None:
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     # A bound method, because copying the model binds it to the copy; a closure over `module` would run the original.
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)
 
 
 class _Shield:

@@ -1,0 +1,95 @@
+"""What every part owes, whatever it does. A new part needs no line here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from fleetx import DistributedStrategy
+from fleetx.part import Part, claims, defaults_of, every, name_of, switch_of
+from fleetx.stage import Stage
+
+ROOT = Path(__file__).parent.parent
+PARTS = list(every().values())
+BUILT = [p for p in PARTS if claims(p)]
+each_part = pytest.mark.parametrize("part", PARTS, ids=name_of)
+each_built = pytest.mark.parametrize("part", BUILT, ids=name_of)
+
+
+@each_part
+def test_a_part_is_frozen_and_refuses_what_it_does_not_know(part):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(part(), next(iter(defaults_of(part)), "x"), 1)
+    with pytest.raises((ValidationError, TypeError)):
+        part(surely_no_such_setting=1)
+
+
+@each_part
+def test_every_setting_has_a_sentence_in_the_source(part):
+    """The docstring below a field is the manual."""
+    tree = ast.parse(inspect.getsource(inspect.getmodule(part)))
+    (body,) = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == part.__name__]
+    told = {
+        a.target.id
+        for a, b in itertools.pairwise(body)
+        if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant)
+    }
+    assert set(defaults_of(part)) <= told
+
+
+@each_part
+def test_every_setting_survives_the_strategy(part):
+    strategy = DistributedStrategy()
+    for key, default in defaults_of(part).items():
+        name = {v: k for k, v in part.flat.items()}.get(key)
+        found = getattr(strategy, name) if name else getattr(strategy, switch_of(part) + "_configs")[key]
+        assert found == default
+
+
+@each_part
+def test_a_part_has_a_docstring_that_is_its_own(part):
+    assert part.__doc__ != Part.__doc__
+    assert len(part.__doc__.strip().splitlines()[0]) > 20
+
+
+@each_built
+def test_a_built_part_says_what_it_costs_and_what_each_act_does(part):
+    assert part.costs
+    for method in claims(part):
+        assert (getattr(part, method).__doc__ or "").strip(), f"{part.__name__}.{method} needs a docstring"
+
+
+@each_built
+def test_a_built_part_has_a_card_that_names_every_setting_and_default(part):
+    card = (ROOT / "docs" / "parts" / f"{name_of(part)}.md").read_text()
+    for key, default in defaults_of(part).items():
+        row = re.search(rf"^\| `{re.escape(key)}` \|(.*)$", card, re.M)
+        assert row, f"docs/parts/{name_of(part)}.md does not name {key}"
+        assert f"`{default!r}`" in row.group(1), f"the card of {key} does not give its default {default!r}"
+    for heading in ("## What it does", "## Settings", "## Neutral setting", "## Shown by"):
+        assert heading in card
+
+
+@each_built
+def test_a_built_part_has_tests_of_its_own(part):
+    assert (ROOT / "tests" / "parts" / f"test_{name_of(part)}.py").exists()
+
+
+@each_built
+def test_acts_take_what_their_stage_gives(part):
+    for method, claim in claims(part).items():
+        names = list(inspect.signature(getattr(part, method)).parameters)
+        assert names[-1] == "moment"
+        assert len(names) == (2 if claim.stage is Stage.FORWARD else 3)
+
+
+def test_no_card_is_left_over():
+    cards = {p.stem for p in (ROOT / "docs" / "parts").glob("*.md")} - {"README"}
+    assert cards == {name_of(p) for p in BUILT}

@@ -1,0 +1,330 @@
+"""The engine keeps the user's objects the user's: their types, their hooks, their state, their loop."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from fleetx import StrategyError, UsageError, fleet
+from training import adamw, assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights, zero_last
+
+MERGE = {"gradient_merge": {"k_steps": 2}}
+
+
+def armed(declared=None, *, make=net, optimizer=sgd):
+    fleet.init()
+    model = make()
+    return fleet.distribute(model, optimizer(model), fleet.DistributedStrategy(**(declared or {})))
+
+
+def test_with_no_strategy_it_is_plain_pytorch_bit_for_bit():
+    assert_equal(train_fleet(batches(), {}), train(batches()))
+
+
+def test_the_model_and_the_optimizer_stay_the_users_own_objects():
+    fleet.init()
+    model = net()
+    optimizer = sgd(model)
+    names = list(model.state_dict())
+    returned = fleet.distribute(model, optimizer, fleet.DistributedStrategy(amp={"dtype": "bfloat16"}, **MERGE))
+    assert returned == (model, optimizer)
+    assert type(model) is nn.Sequential
+    assert type(optimizer) is torch.optim.SGD
+    assert list(model.state_dict()) == names
+
+
+# --- optimizers and schedulers --------------------------------------------------------------------
+OPTIMIZERS = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.Adafactor,
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda k: k.__name__)
+def test_a_withheld_step_changes_nothing_in_any_optimizer(kind):
+    """Merged batches equal the big batch, in parameters and in the optimizer's own state."""
+    make = lambda model: kind(model.parameters(), lr=0.01)  # noqa: E731
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, make(model), fleet.DistributedStrategy(**MERGE))
+    for x, y in batches():
+        zero_last(model, optimizer, x, y)
+    other = net()
+    plain = make(other)
+    for x, y in big(batches(), 2):
+        zero_last(other, plain, x, y)
+    assert_close(weights(model), weights(other))
+    torch.testing.assert_close(optimizer.state_dict()["state"], plain.state_dict()["state"], rtol=1e-4, atol=1e-6)
+
+
+def test_lbfgs_is_refused_because_it_moves_parameters_without_a_gradient():
+    with pytest.raises(StrategyError, match="LBFGS"):
+        armed(optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+
+
+def test_a_closure_is_run_once_and_its_loss_returned():
+    def loop(model, optimizer, x, y):
+        def closure():
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+
+    assert_close(train_fleet(batches(), MERGE, loop=loop), train(big(batches(), 2)))
+
+
+def test_schedulers_read_and_write_the_rate_that_is_used():
+    model, optimizer = armed(MERGE)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=4)
+    other = net()
+    plain = sgd(other)
+    plain_scheduler = torch.optim.lr_scheduler.OneCycleLR(plain, max_lr=0.5, total_steps=4)
+    for x, y in batches():
+        zero_last(model, optimizer, x, y)
+        if fleet.updated:
+            scheduler.step()
+    for x, y in big(batches(), 2):
+        zero_last(other, plain, x, y)
+        plain_scheduler.step()
+    assert scheduler.get_last_lr() == plain_scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    assert_close(weights(model), weights(other))
+
+
+def test_parameter_groups_keep_their_own_settings():
+    def groups(model):
+        return torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}], lr=0.2
+        )
+
+    assert_close(train_fleet(batches(), MERGE, optimizer=groups), train(big(batches(), 2), optimizer=groups))
+
+
+def frozen():
+    model = net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_stay_frozen_on_one_rank_and_on_two(ranks):
+    want = train(batches(), make=frozen, optimizer=adamw)
+    assert_close(train_fleet(batches(), {}, make=frozen, optimizer=adamw), want)
+    assert torch.equal(want["0.weight"], net()[0].weight)
+    found = ranks.run(_train_frozen)
+    assert_close(found[0], want)
+
+
+def _train_frozen():
+    return train_fleet(batches(), {}, make=frozen, optimizer=adamw)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused_between_ranks(ranks):
+    message = ranks.run(_unfreeze)[0]
+    assert "'0.weight' began to need a gradient after fleet.distribute" in message
+
+
+def _unfreeze():
+    model, optimizer = armed(make=frozen)
+    model[0].requires_grad_(True)
+    try:
+        zero_last(model, optimizer, *batches(1)[0])
+    except UsageError as error:
+        return str(error)
+
+
+def test_the_state_of_the_optimizer_makes_the_round_trip_through_a_file():
+    strategy = {"amp": {"dtype": "float16"}, **MERGE}
+    model, optimizer = armed(strategy, optimizer=adamw)
+    data = batches(9)
+    for x, y in data[:5]:
+        zero_last(model, optimizer, x, y)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, optimizer2 = armed(strategy, optimizer=adamw)
+    again.load_state_dict(saved["model"])
+    optimizer2.load_state_dict(saved["optimizer"])
+    for x, y in data[5:]:
+        zero_last(model, optimizer, x, y)
+        zero_last(again, optimizer2, x, y)
+    assert_equal(weights(model), weights(again))
+    for a, b in zip(optimizer.state.values(), optimizer2.state.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_plain_checkpoint_loads_and_a_fleetx_checkpoint_loads_into_plain_pytorch():
+    model, optimizer = armed(MERGE)
+    other = net()
+    plain = sgd(other)
+    for x, y in batches(3):
+        zero_last(model, optimizer, x, y)
+        zero_last(other, plain, x, y)
+    plain.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.state_dict()["fleetx"]["merged"] == 0
+
+
+def test_a_checkpoint_of_another_model_or_of_the_future_is_refused():
+    _, optimizer = armed(MERGE)
+    saved = optimizer.state_dict()
+    saved["fleetx"]["withheld"] = {"nowhere.weight": torch.zeros(1)}
+    with pytest.raises(UsageError, match=r"parameters that the model has not: \['nowhere.weight'\]"):
+        optimizer.load_state_dict(saved)
+    saved["fleetx"]["version"] = 99
+    with pytest.raises(UsageError, match="newer fleetx"):
+        optimizer.load_state_dict(saved)
+
+
+def test_loading_the_state_of_a_part_that_is_off_warns():
+    _, optimizer = armed({"amp": {"dtype": "float16"}})
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, other = armed()
+    with pytest.warns(UserWarning, match="state of AMP, which is off now"):
+        other.load_state_dict(saved)
+
+
+# --- models ---------------------------------------------------------------------------------------
+class Wordy(nn.Module):
+    """Takes keywords, returns a nested structure."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+
+    def forward(self, *, x, flag=True):
+        out = self.body(x)
+        return {"out": out, "more": [out * 2, ("text", None, 3)], "flag": flag}
+
+
+def test_models_that_take_keywords_and_return_dicts_train(ranks):
+    want = train(big(batches(), 2))
+    model, optimizer = armed({"amp": {"dtype": "bfloat16"}, **MERGE}, make=Wordy)
+    for x, y in batches():
+        out = model(x=x)
+        assert out["more"][1] == ("text", None, 3)
+        assert out["out"].dtype is torch.float32
+        mse_loss(out["out"], y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(weights(model.body), want, rtol=0.05, atol=0.05)
+    found = ranks.run(_train_wordy)
+    assert_close(found[0], want)
+
+
+def _train_wordy():
+    from training import share
+
+    model, optimizer = armed(MERGE, make=Wordy)
+    for x, y in share(batches(), fleet.worker_index(), 2):
+        mse_loss(model(x=x)["out"], y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model.body)
+
+
+def test_several_forwards_before_one_backward_are_one_loss():
+    def loop(model, optimizer, x, y):
+        (mse_loss(model(x[:2]), y[:2]) / 2 + mse_loss(model(x[2:]), y[2:]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_close(train_fleet(batches(), MERGE, loop=loop), train(big(batches(), 2)))
+
+
+def test_several_backwards_before_one_step_are_summed(ranks):
+    found = ranks.run(_two_backwards)
+    assert_equal(found[0], found[1])
+    assert_close(found[0], train(batches()))
+
+
+def _two_backwards():
+    def loop(model, optimizer, x, y):
+        half = len(x) // 2
+        (mse_loss(model(x[:half]), y[:half]) / 2).backward()
+        (mse_loss(model(x[half:]), y[half:]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train_fleet(batches(), {}, loop=loop)
+
+
+def test_an_error_inside_of_the_forward_leaves_no_context_open():
+    model, optimizer = armed({"amp": {"dtype": "bfloat16"}})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 99))
+    assert not torch.is_autocast_enabled("cpu")
+    zero_last(model, optimizer, *batches(1)[0])
+
+
+def test_a_copy_or_a_pickle_of_the_model_is_plain():
+    model, _ = armed({"amp": {"dtype": "bfloat16"}})
+    x = torch.randn(2, 6)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), net()(x))
+    assert not torch.equal(model(x), net()(x))
+
+
+@pytest.mark.parametrize("declared", [{}, {**MERGE, "clip": True}], ids=["plain", "merge"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models_train_the_same(when, declared):
+    def build():
+        model = net()
+        return torch.compile(model, backend="aot_eager") if when == "before" else model
+
+    model, optimizer = armed(declared, make=build)
+    if when == "after":
+        model = torch.compile(model, backend="aot_eager")
+    for x, y in batches():
+        zero_last(model, optimizer, x, y)
+    found = {k.removeprefix("_orig_mod."): v for k, v in weights(model).items()}
+    assert_close(found, train_fleet(batches(), declared))
+
+
+def test_a_compiled_model_keeps_its_plain_names_in_the_checkpoint():
+    model, optimizer = armed(MERGE, make=lambda: torch.compile(net(), backend="eager"))
+    zero_last(model, optimizer, *batches(1)[0])
+    assert sorted(optimizer.state_dict()["fleetx"]["withheld"]) == sorted(dict(net().named_parameters()))
+
+
+def test_compiled_models_train_on_two_ranks(ranks):
+    found = ranks.run(_train_compiled)
+    assert_equal(found[0], found[1])
+    assert_close({k.removeprefix("_orig_mod."): v for k, v in found[0].items()}, train(batches()))
+
+
+def _train_compiled():
+    return train_fleet(batches(), {}, make=lambda: torch.compile(net(), backend="aot_eager"))
+
+
+# --- what cannot be honoured ----------------------------------------------------------------------
+def test_gradients_that_bypass_the_model_are_refused_where_they_would_be_wrong():
+    model, optimizer = armed({"amp": {"dtype": "float16"}})
+    mse_loss(model[4](model[2](model[0](torch.randn(4, 6)))), torch.randn(4, 3)).backward()
+    with pytest.raises(UsageError, match="call the model itself"):
+        optimizer.step()
+
+
+def test_a_stranger_in_the_optimizer_is_refused():
+    def with_stranger(model):
+        return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
+
+    with pytest.raises(StrategyError, match=r"1 parameters that the model has not \(shapes \(7,\)\)"):
+        armed(optimizer=with_stranger)

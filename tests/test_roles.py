@@ -1,0 +1,88 @@
+"""The environment of three launchers, and what is wrong with it when it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetx import WorldError
+from fleetx.fleet.base import role_maker
+from fleetx.roles import PaddleCloudRoleMaker, Place, UserDefinedRoleMaker, first_host, from_environment
+
+TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+ENDS = "10.0.0.1:6070,10.0.0.1:6071,10.0.0.2:6070,10.0.0.2:6071"
+PADDLE = {
+    "PADDLE_TRAINER_ID": "3",
+    "PADDLE_TRAINERS_NUM": "4",
+    "PADDLE_TRAINER_ENDPOINTS": ENDS,
+    "PADDLE_CURRENT_ENDPOINT": "10.0.0.2:6071",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+    "SLURM_JOB_ID": "4242",
+}
+
+
+@pytest.mark.parametrize("env", [TORCH, PADDLE, SLURM], ids=["torchrun", "paddle", "slurm"])
+def test_each_launcher_is_understood(env):
+    place = from_environment(env)
+    assert (place.rank, place.size, place.local_rank, place.launched) == (3, 4, 1, True)
+    assert len(place.endpoints) == 4
+
+
+def test_where_the_workers_meet():
+    assert from_environment(TORCH).master == ""  # torch's own variables say
+    assert from_environment(PADDLE).master == "10.0.0.1:6070"
+    assert from_environment(SLURM).master == "gpu07:24242"
+    assert from_environment(SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}).master == "a:5"
+
+
+def test_no_launcher_means_a_world_of_one():
+    assert from_environment({}) == Place()
+    assert not from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launched  # inside of a job, not of srun
+    assert not from_environment({"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1"}).launched
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (TORCH | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
+        (TORCH | {"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: must be a whole number"),
+        (TORCH | {"RANK": "4"}, "RANK=4: must be from 0 to 3, because WORLD_SIZE=4"),
+        (TORCH | {"RANK": "-1"}, "RANK=-1: must be from 0 to 3"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not"),
+        (PADDLE | {"PADDLE_TRAINERS_NUM": "5"}, "lists 4 addresses for PADDLE_TRAINERS_NUM=5"),
+        (PADDLE | {"PADDLE_CURRENT_ENDPOINT": "x:1"}, "is not number 3 of PADDLE_TRAINER_ENDPOINTS"),
+        ({"PADDLE_TRAINER_ID": "0"}, "PADDLE_TRAINERS_NUM is not"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "set MASTER_ADDR"),
+    ],
+)
+def test_a_broken_environment_is_refused_by_variable_and_value(env, message):
+    with pytest.raises(WorldError, match=message):
+        from_environment(env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("a1", "a1"), ("a[3-5]", "a3"), ("a[03,07]", "a03"), ("x-1,y-2", "x-1"), ("n[1]-ib", "n1")]
+)
+def test_the_first_host_of_a_slurm_list(nodes, host):
+    assert first_host(nodes).startswith(host)
+
+
+def test_a_user_may_tell_the_place():
+    ends = ["a:1", "b:1", "b:2"]
+    place = UserDefinedRoleMaker(is_collective=True, current_id=2, worker_num=3, worker_endpoints=ends).place()
+    assert place == Place(2, 3, 1, ("a:1", "b:1", "b:2"), "a:1", launched=True)
+    assert UserDefinedRoleMaker(is_collective=True).place() == Place()
+    with pytest.raises(WorldError, match="current_id=3"):
+        UserDefinedRoleMaker(current_id=3, worker_num=3, worker_endpoints=ends).place()
+    with pytest.raises(WorldError, match="lists 3 addresses for worker_num=4"):
+        UserDefinedRoleMaker(current_id=0, worker_num=4, worker_endpoints=ends).place()
+
+
+def test_paddles_place_for_the_role_makers():
+    assert role_maker.PaddleCloudRoleMaker is PaddleCloudRoleMaker
+    assert role_maker.UserDefinedRoleMaker is UserDefinedRoleMaker
