@@ -328,3 +328,77 @@ def test_a_stranger_in_the_optimizer_is_refused():
 
     with pytest.raises(StrategyError, match=r"1 parameters that the model has not \(shapes \(7,\)\)"):
         armed(optimizer=with_stranger)
+
+
+@pytest.mark.parametrize("declared", [{"amp": {"dtype": "float16"}}, MERGE], ids=["scaled", "summed"])
+def test_clipping_by_hand_where_the_gradient_is_not_finished_is_refused(declared):
+    model, optimizer = armed(declared)
+    x, y = batches(1)[0]
+    mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(UsageError, match=r"strategy.clip = True"):
+        optimizer.step()
+
+
+def test_clipping_by_hand_without_a_strategy_is_plain_pytorch():
+    def loop(model, optimizer, x, y):
+        mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_equal(train_fleet(batches(), {}, loop=loop), train(batches(), loop=loop))
+
+
+def test_taking_gradients_away_by_hand_freezes_for_a_step():
+    def loop(model, optimizer, x, y):
+        mse_loss(model(x), y).backward()
+        model[4].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = train_fleet(batches(), {"amp": {"dtype": "float16"}}, loop=loop)
+    assert torch.equal(found["4.weight"], net()[4].weight)
+    assert not torch.equal(found["4.bias"], net()[4].bias)
+
+
+def test_zero_grad_that_keeps_the_tensors_works_too(ranks):
+    found = ranks.run(_keep_tensors)
+    assert_equal(found[0], found[1])
+    assert_close(found[0], train(big(batches(), 2)))
+
+
+def _keep_tensors():
+    def loop(model, optimizer, x, y):
+        optimizer.zero_grad(set_to_none=False)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    return train_fleet(batches(), MERGE, loop=loop)
+
+
+class Lazy(nn.Module):
+    """Has a layer that it never uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.unused = net(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_an_unused_parameter_is_refused_before_the_step_that_would_part_the_ranks(ranks):
+    for message in ranks.run(_train_lazy):
+        assert "unused.weight, unused.bias got no gradient: set strategy.find_unused_parameters = True" in message
+
+
+def _train_lazy():
+    model, optimizer = armed(make=Lazy)
+    before = weights(model)
+    try:
+        zero_last(model, optimizer, *batches(1)[0])
+    except UsageError as error:
+        assert_equal(weights(model), before)
+        return str(error)
+    return ""

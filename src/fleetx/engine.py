@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -52,6 +52,8 @@ class Engine:
         self._withheld: dict[nn.Parameter, Tensor] = {}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
         self._tapped = False  # did a backward enter through the model's output since the last step?
+        self._unfinished = bool(self._calls[Stage.LOSS] or self._calls[Stage.GATE])  # is p.grad ours until the update?
+        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []  # what the last backward left, with its version
         self._scaled_at_loss = False
         self._flushing = self._opened = False
         self._arm()
@@ -124,12 +126,18 @@ class Engine:
         return out
 
     def _enter_backward(self, grad: Tensor) -> Tensor:
+        if self._unfinished:
+            # A callback that queues another runs after the one by which DDP ends its reduction.
+            _at_end_of_backward(lambda: _at_end_of_backward(self._look))
         self._tapped = True
         self._put_back()
         if not self._scaled_at_loss:
             for call, moment in self._calls[Stage.LOSS]:
                 grad = call(grad, moment)
         return grad
+
+    def _look(self) -> None:
+        self._seen = [(p, p.grad, p.grad._version) for p in self._params() if p.grad is not None]
 
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
@@ -183,6 +191,12 @@ class Engine:
                 "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
                 "for a loss that reads parameters past the output use fleet.backward(loss)"
             )
+        if any(p.grad is grad and grad._version != version for p, grad, version in self._seen):
+            raise UsageError(
+                "a gradient was changed between backward() and step(), where it is still scaled or summed: "
+                "let the strategy clip it (strategy.clip = True), or do it where amp and gradient_merge are off"
+            )
+        self._seen = []
         if self._reducer is not None:
             for p in self._params():
                 if p.grad is not None and p not in self._reducer.known:
@@ -193,6 +207,8 @@ class Engine:
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT over the gradients of this round; False withholds the update."""
+        if self._reducer is not None and not self._flushing:
+            self._reducer.check_finished()
         grads = [p.grad for p in self._params() if p.grad is not None]
         return bool(grads) and all(call(grads, moment) is not False for call, moment in self._calls[Stage.GRADIENT])
 
@@ -287,6 +303,10 @@ def _nothing(*args: Any) -> None:
 
 def _nothing_at_all() -> Any:
     return _nothing
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _forget_compiled() -> None:

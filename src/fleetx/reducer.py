@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from fleetx.errors import UsageError
 from fleetx.moment import Bucket
 from fleetx.world import World
 
@@ -58,6 +59,17 @@ class Reducer:
 
     def after_forward(self, out: Any) -> Any:
         return self._ddp._post_forward(out)
+
+    def check_finished(self) -> None:
+        """DDP itself says only in the next forward that a bucket was left, when a step was taken without it."""
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            unused = [name for p, name in self._names.items() if p in self.known and p.grad is None]
+            raise UsageError(
+                f"the reduction between ranks did not end, because {', '.join(unused[:5]) or 'a parameter'} got no "
+                "gradient: set strategy.find_unused_parameters = True, or freeze what the model does not use"
+            ) from error
 
     def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
         """Reduce gradients that no backward reduced. One bucket at a time: no copy as large as the model."""
