@@ -402,3 +402,36 @@ def _train_lazy():
         assert_equal(weights(model), before)
         return str(error)
     return ""
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+@pytest.mark.parametrize("declared", [{"clip": True}, {"amp": True}, MERGE], ids=str)
+def test_sparse_gradients_are_refused_where_they_cannot_be_taken(declared):
+    with pytest.raises(StrategyError, match="sparse gradients, which table makes"):
+        armed(declared, make=Sparse)
+
+
+def test_sparse_gradients_are_reduced_between_ranks(ranks):
+    found = ranks.run(_train_sparse)
+    assert_equal(found[0], found[1])
+
+
+def _train_sparse():
+    fleet.init()
+    model = Sparse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fleet.distribute(model, optimizer)
+    for i in range(4):
+        model(torch.tensor([fleet.worker_index(), i])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)

@@ -1,4 +1,4 @@
-"""Walk over the tensors in whatever a model returns: tuples, dicts, dataclasses, outputs of transformers."""
+"""Look into what a model returns (tuples, dicts, dataclasses, outputs of transformers) and into the model itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
@@ -24,3 +24,8 @@ def _leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
         for field in dataclasses.fields(leaf):
             object.__setattr__(leaf, field.name, map_tensors(function, getattr(leaf, field.name)))
     return leaf
+
+
+def sparse_modules(model: nn.Module) -> str:
+    """Names of the modules whose gradients are sparse tensors, which most acts on gradients cannot take."""
+    return ", ".join(name for name, module in model.named_modules() if getattr(module, "sparse", False) is True)

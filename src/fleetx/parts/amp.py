@@ -18,6 +18,7 @@ from fleetx import autocast_lists
 from fleetx.moment import Moment
 from fleetx.part import Names, Part, settings
 from fleetx.stage import Fact, Stage, at
+from fleetx.structure import sparse_modules
 from fleetx.world import World
 
 _SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
@@ -94,6 +95,8 @@ class AMP(Part):
                     yield f"amp_configs[{key!r}]: {name!r} is no module of the model and no operation of torch{hint}"
         if _scales(self) and any(p.dtype is torch.float16 for p in model.parameters()):
             yield "amp needs parameters in float32 and found some in float16: do not call model.half()"
+        if _scales(self) and (sparse := sparse_modules(model)):
+            yield f"amp in float16 cannot take sparse gradients, which {sparse} makes: use sparse=False there, or bfloat16"
 
     # --- acts -------------------------------------------------------------------------------------
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:

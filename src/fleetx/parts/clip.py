@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from fleetx.moment import Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Fact, Stage, at
+from fleetx.structure import sparse_modules
+from fleetx.world import World
 
 
 @settings
@@ -23,6 +27,10 @@ class Clip(Part):
     """The largest norm that the gradient may keep."""
 
     costs: ClassVar[str] = "time: one pass over the gradients for the norm, one for the scaling"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if sparse := sparse_modules(model):
+            yield f"clip cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
     @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.PARTED})
     def shrink(self, grads: list[Tensor], moment: Moment) -> None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fleetx.moment import Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Fact, Stage, at
+from fleetx.structure import sparse_modules
+from fleetx.world import World
 
 
 @settings
@@ -25,6 +29,10 @@ class GradientMerge(Part):
     """Divide by the number of merged steps; without it the update takes the sum."""
 
     costs: ClassVar[str] = "memory: the gradients are kept between steps; network: one reduction in k_steps"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if sparse := sparse_modules(model):
+            yield f"gradient_merge cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
     @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
     def opens(self, steps: int, moment: Moment) -> bool:
