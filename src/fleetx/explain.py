@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +60,7 @@ class Explanation:
 
 def strategy_table(strategy: DistributedStrategy) -> str:
     """The strategy as a table: what is on with its settings, what is off, what differs elsewhere."""
-    table = Table("switch", "setting", "value", title="DistributedStrategy", title_justify="left")
+    table = _table("DistributedStrategy", "switch", "setting", "value")
     off = []
     for switch, part in every().items():
         if part.always or getattr(strategy, switch):
@@ -86,10 +87,10 @@ def _rows(table: Table, switch: str, settings: dict[str, Any]) -> None:
 
 
 def _order(plan: Plan) -> Table:
-    table = Table("stage", "act", "what it does", "why here", title="one step, in order", title_justify="left")
+    table = _table("one step, in order", "stage", "act", "what it does")
     for stage in Stage:
         for act in plan.at(stage):
-            table.add_row(stage.name, act.name, act.meaning, _reason(plan, act))
+            table.add_row(stage.name, act.name, "; ".join(filter(None, [act.meaning, _reason(plan, act)])))
         if stage is Stage.REDUCE and not plan.at(stage):
             table.add_row(stage.name, "(dense)", "mean of each bucket over the ranks, while backward still runs")
     return table
@@ -102,12 +103,12 @@ def _reason(plan: Plan, act: Act) -> str:
     before = [b for b in here if first(b, act, facts)]
     barred = sorted(f.value for f in act.claim.bars & facts)
     reasons = [f"after {' and '.join(b.name for b in before)}"] if before else []
-    reasons += [f"it cannot take a gradient {' or '.join(barred)}"] if barred else []
-    return ": ".join(reasons)
+    reasons += [f"because it cannot take a gradient {' or '.join(barred)}"] if barred else []
+    return ", ".join(reasons)
 
 
 def _parts(plan: Plan) -> Table:
-    table = Table("part", "settings", "costs", title="parts", title_justify="left")
+    table = _table("parts", "part", "settings", "costs")
     for part in plan.parts:
         kind = type(part)
         changed = {k: v for k, v in vars(part).items() if not k.startswith("_") and v != getattr(kind(), k)}
@@ -119,7 +120,11 @@ def _pairs(items: Iterable[tuple[str, Any]]) -> str:
     return ", ".join(f"{k}={v}" for k, v in items)
 
 
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+
+
 def _render(table: Table) -> str:
     out = io.StringIO()
     Console(file=out, width=_WIDTH, force_terminal=False, no_color=True).print(table)
-    return out.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,0 +1,45 @@
+"""What the README shows is what is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx import DistributedStrategy, StrategyError, fleet
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_explanation_is_what_explain_prints():
+    strategy = DistributedStrategy(amp=True, gradient_merge={"k_steps": 4}, clip=True)
+    assert (
+        re.search(r"```\n(requested: .*?)```", README, re.S).group(1).rstrip() == str(fleet.explain(strategy)).rstrip()
+    )
+
+
+def test_the_errors_are_those_of_the_strategy():
+    problems = []
+    for declare in (
+        lambda: DistributedStrategy(ampp=True, gradient_merge={"k_steps": 0}),
+        lambda: DistributedStrategy(recompute_configs={"checkpoints": ["a"]}, dgc=True).plan(),
+    ):
+        with pytest.raises(StrategyError) as caught:
+            declare()
+        problems += caught.value.problems
+    shown = re.search(r"4 problems in the strategy:\n((?:  - .*\n)+)", README).group(1)
+    assert sorted(shown.splitlines()) == sorted(f"  - {p}" for p in problems)
+
+
+def test_the_loop_runs_as_it_is_written():
+    code = re.search(r"```python\n(import torch.*?)```", README, re.S).group(1)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    loader = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
+    exec(code, {"model": model, "optimizer": optimizer, "loader": loader, "loss_fn": nn.functional.mse_loss})
+    assert fleet.updated
+    assert not torch.equal(model.weight, before)
