@@ -96,7 +96,7 @@ class AMP(Part):
         if _scales(self) and any(p.dtype is torch.float16 for p in model.parameters()):
             yield "amp needs parameters in float32 and found some in float16: do not call model.half()"
         if _scales(self) and (sparse := sparse_modules(model)):
-            yield f"amp in float16 cannot take sparse gradients, which {sparse} makes: use sparse=False there, or bfloat16"
+            yield f"amp in float16 cannot take sparse gradients, which {sparse} makes: use sparse=False or bfloat16"
 
     # --- acts -------------------------------------------------------------------------------------
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
