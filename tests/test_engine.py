@@ -110,9 +110,8 @@ def test_schedulers_read_and_write_the_rate_that_is_used():
 
 def test_parameter_groups_keep_their_own_settings():
     def groups(model):
-        return torch.optim.SGD(
-            [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}], lr=0.2
-        )
+        first = {"params": model[0].parameters(), "lr": 0.01}
+        return torch.optim.SGD([first, {"params": [*model[2].parameters(), *model[4].parameters()]}], lr=0.2)
 
     assert_close(train_fleet(batches(), MERGE, optimizer=groups), train(big(batches(), 2), optimizer=groups))
 
@@ -137,7 +136,7 @@ def _train_frozen():
 
 def test_a_parameter_that_is_unfrozen_later_is_refused_between_ranks(ranks):
     message = ranks.run(_unfreeze)[0]
-    assert "'0.weight' began to need a gradient after fleet.distribute" in message
+    assert "parameter '0.weight' came into the training after fleet.distribute" in message
 
 
 def _unfreeze():
@@ -186,11 +185,36 @@ def test_a_checkpoint_of_another_model_or_of_the_future_is_refused():
     _, optimizer = armed(MERGE)
     saved = optimizer.state_dict()
     saved["fleetx"]["withheld"] = {"nowhere.weight": torch.zeros(1)}
-    with pytest.raises(UsageError, match=r"parameters that the model has not: \['nowhere.weight'\]"):
+    with pytest.raises(UsageError, match=r"a gradient of 'nowhere.weight' \(1,\), which the model has not"):
         optimizer.load_state_dict(saved)
     saved["fleetx"]["version"] = 99
     with pytest.raises(UsageError, match="newer fleetx"):
         optimizer.load_state_dict(saved)
+
+
+def test_a_checkpoint_taken_inside_of_a_merge_serves_only_the_rank_that_took_it(ranks):
+    """Rank 0's unreduced gradients in the place of rank 1's would be silently wrong; after a flush there are none."""
+    saved = ranks.run(_save_inside_of_a_merge)
+    assert ranks.run(_load_on_both, saved[0]) == [
+        "",
+        "this checkpoint was taken inside of a merge window by rank 0 of 2, and its gradients are that rank's alone; "
+        "this is rank 1 of 2. Save one checkpoint per rank, or call fleet.flush() before saving",
+    ]
+
+
+def _save_inside_of_a_merge():
+    model, optimizer = armed(MERGE)
+    zero_last(model, optimizer, *batches(1)[0])
+    return optimizer.state_dict()
+
+
+def _load_on_both(saved):
+    _, optimizer = armed(MERGE)
+    try:
+        optimizer.load_state_dict(saved)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def test_loading_the_state_of_a_part_that_is_off_warns():

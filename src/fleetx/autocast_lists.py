@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 # What Paddle calls these operations, where PyTorch says it differently.
 PADDLE_OPERATIONS = {
-    "mul": "linear",
     "matmul_v2": "matmul",
     "lookup_table": "embedding",
     "lookup_table_v2": "embedding",
@@ -35,6 +34,11 @@ PADDLE_OPERATIONS = {
     "reduce_mean": "mean",
 }
 
+# Names that mean one thing in Paddle and another in PyTorch.
+AMBIGUOUS = {"mul": "Paddle's fully connected product and PyTorch's elementwise one: write 'linear' or 'multiply'"}
+# Their running statistics are written in place, although their schemas do not say so.
+KEEPS_STATE = {"batch_norm", "native_batch_norm", "instance_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
 
 @dataclass(frozen=True)
 class _Lists:
@@ -48,22 +52,41 @@ _overridden: set[tuple[str, str]] = set()  # (operation, dispatch key): an overr
 _library: torch.library.Library | None = None
 
 
-def operation(name: str) -> str | None:
-    """PyTorch's name of an operation that is given by PyTorch's or by Paddle's name; None if there is no such one."""
-    name = PADDLE_OPERATIONS.get(name, name)
-    return name if name.isidentifier() and hasattr(torch.ops.aten, name) else None
+def operation(name: str) -> str:
+    """PyTorch's name of an operation that is given by PyTorch's or by Paddle's name."""
+    return PADDLE_OPERATIONS.get(name, name)
+
+
+def unfit(name: str) -> str:
+    """Why an operation of this name cannot be listed; empty if it can."""
+    if name in AMBIGUOUS:
+        return AMBIGUOUS[name]
+    packet = getattr(torch.ops.aten, operation(name), None) if operation(name).isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return "no operation of torch"
+    if operation(name) in KEEPS_STATE or any(o._schema.is_mutable for o in _overloads(packet)):
+        return "an operation that changes its arguments, which a cast would lose: name the module instead"
+    return ""
 
 
 def override(names: Collection[str], device: torch.device) -> None:
     """Make the operations listen to `listed`."""
+    key = f"Autocast{device.type.upper()}"
     for name in names:
-        key = f"Autocast{device.type.upper()}"
         if (name, key) not in _overridden:
+            for overload in _overloads(getattr(torch.ops.aten, name)):
+                _override(overload, name, key)
             _overridden.add((name, key))
-            packet = getattr(torch.ops.aten, name)
-            for overload in packet.overloads():
-                if "out" not in overload:
-                    _override(getattr(packet, overload), name, key)
+
+
+def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    """Those that the dispatcher knows (TorchScript has more) and that return their result."""
+    found = [getattr(packet, o) for o in packet.overloads() if "out" not in o]
+    return [o for o in found if torch._C._dispatch_has_kernel(_full_name(o))]
+
+
+def _full_name(op: torch._ops.OpOverload) -> str:
+    return f"{op._schema.name}.{op._overloadname}" if op._overloadname != "default" else op._schema.name
 
 
 @contextmanager
@@ -86,7 +109,7 @@ def _override(op: torch._ops.OpOverload, name: str, key: str) -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-    full = f"{op._schema.name}.{op._overloadname}" if op._overloadname != "default" else op._schema.name
+    full = _full_name(op)
     before: Callable[..., Any] | None = None
     if torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
         before = torch.library.get_kernel(full, key).call_boxed

@@ -14,11 +14,12 @@ neither a parameter without a gradient nor its state. So the user's optimizer st
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,15 @@ from torch.optim import Optimizer
 
 from fleetx.compose import Plan
 from fleetx.errors import StrategyError, UsageError
+from fleetx.forwards import unwrap
+from fleetx.gradients import Gradients
+from fleetx.hooks import Hook
 from fleetx.moment import Bucket, Moment
 from fleetx.reducer import Reducer
+from fleetx.refusals import refuse
 from fleetx.stage import Stage
-from fleetx.structure import map_tensors
+from fleetx.structure import map_tensors, plain_name
+from fleetx.taps import tap
 from fleetx.world import World
 
 VERSION = 1  # of what state_dict() adds
@@ -38,41 +44,53 @@ VERSION = 1  # of what state_dict() adds
 class Engine:
     """One model, one optimizer, one plan."""
 
+    stepped: ClassVar[weakref.ref[Engine] | None] = None  # the engine of the last optimizer.step() of any
+
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         self.plan, self.model, self.optimizer, self.world = plan, model, optimizer, world
-        self.names = {p: _plain_name(n) for n, p in model.named_parameters()}
-        _refuse(plan, model, optimizer, world, self.names)
+        self.names = {p: plain_name(n) for n, p in model.named_parameters()}
+        refuse(plan, model, optimizer, world, self.names)
         self.device = next((p.device for p in self.names), world.device)
         self.state = {_key(p): p.init({n: p for p, n in self.names.items()}) for p in plan.parts}
+        self.notes: dict[str, dict[str, Any]] = {_key(p): {} for p in plan.parts}
         self.round = 0  # the clock: rounds that ended, applied or not
         self.merged = 0  # steps since the last round ended, this one included
         self.updated = False  # did the last step apply an update?
         self.reducer_settings: dict[str, Any] | None = None
         self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
-        self._withheld: dict[nn.Parameter, Tensor] = {}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
+        self._outputs: list[Tensor] = []  # of the forwards since the last backward, where the reducer wants to see them
+        self._backward = -1  # torch's number of the backward that was last seen to enter
         self._tapped = False  # did a backward enter through the model's output since the last step?
-        self._unfinished = bool(self._calls[Stage.LOSS] or self._calls[Stage.GATE])  # is p.grad ours until the update?
-        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []  # what the last backward left, with its version
         self._scaled_at_loss = False
+        self._unfinished = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._flushing = self._opened = False
-        self._arm()
+        try:
+            self._arm()
+        except BaseException:
+            unwrap(self.model)
+            raise
 
     def _arm(self) -> None:
         for call, moment in self._calls[Stage.MODEL]:
             self.model = call(self.model, moment)
-        if {p: _plain_name(n) for n, p in self.model.named_parameters()} != self.names:
+        if {p: plain_name(n) for n, p in self.model.named_parameters()} != self.names:
             raise StrategyError("a MODEL act changed the parameters or their names")
         for call, moment in self._calls[Stage.UPDATE]:
             self.optimizer = call(self.optimizer, moment)
+        made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
+        self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
         self._reducer = self._make_reducer()
+        # With nothing to do to a step, the engine leaves it alone altogether.
+        self._active = self._reducer is not None or self._unfinished or bool(self._calls[Stage.GRADIENT])
         _forget_compiled()
-        self.model.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
-        self.model.register_forward_hook(_Hook(self._after_forward), always_call=True)
+        self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
+        self.model.register_forward_hook(Hook(self._after_forward), always_call=True)
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
         self.optimizer.register_state_dict_post_hook(self._save)
-        self.optimizer.register_load_state_dict_pre_hook(self._load)
+        self.optimizer.register_load_state_dict_pre_hook(self._check_load)
+        self.optimizer.register_load_state_dict_post_hook(self._load)
 
     def _make_reducer(self) -> Reducer | None:
         if self.world.size == 1 or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
@@ -84,72 +102,86 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
             return None
+        outermost = not self._forwards  # a model may call itself
         stack = ExitStack()
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         for call, moment in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(moment)))
-        if self._reducer is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not outermost:
+            return None
+        if self._calls[Stage.LOSS]:
+            args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
+        if self._reducer is not None:
             stack.enter_context(self._reducer.active())
-            return self._reducer.before_forward(args, kwargs, communicate=self._opens(self.merged + 1))
-        return None
+            args, kwargs = self._reducer.before_forward(args, kwargs)
+        return args, kwargs
 
     def _after_forward(self, model: nn.Module, args: Any, out: Any) -> Any:
-        if model is not self.model:
+        if model is not self.model or not self._forwards:  # none: another hook raised before ours
             return None
         stack, finish = self._forwards.pop()
-        for function in finish:
-            if callable(function) and out is not None:  # None: the forward raised
-                out = map_tensors(function, out)
-        stack.close()
-        if out is None or not torch.is_grad_enabled():
+        with stack:  # leaves the contexts
+            for function in finish:
+                if callable(function) and out is not None:  # None: the forward raised
+                    out = map_tensors(function, out)
+        if out is None or not torch.is_grad_enabled() or self._forwards:
             return out
         if self._reducer is not None:
             out = self._reducer.after_forward(out)
-        return map_tensors(self._tap, out)
+        return map_tensors(self._tap, out, strict=bool(self._calls[Stage.LOSS]))
+
+    def _tap(self, out: Tensor) -> Tensor:
+        out = tap(out, self._enter_backward)
+        if self._reducer is not None and self._reducer.wants_outputs and out.requires_grad:
+            self._outputs.append(out)
+        return out
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The FORWARD contexts once more, for a part that runs a piece of the forward again."""
         stack = ExitStack()
-        for call, moment in self._calls[Stage.FORWARD]:
-            stack.enter_context(call(moment))
+        for act, (call, moment) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
+            if act.claim.replay:
+                stack.enter_context(call(moment))
         return stack
 
     # --- loss.backward() --------------------------------------------------------------------------
-    def _tap(self, out: Tensor) -> Tensor:
-        if not out.requires_grad or out.is_leaf:
-            return out
-        # An alias, so that the hook sees only what comes from outside: a model that returns its loss and its logits
-        # would otherwise pass the logits' hook on the way from the loss, and be scaled twice.
-        out = out.view_as(out)
-        out.register_hook(self._enter_backward)
-        return out
-
     def _enter_backward(self, grad: Tensor) -> Tensor:
-        if self._unfinished:
-            # A callback that queues another runs after the one by which DDP ends its reduction.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._look))
-        self._tapped = True
-        self._put_back()
-        if not self._scaled_at_loss:
-            for call, moment in self._calls[Stage.LOSS]:
-                grad = call(grad, moment)
-        return grad
+        if self._backward != (number := torch._C._current_graph_task_id()):
+            self._backward = number
+            self._begin_backward()
+        return grad if self._scaled_at_loss else grad * self._factor if self._calls[Stage.LOSS] else grad
 
-    def _look(self) -> None:
-        self._seen = [(p, p.grad, p.grad._version) for p in self._params() if p.grad is not None]
+    def _leave_backward(self, grad: Tensor) -> Tensor:
+        """What is before the model gets its gradient as if the model were plain."""
+        return grad if self._scaled_at_loss else grad / self._factor
+
+    @property
+    def _factor(self) -> float:
+        return math.prod(call(moment) for call, moment in self._calls[Stage.LOSS])
+
+    def _begin_backward(self) -> None:
+        """Once for each backward that enters through the output."""
+        self._tapped = True
+        self.gradients.put_back()
+        if self._unfinished:
+            self.gradients.watch()
+        if self._reducer is not None and self._opens(self.merged + 1):
+            self._reducer.begin_backward(self._outputs)
+        self._outputs = []
 
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
-        self._tapped = True
-        self._put_back()
-        for call, moment in self._calls[Stage.LOSS]:
-            loss = call(loss, moment)
-        self._scaled_at_loss = True
+        before, self._scaled_at_loss = self._backward, True
         try:
-            loss.backward()
+            (loss * self._factor if self._calls[Stage.LOSS] else loss).backward()
         finally:
             self._scaled_at_loss = False
+        if self._backward == before:  # it did not touch the model's output at all
+            if self._reducer is not None:
+                raise UsageError("this loss does not depend on the model's output, so its gradients were not reduced")
+            self._tapped = True
+            self.gradients.put_back()
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         for call, moment in self._calls[Stage.REDUCE]:
@@ -162,21 +194,24 @@ class Engine:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        Engine.stepped = weakref.ref(self)
         changed = self._run_closure(args, kwargs)
         self._check_origin()
         if not self._flushing:
             self.merged += 1
         self._opened = self._flushing or self._opens(self.merged)
         self.updated = self._opened and self._finish_gradient()
-        if not self.updated:
-            self._take_away(keep=not self._opened)
+        if self._unfinished and not self.updated:
+            self.gradients.take_away(keep=not self._opened)
+            self.gradients.begin_idle_step()
         return changed
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.gradients.end_step()
         if self._opened:
             self.round += 1
-            params = list(self._params())
+            params = list(self.gradients.params())
             for call, moment in self._calls[Stage.PARAMETER]:
                 call(params, moment)
             self.merged = 0
@@ -184,129 +219,82 @@ class Engine:
 
     def _check_origin(self) -> None:
         """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones."""
-        strict = self._reducer is not None or self._calls[Stage.LOSS] or self._calls[Stage.GATE]
-        if strict and not self._tapped and any(p.grad is not None for p in self._params()):
+        if self._reducer is None and not self._unfinished:
+            return
+        self.gradients.check_restored()
+        if not self._tapped and self.gradients.present():
             raise UsageError(
                 "these gradients did not come through the model's output, so the strategy could not act on them: call "
                 "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
                 "for a loss that reads parameters past the output use fleet.backward(loss)"
             )
-        if any(p.grad is grad and grad._version != version for p, grad, version in self._seen):
-            raise UsageError(
-                "a gradient was changed between backward() and step(), where it is still scaled or summed: "
-                "let the strategy clip it (strategy.clip = True), or do it where amp and gradient_merge are off"
-            )
-        self._seen = []
-        if self._reducer is not None:
-            for p in self._params():
-                if p.grad is not None and p not in self._reducer.known:
-                    raise UsageError(
-                        f"parameter {self.names.get(p, tuple(p.shape))!r} began to need a gradient after "
-                        "fleet.distribute, which did not arrange for its reduction: set requires_grad before"
-                    )
+        self.gradients.check_untouched()
+        self.gradients.check_known(self.names if self._reducer is None else self._reducer.known)
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT over the gradients of this round; False withholds the update."""
         if self._reducer is not None and not self._flushing:
             self._reducer.check_finished()
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = self.gradients.present()
         return bool(grads) and all(call(grads, moment) is not False for call, moment in self._calls[Stage.GRADIENT])
 
     def _run_closure(self, args: Any, kwargs: Any) -> Any:
         """step(closure) computes gradients inside of the step: run it first, and hand its loss to the optimizer."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if closure is None or not self._active:
             return None
         with torch.enable_grad():
-            loss = closure()
-        return (args[0], lambda: loss, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+            losses = [closure()]
+
+        def once() -> Any:
+            if not losses:
+                raise UsageError(f"{type(self.optimizer).__name__} calls its closure more than once in a step")
+            return losses.pop()
+
+        return (args[0], once, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def flush(self) -> bool:
         """Apply a window that is not full, with its true number of steps. Every rank must call it."""
+        if self._tapped:
+            raise UsageError("a backward() was not followed by optimizer.step(): call that before fleet.flush()")
         if self.merged == 0:
             return False
-        self._put_back()
+        self.gradients.put_back()
         if self._reducer is not None:
-            self._reducer.reduce_now([p for p in self._params() if p.requires_grad], self._reduce)
+            self._reducer.reduce_now([p for p in self.gradients.params() if p.requires_grad], self._reduce)
         self._flushing = self._tapped = True
         try:
             self.optimizer.step()
         finally:
             self._flushing = False
-        self._take_away(keep=False)  # the loop's own zero_grad has been called already
+        self.gradients.take_away(keep=False)  # the loop's own zero_grad has been called already
         return self.updated
-
-    # --- withholding ------------------------------------------------------------------------------
-    def _params(self) -> Iterator[nn.Parameter]:
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
-
-    def _take_away(self, *, keep: bool) -> None:
-        for p in self._params():
-            if p.grad is not None:
-                if keep:
-                    self._withheld[p] = p.grad
-                p.grad = None
-
-    def _put_back(self) -> None:
-        while self._withheld:
-            p, grad = self._withheld.popitem()
-            p.grad = grad if p.grad is None else p.grad.add_(grad)
 
     # --- state_dict() -----------------------------------------------------------------------------
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        withheld = {self.names[p]: g for p, g in self._withheld.items()}
-        clock = {"version": VERSION, "round": self.round, "merged": self.merged}
-        state_dict["fleetx"] = clock | {"withheld": withheld, "parts": {k: s for k, s in self.state.items() if s}}
+        mine = {"version": VERSION, "round": self.round, "merged": self.merged}
+        mine |= self.gradients.saved() | {"parts": {k: s for k, s in self.state.items() if s}}
+        state_dict["fleetx"] = mine
 
-    def _load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before torch looks at the rest: nothing may be changed yet."""
         state_dict = dict(state_dict)
         mine = state_dict.pop("fleetx", None) or {"round": 0, "merged": 0, "withheld": {}, "parts": {}}
         if mine.get("version", VERSION) > VERSION:
             raise UsageError(f"this checkpoint was written by a newer fleetx (format {mine['version']})")
-        params = {n: p for p, n in self.names.items()}
-        unknown = sorted(set(mine["withheld"]) - set(params))
-        if unknown:
-            raise UsageError(f"the checkpoint holds gradients of parameters that the model has not: {unknown[:5]}")
-        lost = sorted(set(mine["parts"]) - {k for k, s in self.state.items() if s})
-        if lost:
+        if lost := sorted(set(mine["parts"]) - {k for k, s in self.state.items() if s}):
             warnings.warn(f"the checkpoint holds the state of {', '.join(lost)}, which is off now", stacklevel=3)
+        self.gradients.check(mine)
+        self._loading = mine
+        return state_dict
+
+    def _load(self, optimizer: Optimizer) -> None:
+        mine = self._loading
+        self.gradients.load(mine)
         self.round, self.merged = mine["round"], mine["merged"]
-        # Copies: the checkpoint stays the caller's, and accumulating into it would change it behind his back.
-        self._withheld = {params[n]: g.to(params[n].device, copy=True) for n, g in mine["withheld"].items()}
         for key, state in mine["parts"].items():
             if key in self.state:
                 self.state[key] = map_tensors(lambda t: t.to(self.device, copy=True), state)
-        return state_dict
-
-
-class _Hook:
-    """A hook that stays with its model: a copy or a pickle of the model carries one that does nothing instead."""
-
-    def __init__(self, call: Any):
-        self.call = call
-
-    @torch._disable_dynamo  # a model compiled after `distribute` must run it as it is
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _nothing_at_all, ()
-
-
-def _nothing(*args: Any) -> None:
-    """What a copy of the model has in the place of the engine's hooks."""
-
-
-def _nothing_at_all() -> Any:
-    return _nothing
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _forget_compiled() -> None:
@@ -317,24 +305,3 @@ def _forget_compiled() -> None:
 
 def _key(part: Any) -> str:
     return type(part).__name__
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts before it."""
-    return name.replace("_orig_mod.", "")
-
-
-def _refuse(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World, names: dict[nn.Parameter, str]) -> None:
-    """Everything that keeps this plan from this model and optimizer, in one error, before anything is touched."""
-    problems = [p for part in plan.parts for p in part.misfits(model, optimizer, world)]
-    if isinstance(optimizer, torch.optim.LBFGS):
-        problems.append("LBFGS changes parameters that have no gradient, so its update cannot be withheld: use another")
-    strangers = [p for g in optimizer.param_groups for p in g["params"] if p not in names]
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-        problems.append(
-            f"the optimizer holds {len(strangers)} parameters that the model has not (shapes {shapes}): they would be "
-            "neither reduced nor unscaled. Put them into one nn.Module with the model"
-        )
-    if problems:
-        raise StrategyError(problems)

@@ -39,6 +39,11 @@ class Moment:
         return self._engine.state[self._key]
 
     @property
+    def notes(self) -> dict[str, Any]:
+        """What this part worked out at set-up. Not saved."""
+        return self._engine.notes[self._key]
+
+    @property
     def world(self) -> World:
         return self._engine.world
 

@@ -56,6 +56,8 @@ _IDLE: dict[str, tuple[Any, str]] = {
     "without_graph_optimization": (False, "there is no graph"),
 }
 
+_PLAIN = (bool, int, float)
+
 _SERVER = "parameter-server training is not part of fleetx; collective training is"
 REFUSED: dict[str, str] = {
     "a_sync": _SERVER,
@@ -94,19 +96,23 @@ def assigned(idle: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def plain(idle: Mapping[str, Any]) -> dict[str, Any]:
     """What differs from its default, as plain data."""
     changed = {name: idle[name] for name, (default, _) in _IDLE.items() if idle[name] != default}
-    return {name: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for name, v in changed.items()}  # type: ignore[arg-type]
+    return {name: v if isinstance(v, _PLAIN) else dataclasses.asdict(v) for name, v in changed.items()}
 
 
 def _record(name: str, default: Any, value: Any) -> Any:
     fields = [f.name for f in dataclasses.fields(default)]
     if isinstance(value, Mapping):
-        for key in value:
-            if key not in fields:
-                near = difflib.get_close_matches(str(key), fields, n=1)
-                raise StrategyError(f"{name} has no {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         given = dict(value)
     else:
         given = {f: getattr(value, f) for f in fields if hasattr(value, f)}
+        given |= {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
         if not given:
             raise StrategyError(f"{name} = {value!r}: must have fields such as {', '.join(fields[:3])}")
+    for key, found in given.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            raise StrategyError(f"{name} has no {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        kind = type(getattr(default, key))
+        if type(found) is not kind:
+            raise StrategyError(f"{name}.{key} = {found!r}: must be a {kind.__name__}")
     return type(default)(**{f: given.get(f, getattr(default, f)) for f in fields})

@@ -31,7 +31,7 @@ Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type) -> Any:
     """Make a part of a class: frozen, its fields checked against their types and bounds, unknown keys refused."""
-    return pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", strict=True))
+    return pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 
 
 class Part:
@@ -72,7 +72,7 @@ def claims(part: type[Part]) -> dict[str, Claim]:
 
 
 def name_of(part: type[Part]) -> str:
-    """The name of the part's file: its switch unless it says otherwise, its key in checkpoints, its card."""
+    """The name of the part's file: its switch unless it says otherwise, and its card."""
     return part.__module__.rpartition(".")[2]
 
 

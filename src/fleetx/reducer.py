@@ -46,6 +46,7 @@ class Reducer:
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
+        self.wants_outputs = find_unused_parameters
         if reduce is not None:
             self._ddp.register_comm_hook(None, self._hook(reduce))
 
@@ -53,12 +54,26 @@ class Reducer:
         """Tells torch.compile, while the forward runs, to cut its graph at the buckets, so that overlap is kept."""
         return self._ddp._inside_ddp_forward()
 
-    def before_forward(self, args: Any, kwargs: Any, *, communicate: bool) -> Any:
-        self._ddp.require_backward_grad_sync = communicate
+    def before_forward(self, args: Any, kwargs: Any) -> Any:
+        # Whether a backward communicates is decided when it begins: one forward may have none, or two.
+        self._ddp.require_backward_grad_sync = False
         return self._ddp._pre_forward(*args, **kwargs)
 
     def after_forward(self, out: Any) -> Any:
         return self._ddp._post_forward(out)
+
+    def begin_backward(self, outputs: list[Tensor]) -> None:
+        """This backward communicates. `outputs` are what the model returned, to find what it did not use."""
+        if self._ddp.find_unused_parameters and not outputs:
+            raise UsageError("find_unused_parameters cannot follow a second backward through the same forward")
+        try:
+            self._ddp.reducer.prepare_for_forward()
+            self._ddp.reducer.prepare_for_backward(outputs if self._ddp.find_unused_parameters else [])
+        except RuntimeError as error:
+            raise UsageError(
+                "the backward before this one did not end its reduction between ranks, because it failed or because a "
+                "parameter got no gradient: start again from a checkpoint"
+            ) from error
 
     def check_finished(self) -> None:
         """DDP itself says only in the next forward that a bucket was left, when a step was taken without it."""
@@ -68,7 +83,7 @@ class Reducer:
             unused = [name for p, name in self._names.items() if p in self.known and p.grad is None]
             raise UsageError(
                 f"the reduction between ranks did not end, because {', '.join(unused[:5]) or 'a parameter'} got no "
-                "gradient: set strategy.find_unused_parameters = True, or freeze what the model does not use"
+                "gradient: set strategy.find_unused_parameters = True, or freeze it before fleet.distribute"
             ) from error
 
     def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:

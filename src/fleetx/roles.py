@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from fleetx.errors import WorldError
 
@@ -24,7 +25,7 @@ class Place:
 
 def from_environment(env: Mapping[str, str] = os.environ) -> Place:
     """The place that torchrun, Paddle's launcher or Slurm gives this process; a world of one if none did."""
-    if "RANK" in env and "WORLD_SIZE" in env:
+    if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torch(env)
     if "PADDLE_TRAINER_ID" in env:
         return _from_paddle(env)
@@ -34,12 +35,10 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def _from_torch(env: Mapping[str, str]) -> Place:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
-        raise WorldError(
-            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with fleetrun or torchrun"
-        )
+        raise WorldError(f"torch's variables are incomplete, {' and '.join(missing)} not set: start with fleetrun")
     local = _number(env, "LOCAL_RANK", 0)
     endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS") or _made_up(env["MASTER_ADDR"], size)
     return Place(rank, size, local, endpoints, launched=True)
@@ -109,6 +108,14 @@ def _rank_and_size(env: Mapping[str, str], rank_name: str, size_name: str) -> tu
     return rank, size
 
 
+class Role(IntEnum):
+    """Paddle's kinds of processes. Collective training has only workers."""
+
+    WORKER = 1
+    SERVER = 2
+    HETER_WORKER = 3
+
+
 # --- Paddle's two ways to tell ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PaddleCloudRoleMaker:
@@ -126,10 +133,13 @@ class UserDefinedRoleMaker:
 
     is_collective: bool = False
     current_id: int = 0
+    role: Role = Role.WORKER
     worker_num: int = 1
     worker_endpoints: Sequence[str] = field(default_factory=list)
 
     def place(self) -> Place:
+        if self.role is not Role.WORKER:
+            raise WorldError(f"role={self.role!r}: collective training has only Role.WORKER")
         if not 0 <= self.current_id < self.worker_num:
             raise WorldError(f"current_id={self.current_id}: must be from 0 to {self.worker_num - 1} (worker_num - 1)")
         if self.worker_num == 1:

@@ -34,8 +34,8 @@ class Settings(MutableMapping[str, Any]):
         """Assign the whole dict: keys that are not in it go back to their defaults."""
         if not isinstance(values, Mapping):
             raise StrategyError(f"{self._where()} = {values!r}: must be a dict with keys of {self._keys()}")
-        self._check(dict(values))
-        self._values = copy.deepcopy(self._defaults) | {k: copy.deepcopy(v) for k, v in values.items()}
+        part = self._check(dict(values))
+        self._values = {key: _plain(getattr(part, key)) for key in self._defaults}
         self._assigned = set(values)
 
     def part(self) -> Part:
@@ -51,8 +51,7 @@ class Settings(MutableMapping[str, Any]):
         return self._values[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._check({key: value})
-        self._values[key] = value
+        self._values[key] = _plain(getattr(self._check({key: value}), key))
         self._assigned.add(key)
 
     def __delitem__(self, key: str) -> None:
@@ -103,3 +102,10 @@ class Settings(MutableMapping[str, Any]):
 
     def _keys(self) -> str:
         return ", ".join(self._defaults)
+
+
+def _plain(value: Any) -> Any:
+    """The value as YAML knows it: numpy's float64 passes for a float, and cannot be written."""
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return float(value) if isinstance(value, float) else copy.deepcopy(value)

@@ -6,7 +6,8 @@ The stages in the order of a step, what an act is given (a `moment` besides, alw
     MODEL      once, at set-up                             model -> model, same parameters under the same names
     FORWARD    each model(x)                               -> context manager; what it yields, if callable, is applied
                                                            to every output tensor
-    LOSS       each backward: the gradient that enters     gradient -> gradient
+    LOSS       each backward                               -> factor by which the gradient that enters is multiplied;
+                                                           what leaves through the inputs is divided again
     GATE       each optimizer.step(): does it update?      number of steps in this window -> bool
     REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer
     GRADIENT   the gate is open, before the update         list of gradients -> False withholds the update
@@ -65,6 +66,7 @@ class Claim:
     makes: frozenset[Fact]
     ends: frozenset[Fact]
     when: Callable[[Any], bool]
+    replay: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +102,15 @@ def at(
     makes: Collection[Fact] = (),
     ends: Collection[Fact] = (),
     when: Callable[[Any], bool] = lambda part: True,
+    replay: bool = True,
 ) -> Callable[[Method], Method]:
-    """Declare, where a method is written, at which stage it acts and what it needs, bars, makes and ends."""
+    """Declare, where a method is written, at which stage it acts and what it needs, bars, makes and ends.
+
+    `replay=False`: a FORWARD context that is not opened again where a piece of the forward is run again.
+    """
 
     def mark(method: Method) -> Method:
-        claim = Claim(stage, frozenset(needs), frozenset(bars), frozenset(makes), frozenset(ends), when)
+        claim = Claim(stage, frozenset(needs), frozenset(bars), frozenset(makes), frozenset(ends), when, replay)
         method.claim = claim  # type: ignore[attr-defined]
         return method
 

@@ -11,6 +11,7 @@ Nothing is dropped: a name, a type or a value that cannot be honoured is an erro
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,16 @@ from fleetx.settings import Settings
 CONFIGS = "_configs"
 
 
+class _on_the_class(classmethod):  # noqa: N801  used as a decorator
+    """A classmethod that an instance refuses: `strategy.load(path)` would leave the strategy as it is."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None:
+            name = self.__func__.__name__
+            raise AttributeError(f"{name} makes a new strategy: strategy = DistributedStrategy.{name}(path)")
+        return super().__get__(instance, owner)
+
+
 class DistributedStrategy:
     """What the user declares. See `docs/parts` for a card on every switch and its settings."""
 
@@ -36,6 +47,8 @@ class DistributedStrategy:
         object.__setattr__(self, "_idle", paddle_names.idle_defaults())
         problems: list[str] = []
         for name, value in declared.items():
+            if isinstance(value, Mapping) and name + CONFIGS in declared:
+                problems.append(f"{name}={{...}} and {name}{CONFIGS}={{...}} are both given: keep one")
             try:
                 setattr(self, name, value)
             except StrategyError as error:
@@ -157,8 +170,8 @@ class DistributedStrategy:
 
         yaml_file.write(path, self.declared())
 
-    @classmethod
-    def load(cls, path: str | Path) -> DistributedStrategy:
+    @_on_the_class
+    def load(cls: Any, path: str | Path) -> DistributedStrategy:  # noqa: N805
         """Read a strategy from YAML; every problem in the file is in one StrategyError."""
         from fleetx import yaml_file
 
@@ -173,6 +186,9 @@ class DistributedStrategy:
 
     def __eq__(self, other: object) -> bool:
         return self._values() == other._values() if isinstance(other, DistributedStrategy) else NotImplemented
+
+    def __copy__(self) -> DistributedStrategy:
+        return copy.deepcopy(self)  # a copy that shares its settings would be no copy
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 

@@ -4,28 +4,72 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fleetx.errors import UsageError
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with every tensor replaced. A dataclass that torch does not know is copied field by field."""
-    return pytree.tree_map(lambda leaf: _leaf(function, leaf), value)
+Function = Callable[[Tensor], Tensor]
 
 
-def _leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+def map_tensors(function: Function, value: Any, *, strict: bool = False) -> Any:
+    """The same structure with every tensor replaced; what torch's pytree does not know is copied field by field.
+
+    `strict`: an object that hides a tensor with a gradient is an error instead of being passed over.
+    """
+    return _map(function, value, strict, ())
+
+
+def _map(function: Function, value: Any, strict: bool, above: tuple[int, ...]) -> Any:
+    return pytree.tree_map(lambda leaf: _leaf(function, leaf, strict, above), value)
+
+
+def _leaf(function: Function, leaf: Any, strict: bool, above: tuple[int, ...]) -> Any:
+    """`above` are the objects around this one: a structure may contain itself."""
     if isinstance(leaf, Tensor):
         return function(leaf)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        leaf = copy.copy(leaf)  # not `replace`: it would run __init__ and __post_init__ again
-        for field in dataclasses.fields(leaf):
-            object.__setattr__(leaf, field.name, map_tensors(function, getattr(leaf, field.name)))
+    record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    if (record or isinstance(leaf, dict)) and id(leaf) not in above:  # a subclass of dict is a leaf to pytree
+        out: Any = copy.copy(leaf)  # not `dataclasses.replace`: it would run __init__ and __post_init__ again
+        above = (*above, id(leaf))
+        if isinstance(leaf, dict):
+            out |= {key: _map(function, item, strict, above) for key, item in leaf.items()}
+        else:
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(out, field.name, _map(function, getattr(leaf, field.name), strict, above))
+        return out
+    if strict and (hidden := _hidden(leaf)):
+        raise UsageError(
+            f"the model returns a {type(leaf).__name__}, and the gradient of its {hidden} would pass the strategy by: "
+            "return its tensors in a tuple, a dict or a dataclass, or compute the loss inside of the model"
+        )
     return leaf
+
+
+def _hidden(leaf: Any) -> str:
+    """The name of an attribute that is a tensor with a gradient."""
+    if isinstance(leaf, nn.Module) or not hasattr(leaf, "__dict__"):
+        return ""
+    return next((k for k, v in vars(leaf).items() if isinstance(v, Tensor) and v.requires_grad), "")
+
+
+def plain_name(name: str) -> str:
+    """A name without what torch.compile puts before it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Like `model.named_modules()`, by plain names, each module once."""
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        if (plain := plain_name(name)) and plain not in seen:
+            seen.add(plain)
+            yield plain, module
 
 
 def sparse_modules(model: nn.Module) -> str:
     """Names of the modules whose gradients are sparse tensors, which most acts on gradients cannot take."""
-    return ", ".join(name for name, module in model.named_modules() if getattr(module, "sparse", False) is True)
+    return ", ".join(name for name, module in named_modules(model) if getattr(module, "sparse", False) is True)

@@ -75,6 +75,11 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
     """Meet the other processes. A process group that the script has made already is used as it is."""
     device = device_of(place, env)
     if dist.is_initialized():
+        if place.launched and (place.rank, place.size) != (dist.get_rank(), dist.get_world_size()):
+            raise WorldError(
+                f"a process group is there already, in which this is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, and not {place.rank} of {place.size}"
+            )
         place = Place(dist.get_rank(), dist.get_world_size(), place.local_rank, place.endpoints)
     elif place.launched:
         _meet(place, device, timeout)

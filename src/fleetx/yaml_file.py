@@ -15,7 +15,7 @@ from fleetx.errors import StrategyError
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(k, deep=True) for k, _ in node.value]
-        for key in {k for k in keys if keys.count(k) > 1}:
+        for key in [k for k in keys if keys.count(k) > 1]:
             raise StrategyError(f"line {node.start_mark.line + 1}: {key!r} is given more than once")
         return super().construct_mapping(node, deep)
 
@@ -28,10 +28,10 @@ _Loader.add_implicit_resolver(
 
 def read(path: str | Path) -> dict[str, Any]:
     """The mapping in the file; an empty file is an empty mapping."""
-    text = Path(path).read_text(encoding="utf-8")
     try:
+        text = Path(path).read_text(encoding="utf-8")
         data = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StrategyError(" ".join(str(error).split())) from None
     if data is None:
         return {}

@@ -7,6 +7,7 @@ model, optimizer = fleet.distribute(model, optimizer, strategy)
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Mapping
@@ -64,11 +65,11 @@ def init(
     is_collective: bool = True,
     strategy: DistributedStrategy | None = None,
     *,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> None:
     """Meet the other workers: started by fleetrun, torchrun, Paddle's launcher or srun; alone if by none of them.
 
-    `timeout` is how long a collective waits for a rank that does not answer before it raises.
+    `timeout` is how long a collective waits for a rank that does not answer before it raises; ten minutes by default.
     """
     global _world, _strategy
     collective = role_maker.is_collective if role_maker is not None else is_collective
@@ -81,7 +82,9 @@ def init(
         _strategy = strategy
     if _world is None:
         place = role_maker.place() if role_maker is not None else from_environment()
-        _world = _world_module.enter(place, timeout=timeout)
+        _world = _world_module.enter(place, timeout=timeout or TIMEOUT)
+    elif timeout is not None or (role_maker is not None and role_maker.place() != _world.place):
+        raise UsageError("fleet.init was called before, with another role or timeout: call it once")
 
 
 def _here() -> World:
@@ -145,7 +148,7 @@ def distribute(
         if engine.model is model or engine.optimizer is optimizer:
             raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
     engine = Engine(plan, model, optimizer, _here())
-    _engines[engine] = strategy
+    _engines[engine] = copy.deepcopy(strategy)  # as it is now: later changes to it change nothing here
     return engine.model, engine.optimizer
 
 
@@ -196,11 +199,13 @@ def forward_backward(
     engine = _engine(model)
     out = _call(engine.model, inputs)
     loss: Any = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if isinstance(out, Mapping):
+        loss = out.get("loss")
     if loss_fn is not None:
         loss = loss_fn(out) if target is None else loss_fn(out, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("forward_backward needs a loss of one number: pass loss_fn=..., or let the model return it")
-    loss.backward()
+    engine.backward(loss)
     return loss.detach()
 
 
@@ -248,6 +253,7 @@ def _engine(which: nn.Module | Optimizer | None) -> Engine:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "updated":
-        return _engine(None).updated
+    if name == "updated":  # of the last optimizer.step() of any; False before the first
+        engine = Engine.stepped() if Engine.stepped is not None else None
+        return engine is not None and engine.updated
     raise AttributeError(f"module 'fleetx.fleet' has no attribute {name!r}")

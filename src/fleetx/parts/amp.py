@@ -2,27 +2,32 @@ from __future__ import annotations
 
 import difflib
 import functools
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from fleetx import autocast_lists
+from fleetx.forwards import Layer, has_forward, wrap
 from fleetx.moment import Moment
 from fleetx.part import Names, Part, settings
 from fleetx.stage import Fact, Stage, at
-from fleetx.structure import sparse_modules
+from fleetx.structure import named_modules, sparse_modules
 from fleetx.world import World
 
 _SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
 _DYNAMIC = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
+
+
+def _lists(amp: AMP) -> bool:
+    return bool(amp.custom_white_list or amp.custom_black_list)
 
 
 def _scales(amp: AMP) -> bool:
@@ -86,16 +91,23 @@ class AMP(Part):
             yield f"{name!r} is in custom_white_list and in custom_black_list: keep one"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        modules = dict(model.named_modules())
+        modules = dict(named_modules(model))
         for key in ("custom_white_list", "custom_black_list"):
             for name in getattr(self, key):
-                if name not in modules and autocast_lists.operation(name) is None:
+                if name in modules:
+                    if key == "custom_black_list" and not has_forward(modules[name]):
+                        yield f"amp_configs[{key!r}]: {name!r} has no forward of its own: name the modules inside of it"
+                elif reason := autocast_lists.unfit(name):
                     near = difflib.get_close_matches(name, [*modules, *dir(torch.ops.aten)], n=3, cutoff=0.6)
-                    hint = f": did you mean {', '.join(near)}?" if near else ""
-                    yield f"amp_configs[{key!r}]: {name!r} is no module of the model and no operation of torch{hint}"
-        if _scales(self) and any(p.dtype is torch.float16 for p in model.parameters()):
+                    hint = f": did you mean {', '.join(near)}?" if near and name not in near else ""
+                    yield f"amp_configs[{key!r}]: {name!r} is no module of the model, and {reason}{hint}"
+        if not _scales(self):
+            return
+        if any(p.dtype is torch.float16 for p in model.parameters()):
             yield "amp needs parameters in float32 and found some in float16: do not call model.half()"
-        if _scales(self) and (sparse := sparse_modules(model)):
+        if any(p.is_complex() for p in model.parameters()):
+            yield "amp in float16 cannot unscale complex gradients: use bfloat16"
+        if sparse := sparse_modules(model):
             yield f"amp in float16 cannot take sparse gradients, which {sparse} makes: use sparse=False or bfloat16"
 
     # --- acts -------------------------------------------------------------------------------------
@@ -106,35 +118,39 @@ class AMP(Part):
     def _half(self) -> torch.dtype:
         return torch.float16 if self.dtype == "float16" else torch.bfloat16
 
-    @at(Stage.MODEL, when=lambda self: bool(self.custom_white_list or self.custom_black_list))
+    @at(Stage.MODEL, when=_lists)
     def fence(self, model: nn.Module, moment: Moment) -> nn.Module:
         """make the modules and operations of the custom lists run in the precision that was asked for"""
-        modules = dict(model.named_modules())
+        modules = dict(named_modules(model))
+        kind = moment.device.type
         for name in self.custom_black_list:
             if name in modules:
-                _in_float32(modules[name], moment.device.type)
+                wrap(modules[name], Layer.PRECISION, functools.partial(_in_float32, kind))
         for name in self.custom_white_list:
             # Only leaves are wrapped: what recompute runs again must lie inside of what it runs again.
             for leaf in _leaves(modules[name]) if name in modules else ():
-                _in_half(leaf, moment.device.type, self._half)
-        autocast_lists.override(self._operations("white") + self._operations("black"), moment.device)
+                wrap(leaf, Layer.PRECISION, functools.partial(_in_half, kind, self._half))
+        for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
+            moment.notes[key] = {autocast_lists.operation(n) for n in names if n not in modules}
+        autocast_lists.override(moment.notes["white"] | moment.notes["black"], moment.device)
         return model
 
-    @at(Stage.FORWARD)
+    @at(Stage.FORWARD, replay=False)  # torch.utils.checkpoint restores autocast itself, as it was at that very place
     @contextmanager
     def cast(self, moment: Moment) -> Iterator[Callable[[Tensor], Tensor]]:
         """run the model under torch.autocast and hand its outputs over in float32"""
-        with ExitStack() as stack:
-            stack.enter_context(torch.autocast(moment.device.type, dtype=self._half))
-            if self.custom_white_list or self.custom_black_list:
-                white, black = self._operations("white"), self._operations("black")
-                stack.enter_context(autocast_lists.listed(white, black, self._half))
+        with torch.autocast(moment.device.type, dtype=self._half):
             yield _to_float32
 
+    @at(Stage.FORWARD, when=_lists)
+    def overrule(self, moment: Moment) -> AbstractContextManager[None]:
+        """let the operations of the custom lists run in the precision that was asked for"""
+        return autocast_lists.listed(moment.notes["white"], moment.notes["black"], self._half)
+
     @at(Stage.LOSS, makes={Fact.SCALED}, when=_scales)
-    def scale(self, grad: Tensor, moment: Moment) -> Tensor:
+    def scale(self, moment: Moment) -> float:
         """multiply the gradient that enters the model, so that small values survive float16"""
-        return grad * moment.state["scale"]
+        return moment.state["scale"]
 
     @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
     def unscale(self, grads: list[Tensor], moment: Moment) -> bool:
@@ -165,10 +181,6 @@ class AMP(Part):
             state["scale"] = max(1.0, _float32(state["scale"] * self.decr_ratio))
             state["bad"] = 0
 
-    def _operations(self, colour: str) -> list[str]:
-        names = self.custom_white_list if colour == "white" else self.custom_black_list
-        return [op for op in map(autocast_lists.operation, names) if op is not None]
-
 
 def _float32(value: float) -> float:
     """Round as GradScaler does, which keeps its scale in a float32 tensor."""
@@ -183,33 +195,21 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if not list(m.children())]
 
 
-def _in_float32(module: nn.Module, device: str) -> None:
-    def around(self: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = autocast_lists.to_dtype((args, kwargs), torch.float32)
-        with torch.autocast(device, enabled=False):
-            return plain(self, *args, **kwargs)
-
-    _wrap(module, device, around)
-
-
-def _in_half(module: nn.Module, device: str, half: torch.dtype) -> None:
-    def around(self: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = autocast_lists.to_dtype((args, kwargs), half)
-        params = {name: p.to(half) for name, p in self.named_parameters()}
-        with torch.autocast(device, enabled=False), _reparametrize_module(self, params):
-            return plain(self, *args, **kwargs)
-
-    _wrap(module, device, around)
+def _in_float32(device: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not torch.is_autocast_enabled(device):
+        return inner(*args, **kwargs)
+    args, kwargs = autocast_lists.to_dtype((args, kwargs), torch.float32)
+    with torch.autocast(device, enabled=False):
+        return inner(*args, **kwargs)
 
 
-def _wrap(module: nn.Module, device: str, around: Callable[..., Any]) -> None:
-    """Replace the module's forward; outside of autocast it stays what it was. A bound method survives deepcopy."""
-    plain = module.forward.__func__ if isinstance(module.forward, types.MethodType) else type(module).forward
-
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(device):
-            return plain(self, *args, **kwargs)
-        return around(self, plain, args, kwargs)
-
-    module.forward = types.MethodType(forward, module)
+def _in_half(
+    device: str, half: torch.dtype, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    if not torch.is_autocast_enabled(device):
+        return inner(*args, **kwargs)
+    args, kwargs = autocast_lists.to_dtype((args, kwargs), half)
+    # BatchNorm takes half-precision inputs beside its own float32 parameters and statistics.
+    params = {} if isinstance(module, _BatchNorm) else {name: p.to(half) for name, p in module.named_parameters()}
+    with torch.autocast(device, enabled=False), _reparametrize_module(module, params):
+        return inner(*args, **kwargs)

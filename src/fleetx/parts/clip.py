@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
@@ -23,7 +24,7 @@ class Clip(Part):
     Neutral: clip_norm=inf.
     """
 
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """The largest norm that the gradient may keep."""
 
     costs: ClassVar[str] = "time: one pass over the gradients for the norm, one for the scaling"
@@ -37,5 +38,9 @@ class Clip(Part):
         """scale the gradient down to clip_norm where it is longer"""
         norm = get_total_norm(grads)
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for g in grads:  # a tensor factor, not a number: no wait for the device
-            g.mul_(factor.to(g.device))
+        # A tensor, not a number: no wait for the device.
+        if all(g.device == factor.device for g in grads):
+            torch._foreach_mul_(grads, factor)
+        else:
+            for g in grads:
+                g.mul_(factor.to(g.device))

@@ -40,6 +40,8 @@ class DataParallel(Part):
     def problems(self) -> Iterator[str]:
         if self.nccl_comm_num > 1:
             yield f"nccl_comm_num = {self.nccl_comm_num}: several communicators are not available yet"
+        if not self.fuse_all_reduce_ops and self.fuse_grad_size_in_MB != type(self)().fuse_grad_size_in_MB:
+            yield "fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False: remove one of them"
 
     @at(Stage.MODEL)
     def replicate(self, model: nn.Module, moment: Moment) -> nn.Module:

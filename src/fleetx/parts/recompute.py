@@ -2,21 +2,22 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
-import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from fleetx.errors import UsageError
+from fleetx.forwards import Layer, has_forward, wrap
 from fleetx.moment import Moment
 from fleetx.part import Names, Part, settings
 from fleetx.stage import Stage, at
+from fleetx.structure import named_modules
 from fleetx.world import World
 
 
@@ -30,7 +31,7 @@ class Recompute(Part):
     """
 
     checkpoints: Names = Field(default_factory=list)
-    """Names of modules, as in `model.named_modules()`; shell patterns such as `encoder.layer.*` are allowed."""
+    """Names of modules, as in `model.named_modules()`; patterns, level by level, such as `encoder.layer.*`."""
     enable_offload: bool = False
     """Move what is kept to host memory."""
     checkpoint_shape: list[int] = Field(default_factory=list)
@@ -46,74 +47,102 @@ class Recompute(Part):
             yield "enable_offload = True: not available yet"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        names = [name for name, _ in model.named_modules() if name]
+        modules = dict(named_modules(model))
         for pattern in self.checkpoints:
-            if not _matches(pattern, names):
-                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-                hint = f": did you mean {', '.join(near)}?" if near else f". The first are {', '.join(names[:5])}"
+            found = _matches(pattern, modules)
+            if not found:
+                near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
+                hint = (
+                    f": did you mean {', '.join(near)}?" if near else f". The first are {', '.join(list(modules)[:5])}"
+                )
                 yield f"recompute_configs['checkpoints']: the model has no module {pattern!r}{hint}"
+            elif bare := [n for n in found if not has_forward(modules[n])]:
+                yield (
+                    f"recompute_configs['checkpoints']: {bare[0]!r} has no forward of its own, so nothing would be "
+                    f"recomputed: write '{bare[0]}.*'"
+                )
 
     @at(Stage.MODEL)
     def segment(self, model: nn.Module, moment: Moment) -> nn.Module:
         """make the named modules keep their input alone, and run again during backward"""
-        modules = dict(model.named_modules())
-        for name in sorted({n for pattern in self.checkpoints for n in _matches(pattern, list(modules))}):
-            _recompute(modules[name], moment.forward)
+        modules = dict(named_modules(model))
+        for name in sorted({n for pattern in self.checkpoints for n in _matches(pattern, modules)}):
+            wrap(modules[name], Layer.REPLAY, _Segment(moment.forward))
         return model
 
 
-def _matches(pattern: str, names: list[str]) -> list[str]:
-    return [n for n in names if n and (n == pattern or fnmatch.fnmatchcase(n, pattern))]
+def _matches(pattern: str, names: Iterable[str]) -> list[str]:
+    """Level by level: `blocks.*` means the blocks, not what is inside of them too."""
+    return [n for n in names if n == pattern or _fits(n.split("."), pattern.split("."))]
 
 
-def _recompute(module: nn.Module, context: Callable[[], Any]) -> None:
-    """Replace the module's forward by one that is run again during backward."""
-    plain = module.forward.__func__ if isinstance(module.forward, types.MethodType) else type(module).forward
+def _fits(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatch.fnmatchcase, name, pattern))
 
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(plain, self)
+
+class _Segment:
+    """Around a module: run it, forget its inside, and run it again during backward."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]):
+        self.context = context
+        self.changing: set[str] | None = (
+            None  # buffers that the module changes in a forward; not known before the first
+        )
+
+    def __call__(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        shield = _Shield(self)
-        contexts = lambda: (shield.watch(), shield.replay(context))  # noqa: E731
+            return inner(*args, **kwargs)
+        shield = _Shield(self, module)
         args, kwargs = tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, context_fn=lambda: (shield.watch(), shield), **kwargs)
 
-    # A bound method, because copying the model binds it to the copy; a closure over `module` would run the original.
-    module.forward = types.MethodType(forward, module)
+    def __deepcopy__(self, memo: Any) -> _Segment:
+        return self  # it belongs to no module; the engine behind it must not be copied with a model
 
 
 class _Shield:
-    """Keeps the second pass from changing the buffers that the first one changed."""
+    """Gives the second pass the buffers as the first one found them, and lets it change only copies of them."""
 
-    def __init__(self, module: nn.Module):
-        self.owners = [m for m in module.modules() if m._buffers]
-        self.changed: list[nn.Module] = []
-
-    def _versions(self) -> list[list[int]]:
-        return [[b._version for b in m._buffers.values() if b is not None] for m in self.owners]
+    def __init__(self, segment: _Segment, module: nn.Module):
+        self._segment, self._module = segment, module
+        self._found: dict[str, Tensor] = {}  # the values before the first pass, of those that it changes
+        self._kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._stack = ExitStack()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        before = self._versions()
+        """Around the first pass."""
+        before = dict(self._module.named_buffers())
+        watched = before if self._segment.changing is None else {k: before[k] for k in self._segment.changing}
+        values = {name: b.clone() for name, b in watched.items()}  # all of them once, then only those that change
+        state = {name: (id(b), b._version) for name, b in before.items()}
         yield
-        self.changed = [m for m, a, b in zip(self.owners, before, self._versions(), strict=True) if a != b]
+        after = dict(self._module.named_buffers())
+        owners = {n.rpartition(".")[0] for n, b in after.items() if (id(b), b._version) != state.get(n)}
+        # BatchNorm writes its statistics without a new version, but counts its batches with one: take them together.
+        changed = {n for n in before if n.rpartition(".")[0] in owners}
+        self._segment.changing = (self._segment.changing or set()) | changed
+        self._found = {n: values.get(n, after.get(n, before[n])) for n in changed}
 
-    @contextmanager
-    def replay(self, context: Callable[[], Any]) -> Iterator[None]:
-        kept = [dict(m._buffers) for m in self.changed]
-        for m in self.changed:
-            m._buffers.update({k: None if b is None else b.clone() for k, b in m._buffers.items()})
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(context())
-                yield
-        finally:
-            for m, buffers in zip(self.changed, kept, strict=True):
-                m._buffers.update(buffers)
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(self._segment.context())
+        owners = {owner: self._module.get_submodule(owner) for owner in {n.rpartition(".")[0] for n in self._found}}
+        self._kept = [(m, dict(m._buffers)) for m in owners.values()]
+        for name, value in self._found.items():
+            owner, _, key = name.rpartition(".")
+            owners[owner]._buffers[key] = value.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        for module, buffers in self._kept:
+            module._buffers.update(buffers)
+        self._stack.__exit__(*error)
 
 
 def _no_cache(value: Any) -> Any:
-    """Drop the key-value cache of a transformers model: a second pass would append to it again."""
-    return None if any(c.__name__ == "Cache" for c in type(value).__mro__) else value
+    """Leave out the key-value cache of a transformers model: a second pass would append to it again."""
+    if not any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__):
+        return value
+    if value.get_seq_length() > 0:
+        raise UsageError("recompute cannot run again what reads a filled cache: pass no past_key_values while training")
+    return None

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-import types
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
+from fleetx.forwards import Layer, wrap
 from fleetx.moment import Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Stage, at
+from fleetx.structure import named_modules
 from fleetx.world import World
 
 
@@ -23,27 +28,34 @@ class SyncBatchNorm(Part):
 
     costs: ClassVar[str] = "network: two small collectives for each BatchNorm, in forward and in backward"
 
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        for name, module in _norms(model):
+            if type(module).forward is not _BatchNorm.forward:
+                yield f"sync_batch_norm cannot replace the own forward of {name!r}, a {type(module).__name__}"
+
     @at(Stage.MODEL)
     def join(self, model: nn.Module, moment: Moment) -> nn.Module:
         """make every BatchNorm see the batches of all ranks"""
         if moment.world.size > 1:
-            for module in model.modules():
-                if isinstance(module, _BatchNorm):
-                    _join(module, moment.world)
+            for _, module in _norms(model):
+                wrap(module, Layer.MATHEMATICS, functools.partial(_joined, moment.world))
         return model
 
 
-def _join(module: _BatchNorm, world: World) -> None:
-    def forward(self: _BatchNorm, x: Tensor) -> Tensor:
-        if not (self.training or self.running_mean is None):
-            return type(self).forward(self, x)
-        self._check_input_dim(x)
-        y, mean, var, count = _Normalize.apply(x, self.weight, self.bias, self.eps, world)
-        if self.training and self.track_running_stats:
-            _track(self, mean, var, count)
-        return y
+def _norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    return ((name, module) for name, module in named_modules(model) if isinstance(module, _BatchNorm))
 
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+def _joined(world: World, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    assert isinstance(module, _BatchNorm)
+    if not module.training:  # statistics of the own batch, if there are no running ones: evaluation asks nobody
+        return inner(*args, **kwargs)
+    (x,) = args or kwargs.values()
+    module._check_input_dim(x)
+    y, mean, var, count = _Normalize.apply(x, module.weight, module.bias, module.eps, world)
+    if module.track_running_stats:
+        _track(module, mean, var, count)
+    return y
 
 
 @torch.no_grad()
@@ -55,7 +67,8 @@ def _track(module: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None
     module.num_batches_tracked.add_(1)
     factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-    module.running_var.lerp_((var * count / (count - 1)).to(module.running_var.dtype), factor)
+    unbiased = var * count / (count - 1).clamp(min=1)
+    module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
 
 
 class _Normalize(torch.autograd.Function):
@@ -65,9 +78,10 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World) -> Any:
         dims = [d for d in range(x.dim()) if d != 1]
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        var, mean = torch.var_mean(wide, dims, correction=0)
+        n = wide.numel() / wide.shape[1]
+        var, mean = torch.var_mean(wide, dims, correction=0) if n else wide.new_zeros(2, wide.shape[1])
         # One gather of (mean, var, n) and Chan's rule: a sum of squares would cancel where mean is large.
-        means, vars_, counts = _gather(mean, var, wide.numel() / wide.shape[1], world)
+        means, vars_, counts = _gather(mean, var, n, world)
         total = counts.sum()
         mean = (means * counts).sum(0) / total
         var = ((vars_ + (means - mean).square()) * counts).sum(0) / total
@@ -83,6 +97,7 @@ class _Normalize(torch.autograd.Function):
         return y.to(x.dtype), mean, var, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         x, weight, mean, scale, total = ctx.saved_tensors
         dims = [d for d in range(x.dim()) if d != 1]

@@ -1,0 +1,72 @@
+"""Put something around the forward of single modules. Types, names and copies of the modules stay right.
+
+Several parts may wrap the same module, in any order of set-up: the layer decides which one is inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+_AROUND = "_fleetx_around"  # on a wrapped module: [(layer, around)], innermost first
+
+Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Layer(IntEnum):
+    """Inner to outer: what runs again must contain the precision it runs in."""
+
+    MATHEMATICS = 0
+    PRECISION = 1
+    REPLAY = 2
+
+
+def wrap(module: nn.Module, layer: Layer, around: Around) -> None:
+    """From now on `module(...)` is `around(module, inner, args, kwargs)`, where `inner` is what it was before."""
+    layers = module.__dict__.setdefault(_AROUND, [])
+    layers.append((layer, around))
+    layers.sort(key=lambda pair: pair[0])
+    if len(layers) == 1:
+        _install(module)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Take everything off again."""
+    for module in model.modules():
+        if module.__dict__.pop(_AROUND, None) is not None:
+            before = module.__dict__.pop("forward").__func__.before
+            if before is not None:
+                module.forward = before
+
+
+def has_forward(module: nn.Module) -> bool:
+    """A container such as ModuleList has none, so to name it would do nothing."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _install(module: nn.Module) -> None:
+    before = module.__dict__.get("forward")  # somebody else's patch
+    plain = before.__func__ if isinstance(before, types.MethodType) else type(module).forward
+
+    # Dynamo must not trace it: what is around a forward opens contexts and runs things again.
+    @torch._disable_dynamo
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = functools.partial(plain, self)
+        for _, around in self.__dict__[_AROUND]:
+            call = functools.partial(_around, around, self, call)
+        return call(*args, **kwargs)
+
+    forward.before = before  # type: ignore[attr-defined]
+    # A bound method, because copying the model binds it to the copy; a closure over `module` would run the original.
+    module.forward = types.MethodType(forward, module)
+
+
+def _around(around: Around, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return around(module, inner, args, kwargs)

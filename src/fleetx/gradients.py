@@ -1,0 +1,132 @@
+"""The gradients of an optimizer: taken away, put back, and watched while they are not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleetx.errors import UsageError
+from fleetx.stage import Fact
+from fleetx.world import World
+
+
+class Gradients:
+    """Withholds `p.grad` without losing it. What is withheld belongs to this rank alone until it is reduced."""
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, facts: frozenset[Fact]
+    ):
+        self._optimizer, self._names, self._world = optimizer, names, world
+        self._facts = sorted(f.name for f in facts)  # what is true of a gradient while it is withheld
+        self._withheld: dict[nn.Parameter, Tensor] = {}
+        self._restored: list[tuple[nn.Parameter, Tensor]] = []  # what the current backward was given back
+        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []  # what the last backward left, with its version
+        self._versions: list[int] = []  # of the parameters, when a step began that must not change them
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Of all groups, also of groups that were added later."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def present(self) -> list[Tensor]:
+        return [p.grad for p in self.params() if p.grad is not None]
+
+    def take_away(self, *, keep: bool) -> None:
+        for p in self.params():
+            if p.grad is not None:
+                if keep:
+                    self._withheld[p] = p.grad
+                p.grad = None
+        self._restored = []
+
+    def put_back(self) -> None:
+        """Called when a backward enters the model: it adds to what was withheld."""
+        self.check_restored()
+        for p in [p for p in self._withheld if p.requires_grad]:  # not into what is frozen for this backward
+            grad = self._withheld.pop(p)
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+            self._restored.append((p, p.grad))
+
+    def check_restored(self) -> None:
+        if any(p.grad is None for p, _ in self._restored):
+            raise UsageError(
+                "zero_grad() after backward() erased the gradients of earlier steps in this merge window: call step() "
+                "before zero_grad(), and to leave a batch out, do so before its backward()"
+            )
+
+    # --- a step that must change nothing ----------------------------------------------------------
+    def begin_idle_step(self) -> None:
+        self._versions = [p._version for p in self.params()]
+
+    def end_step(self) -> None:
+        if self._versions and self._versions != [p._version for p in self.params()]:
+            raise UsageError(
+                f"{type(self._optimizer).__name__} changed parameters that had no gradient, so this strategy cannot "
+                "hold its updates back: use another optimizer, or turn gradient_merge and fp16 off"
+            )
+        self._versions, self._restored = [], []
+
+    # --- between backward and step ----------------------------------------------------------------
+    def watch(self) -> None:
+        """Called inside of a backward: remember what it leaves behind."""
+        # A callback that queues another runs after the one by which DDP ends its reduction.
+        _at_end_of_backward(lambda: _at_end_of_backward(self._look))
+
+    def _look(self) -> None:
+        self._seen = [(p, p.grad, p.grad._version) for p in self.params() if p.grad is not None]
+
+    def check_untouched(self) -> None:
+        if any(p.grad is not None and (p.grad is not g or g._version != version) for p, g, version in self._seen):
+            raise UsageError(
+                "a gradient was changed between backward() and step(), where it is still scaled or summed: "
+                "let the strategy clip it (strategy.clip = True), or do it where amp and gradient_merge are off"
+            )
+        self._seen = []
+
+    def check_known(self, known: Collection[nn.Parameter]) -> None:
+        """`known` are the parameters that the strategy was arranged for at set-up."""
+        for p in self.params():
+            if p.grad is not None and p not in known:
+                raise UsageError(
+                    f"parameter {self._names.get(p, tuple(p.shape))!r} came into the training after fleet.distribute, "
+                    "which could not arrange for it: set requires_grad, and build the optimizer, before"
+                )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+    def saved(self) -> dict[str, Any]:
+        withheld = {self._names[p]: g for p, g in self._withheld.items()}
+        return {"withheld": withheld, "facts": self._facts, "rank": self._world.rank, "ranks": self._world.size}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Everything that keeps what was withheld from going on here."""
+        params = {n: p for p, n in self._names.items()}
+        withheld = saved["withheld"]
+        for name, grad in withheld.items():
+            if name not in params or grad.shape != params[name].shape:
+                raise UsageError(
+                    f"the checkpoint holds a gradient of {name!r} {tuple(grad.shape)}, which the model has not"
+                )
+        inside = "this checkpoint was taken inside of a merge window"
+        remedy = "call fleet.flush() before saving"
+        if withheld and saved["facts"] != self._facts:
+            then, now = (" and ".join(f).lower() or "plain" for f in (saved["facts"], self._facts))
+            raise UsageError(f"{inside}, whose gradients are {then}; with this strategy they would be {now}: {remedy}")
+        if withheld and (saved["rank"], saved["ranks"]) != (self._world.rank, self._world.size):
+            raise UsageError(
+                f"{inside} by rank {saved['rank']} of {saved['ranks']}, and its gradients are that rank's alone; this "
+                f"is rank {self._world.rank} of {self._world.size}. Save one checkpoint per rank, or {remedy}"
+            )
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        params = {n: p for p, n in self._names.items()}
+        # Copies: the checkpoint stays the caller's, and accumulating into it would change it behind his back.
+        self._withheld = {params[n]: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
+        self._restored, self._seen = [], []
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,0 +1,52 @@
+"""What keeps a plan from a model and an optimizer, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fleetx.compose import Plan
+from fleetx.errors import StrategyError
+from fleetx.stage import Stage
+from fleetx.world import World
+
+Names = Mapping[nn.Parameter, str]
+
+
+def refuse(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World, names: Names) -> None:
+    """Everything that is wrong, in one error."""
+    problems = [p for part in plan.parts for p in part.misfits(model, optimizer, world)]
+    problems += _model(plan, model)
+    problems += _optimizer(plan, optimizer, names)
+    if problems:
+        raise StrategyError(problems)
+
+
+def _model(plan: Plan, model: nn.Module) -> Iterator[str]:
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        yield f"the model is wrapped in {type(model).__name__} already: pass the model itself"
+    for act in plan.at(Stage.SCHEDULE):
+        yield f"{act.name}: schedules are not available yet"
+
+
+def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        yield "LBFGS changes parameters that have no gradient, so its update cannot be withheld: use another"
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := [p for p in held if p not in names]:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        yield (
+            f"the optimizer holds {len(strangers)} parameters that the model has not (shapes {shapes}): they would be "
+            "neither reduced nor unscaled. Put them into one nn.Module with the model"
+        )
+    mine = set(held)
+    loose = [n for p, n in names.items() if p.requires_grad and p not in mine]
+    if loose and (plan.at(Stage.LOSS) or plan.at(Stage.GATE)):
+        yield (
+            f"{len(loose)} parameters need a gradient and are in no group of the optimizer ({', '.join(loose[:3])}): "
+            "their gradients would stay scaled or summed. Give them to this optimizer, or set requires_grad=False"
+        )

@@ -1,0 +1,31 @@
+"""Where backward enters and leaves a model: an identity in the graph, on its outputs and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[Tensor], Tensor]
+
+
+class _Tap(torch.autograd.Function):
+    """A node of its own, not a hook on the tensor: a model that returns its loss and its logits would otherwise pass
+    the logits' hook on the way from the loss, and be scaled twice. Not a view either: writing to an output in place
+    would lead the gradient around the hook."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.call(grad), None
+
+
+def tap(x: Tensor, call: Call) -> Tensor:
+    """The same tensor; `call` sees, and may change, the gradient that comes back to it."""
+    return _Tap.apply(x, call) if x.requires_grad else x
