@@ -1,4 +1,4 @@
-"""Put something around the forward of single modules. Types, names and copies of the modules stay right.
+"""Put something around the forward of single modules. Their types and names stay as they were; copies are plain.
 
 Several parts may wrap the same module, in any order of set-up: the layer decides which one is inside.
 """
@@ -16,6 +16,17 @@ from torch import nn
 
 _AROUND = "_fleetx_around"  # on a wrapped module: [(layer, around)], innermost first
 
+
+class _Layers(list[Any]):
+    """What is around a module. A copy or a pickle of the module has nothing around it: it is a plain module."""
+
+    def __deepcopy__(self, memo: Any) -> _Layers:
+        return _Layers()
+
+    def __reduce__(self) -> Any:
+        return _Layers, ()
+
+
 Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -29,7 +40,7 @@ class Layer(IntEnum):
 
 def wrap(module: nn.Module, layer: Layer, around: Around) -> None:
     """From now on `module(...)` is `around(module, inner, args, kwargs)`, where `inner` is what it was before."""
-    layers = module.__dict__.setdefault(_AROUND, [])
+    layers = module.__dict__.setdefault(_AROUND, _Layers())
     layers.append((layer, around))
     layers.sort(key=lambda pair: pair[0])
     if len(layers) == 1:

@@ -16,10 +16,15 @@ class _Tap(torch.autograd.Function):
     the logits' hook on the way from the loss, and be scaled twice. Not a view either: writing to an output in place
     would lead the gradient around the hook."""
 
+    generate_vmap_rule = True  # with `setup_context`: torch.func works on the model
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
-        ctx.call = call
+    def forward(x: Tensor, call: Call) -> Tensor:
         return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -96,9 +96,6 @@ class _Segment:
         args, kwargs = tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
         return checkpoint(inner, *args, use_reentrant=False, context_fn=lambda: (shield.watch(), shield), **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> _Segment:
-        return self  # it belongs to no module; the engine behind it must not be copied with a model
-
 
 class _Shield:
     """Gives the second pass the buffers as the first one found them, and lets it change only copies of them."""

@@ -1,0 +1,7 @@
+"""`python -m fleetx.launch` is `fleetrun`."""
+
+import sys
+
+from fleetx.launch import main
+
+sys.exit(main())

@@ -1,0 +1,156 @@
+"""What a worker starts in: python -u runner.py PARENT LOG script|module TARGET ARGUMENTS...
+
+It ties the worker to its launcher, sends its output to its log, runs the user's code as `__main__` and, if that ends
+in an exception, leaves a record of it beside $TORCHELASTIC_ERROR_FILE, as torchelastic's `@record` would in it.
+
+Only what costs nothing is imported before the user's first line, and nothing of fleetx: this file is run by its path,
+not as a module.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the directory of this file, whose names must shadow nobody's
+
+from types import CodeType, ModuleType, TracebackType
+
+WORKER = os.getpid()
+# Not the file itself: the user's own `@record` may write that one, and go on.
+RECORD = f"{path}.last" if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != parent:  # it died before the kernel could be asked
+        os._exit(1)
+
+
+def write_to(log: str) -> None:
+    """Send both streams to `log`, in one order; O_APPEND, so that nothing is overwritten."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def code_of_script(path: str) -> tuple[CodeType, dict[str, object]]:
+    """(code, attributes of `__main__`) of a file, as `python path` sees it."""
+    import io
+
+    full = os.path.abspath(path)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    with io.open_code(full) as file:
+        code = compile(file.read(), full, "exec", dont_inherit=True)
+    return code, {"__file__": full, "__loader__": type(__loader__)("__main__", full)}  # type: ignore[name-defined]
+
+
+def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
+    """(code, attributes of `__main__`) of a module, as `python -m name` sees it."""
+    import importlib.util
+
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec else None
+    if spec is None or code is None:
+        raise ImportError(f"no module named {name!r} that could be run")
+    sys.argv[0] = spec.origin or name
+    return code, {
+        "__file__": spec.origin,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__cached__": spec.cached,
+        "__spec__": spec,
+    }
+
+
+def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def record(error: BaseException, *, exit_code: int) -> None:
+    """Tell the launcher about `error`: torchelastic's error file, with what that lacks under `fleetx`."""
+    if RECORD is None or os.getpid() != WORKER:  # a child that was forked comes by here as well, but is not the worker
+        return
+    try:
+        import json
+        import time
+        import traceback
+
+        now = time.time()
+        try:
+            message = f"{type(error).__name__}: {error}".rstrip(": ")
+        except Exception:  # its own __str__ raises
+            message = type(error).__name__
+        stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        data = {
+            # torchelastic's timestamp counts seconds: too coarse to tell which of two ranks failed first
+            "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}},
+            "fleetx": {"time": now, "exit_code": exit_code, "kind": type(error).__name__},
+        }
+        with open(f"{RECORD}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(data, file)
+        os.replace(f"{RECORD}.part", RECORD)  # whole or not at all
+    except Exception:
+        pass  # a full disk, a json.py beside the script: the log still has the error, and must not lose it to ours
+
+
+def interrupted(error: BaseException) -> None:
+    """Ctrl-C needs no traceback, only the place."""
+    place, traceback = "", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        place = f" at {code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
+        traceback = traceback.tb_next
+    print(f"interrupted{place}", file=sys.stderr)
+
+
+def exit_code_of(exit_: SystemExit) -> int:
+    if exit_.code is None:
+        return 0
+    return exit_.code & 0xFF if isinstance(exit_.code, int) else 1
+
+
+def run(kind: str, target: str) -> None:
+    import faulthandler
+
+    faulthandler.enable()  # a crash in C leaves its Python stack in the log
+    try:
+        code, attributes = (code_of_module if kind == "module" else code_of_script)(target)
+        main = ModuleType("__main__")
+        main.__dict__.update({"__builtins__": __builtins__, "__package__": None, "__cached__": None, **attributes})
+        sys.modules["__main__"] = main  # pickle and multiprocessing look for the user's names there
+        exec(code, main.__dict__)
+    except SystemExit as error:
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        if exit_code_of(error) != 0:
+            record(error, exit_code=exit_code_of(error))
+        raise
+    except KeyboardInterrupt as error:
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        record(error, exit_code=130)
+        interrupted(error)
+        sys.exit(130)
+    except BaseException as error:
+        error.__traceback__ = without_our_frames(error.__traceback__)
+        record(error, exit_code=1)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _, parent, log, kind, target, *arguments = sys.argv
+    die_with(int(parent))
+    write_to(log)
+    sys.argv = [target, *arguments]
+    run(kind, target)
