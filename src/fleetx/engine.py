@@ -19,6 +19,7 @@ import sys
 import warnings
 import weakref
 from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +66,7 @@ class Engine:
         self._scaled_at_loss = False
         self._unfinished = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._flushing = self._opened = False
+        self._step: FrameType | None = None  # the call of optimizer.step() that is running
         try:
             self._arm()
         except BaseException:
@@ -86,8 +88,8 @@ class Engine:
         _forget_compiled()
         self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self.model.register_forward_hook(Hook(self._after_forward), always_call=True)
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
+        self.optimizer.register_step_pre_hook(self._enter_step)
+        self.optimizer.register_step_post_hook(self._leave_step)
         self.optimizer.register_state_dict_post_hook(self._save)
         self.optimizer.register_load_state_dict_pre_hook(self._check_load)
         self.optimizer.register_load_state_dict_post_hook(self._load)
@@ -192,8 +194,24 @@ class Engine:
     def _opens(self, steps: int) -> bool:
         return all(call(steps, moment) for call, moment in self._calls[Stage.GATE])
 
-    @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """A subclass whose step() calls super().step() passes torch's hooks twice: only the outer one counts."""
+        frame = caller = sys._getframe(1)
+        while self._step is not None and frame is not None:
+            if frame is self._step:
+                return None
+            frame = frame.f_back  # type: ignore[assignment]
+        self._step = caller
+        with torch.no_grad():
+            return self._before_step(args, kwargs)
+
+    def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if sys._getframe(1) is self._step:
+            self._step = None
+            with torch.no_grad():
+                self._after_step()
+
+    def _before_step(self, args: Any, kwargs: Any) -> Any:
         Engine.stepped = weakref.ref(self)
         changed = self._run_closure(args, kwargs)
         self._check_origin()
@@ -206,8 +224,7 @@ class Engine:
             self.gradients.begin_idle_step()
         return changed
 
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self) -> None:
         self.gradients.end_step()
         if self._opened:
             self.round += 1

@@ -67,6 +67,7 @@ class Reducer:
         if self._ddp.find_unused_parameters and not outputs:
             raise UsageError("find_unused_parameters cannot follow a second backward through the same forward")
         try:
+            self._ddp.reducer._rebuild_buckets()  # DDP does it in a forward, and one may not lie between two backwards
             self._ddp.reducer.prepare_for_forward()
             self._ddp.reducer.prepare_for_backward(outputs if self._ddp.find_unused_parameters else [])
         except RuntimeError as error:

@@ -1,0 +1,428 @@
+"""Loops and models that people write, each either exact or refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal
+from torch.nn.functional import mse_loss
+
+from fleetx import StrategyError, UsageError, fleet
+from training import assert_close, assert_equal, batches, big, net, sgd, share, train, train_fleet, weights, zero_last
+
+FP16 = {"amp": {"init_loss_scaling": 8.0}}
+MERGE = {"gradient_merge": {"k_steps": 2}}
+
+
+def armed(declared=None, *, make=net, optimizer=sgd):
+    fleet.init()
+    model = make()
+    return fleet.distribute(model, optimizer(model), fleet.DistributedStrategy(**(declared or {})))
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+# --- several forwards and backwards in one step ---------------------------------------------------
+def two_forwards_two_backwards(model, optimizer, x, y):
+    half = len(x) // 2
+    a, b = mse_loss(model(x[:half]), y[:half]) / 2, mse_loss(model(x[half:]), y[half:]) / 2
+    a.backward()
+    b.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_forward_two_backwards(model, optimizer, x, y):
+    loss = mse_loss(model(x), y) / 2
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_losses_of_one_output(model, optimizer, x, y):
+    out = model(x)
+    (mse_loss(out, y) * 0.25).backward(retain_graph=True)
+    (mse_loss(out, y) * 0.75).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+LOOPS = [two_forwards_two_backwards, one_forward_two_backwards, two_losses_of_one_output]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
+def test_every_backward_of_a_step_is_reduced(ranks, loop):
+    """DDP itself reduces only the first of them, and the ranks part without a word."""
+    found = ranks.run(_train, {}, loop)
+    assert_equal(found[0], found[1])
+    assert_close(found[0], train(batches()))
+    merged = ranks.run(_train, MERGE, loop)
+    assert_equal(merged[0], merged[1])
+    assert_close(merged[0], train(big(batches(), 2)))
+
+
+def _train(declared, loop):
+    return train_fleet(batches(), declared, loop=loop)
+
+
+def test_forwards_of_a_whole_window_before_its_backwards_are_reduced_too(ranks):
+    found = ranks.run(_forwards_first)
+    assert_equal(found[0], found[1])
+    assert_close(found[0], train(big(batches(), 2)))
+
+
+def _forwards_first():
+    model, optimizer = armed(MERGE)
+    data = share(batches(), fleet.worker_index(), 2)
+    for (x, y), (a, b) in zip(data[::2], data[1::2], strict=True):
+        losses = [mse_loss(model(x), y), mse_loss(model(a), b)]
+        for loss in losses:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_second_backward_with_unused_parameters_is_refused(ranks):
+    for message in ranks.run(_second_backward_unused):
+        assert "find_unused_parameters cannot follow a second backward" in message
+
+
+class Lazy(nn.Module):
+    """Has a layer that it never uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.unused = net(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def _second_backward_unused():
+    model, _ = armed({"find_unused_parameters": True}, make=Lazy)
+    x, y = batches(1)[0]
+    loss = mse_loss(model(x), y)
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+# --- chains, recursion, outputs and inputs in fp16 ------------------------------------------------
+def _moved(model, before):
+    return {k: before[k] - v for k, v in weights(model).items()}
+
+
+def _near(a, b):
+    torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-4)
+
+
+def test_a_model_in_front_of_a_scaled_model_gets_its_true_gradient():
+    """A GAN's generator, scaled itself or not, and the gradient of an input."""
+    fleet.init()
+    strategy = fleet.DistributedStrategy(**FP16)
+    plain = nn.Linear(4, 6), nn.Linear(6, 3)
+    scaled = nn.Linear(4, 6), nn.Linear(6, 3)
+    for a, b in zip(plain, scaled, strict=True):
+        b.load_state_dict(a.state_dict())
+    (g, og), (d, _) = [fleet.distribute(m, plain_sgd(m), strategy) for m in scaled]
+    z = torch.randn(5, 4, requires_grad=True)
+    w = z.detach().clone().requires_grad_()
+    d(g(z)).sum().backward()
+    plain[1](plain[0](w)).sum().backward()
+    before = weights(g)
+    og.step()
+    _near(_moved(g, before), {k: p.grad for k, p in plain[0].named_parameters()})
+    _near(z.grad, w.grad)
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, depth=2):
+        x = self.layer(x)
+        return self(x, depth - 1) if depth else x
+
+
+class ReturnsParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.temperature = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.layer(x), self.temperature
+
+
+def _recursive_loss(model, x):
+    return model(x).square().mean()
+
+
+def _parameter_loss(model, x):
+    out, temperature = model(x)
+    return (out * temperature).square().mean()
+
+
+def _in_place_loss(model, x):
+    out, temperature = model(x)
+    out[:, 0] = 0
+    return (out * temperature).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(Recursive, _recursive_loss), (ReturnsParameter, _parameter_loss), (ReturnsParameter, _in_place_loss)],
+)
+def test_whatever_a_model_returns_is_scaled_once(make, loss):
+    x = torch.randn(5, 4)
+    model, optimizer = armed(FP16, make=make, optimizer=plain_sgd)
+    before = weights(model)
+    loss(model, x).backward()
+    optimizer.step()
+    plain = make()
+    loss(plain, x).backward()
+    _near(_moved(model, before), {k: p.grad for k, p in plain.named_parameters()})
+
+
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return Normal(self.layer(x), 1.0)
+
+
+def test_an_object_that_hides_its_tensors_is_refused_where_they_must_be_scaled():
+    model, _ = armed(FP16, make=Actor)
+    with pytest.raises(UsageError, match="returns a Normal, and the gradient of its loc"):
+        model(torch.randn(3, 4))
+    model, optimizer = armed(make=Actor)
+    (-model(torch.randn(3, 4)).log_prob(torch.zeros(3, 2)).sum()).backward()
+    optimizer.step()
+
+
+def test_forward_backward_scales_a_loss_that_reads_parameters():
+    model, optimizer = armed(FP16, optimizer=plain_sgd)
+    before = weights(model)
+    x, y = batches(1)[0]
+    fleet.forward_backward(
+        x, y, loss_fn=lambda o, t: mse_loss(o, t) + sum(p.square().sum() for p in model.parameters())
+    )
+    optimizer.step()
+    plain = net()
+    (mse_loss(plain(x), y) + sum(p.square().sum() for p in plain.parameters())).backward()
+    _near(_moved(model, before), {k: p.grad for k, p in plain.named_parameters()})
+
+
+def test_gradients_of_gradients_pass_through():
+    model, _ = armed(FP16)
+    x = torch.randn(3, 6, requires_grad=True)
+    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), x)
+    plain = net()
+    (pg,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
+    (ph,) = torch.autograd.grad(pg.square().sum(), x)
+    torch.testing.assert_close((g, h), (pg, ph), rtol=0.05, atol=0.05)
+
+
+def test_torch_func_works_on_a_distributed_model():
+    model, _ = armed(FP16)
+    params = {k: v.detach() for k, v in model.named_parameters()}
+
+    def loss(params, x):
+        return torch.func.functional_call(model, params, (x,)).square().sum()
+
+    assert set(torch.func.grad(loss)(params, torch.randn(3, 6))) == set(params)
+
+
+# --- what a strategy cannot honour ----------------------------------------------------------------
+def test_parameters_of_another_optimizer_are_refused_where_they_would_stay_unfinished():
+    def only_the_first(model):
+        return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    for declared in (FP16, MERGE):
+        with pytest.raises(StrategyError, match=r"4 parameters need a gradient and are in no group .*\(2.weight"):
+            armed(declared, optimizer=only_the_first)
+    armed({"clip": True}, optimizer=only_the_first)
+
+
+def test_a_parameter_that_joins_later_is_refused():
+    model, optimizer = armed(MERGE)
+    late = nn.Linear(3, 1)
+    optimizer.add_param_group({"params": late.parameters()})
+    late(model(torch.randn(2, 6))).sum().backward()
+    with pytest.raises(UsageError, match=r"parameter \(1, 3\) came into the training after fleet.distribute"):
+        optimizer.step()
+
+
+def test_zero_grad_that_would_erase_a_window_is_refused():
+    model, optimizer = armed(MERGE)
+    x, y = batches(1)[0]
+    zero_last(model, optimizer, x, y)
+    mse_loss(model(x), y).backward()
+    optimizer.zero_grad()  # to leave this batch out
+    with pytest.raises(UsageError, match="erased the gradients of earlier steps in this merge window"):
+        mse_loss(model(x), y).backward()
+
+
+def test_a_frozen_model_in_a_chain_keeps_its_window():
+    """A GAN's discriminator, frozen while the generator trains."""
+    fleet.init()
+    g, d = nn.Linear(4, 6), net()
+    g, og = fleet.distribute(g, plain_sgd(g))
+    d, od = fleet.distribute(d, plain_sgd(d), fleet.DistributedStrategy(**MERGE))
+    data = batches()
+    for x, y in data:
+        zero_last(d, od, x, y)
+        d.requires_grad_(False)
+        d(g(torch.randn(2, 4))).sum().backward()
+        og.step()
+        og.zero_grad()
+        od.zero_grad()
+        d.requires_grad_(True)
+    assert_close(weights(d), train(big(data, 2), optimizer=plain_sgd))
+
+
+def test_flush_before_the_step_is_refused():
+    model, optimizer = armed(MERGE)
+    x, y = batches(1)[0]
+    zero_last(model, optimizer, x, y)
+    mse_loss(model(x), y).backward()
+    with pytest.raises(UsageError, match=r"call that before fleet.flush"):
+        fleet.flush()
+
+
+class TwiceAStep(torch.optim.SGD):
+    """Evaluates its closure twice, as SAM does."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+def test_a_closure_that_is_called_twice_is_refused_unless_there_is_nothing_to_do():
+    def run(declared):
+        model, optimizer = armed(declared, optimizer=lambda m: TwiceAStep(m.parameters(), lr=0.1))
+        x, y = batches(1)[0]
+
+        def closure():
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    run({})
+    with pytest.raises(UsageError, match="TwiceAStep calls its closure more than once"):
+        run({"clip": True})
+
+
+class Chatty(torch.optim.SGD):
+    """Does nothing but call its parent, whose hooks are then passed a second time."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_its_parents_step_counts_once():
+    chatty = train_fleet(batches(), MERGE, optimizer=lambda m: Chatty(m.parameters(), lr=0.1, momentum=0.9))
+    assert_equal(chatty, train_fleet(batches(), MERGE))
+
+
+class Restless(torch.optim.SGD):
+    """Decays weights whether or not there is a gradient."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.9)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_moves_without_gradients_is_found_out():
+    model, optimizer = armed(MERGE, optimizer=lambda m: Restless(m.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="Restless changed parameters that had no gradient"):
+        zero_last(model, optimizer, *batches(1)[0])
+
+
+def test_a_gradient_that_was_replaced_is_noticed():
+    model, optimizer = armed(FP16)
+    x, y = batches(1)[0]
+    mse_loss(model(x), y).backward()
+    model[0].weight.grad = model[0].weight.grad.clamp(-1, 1)
+    with pytest.raises(UsageError, match="changed between backward"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "message"),
+    [
+        (MERGE, {}, "gradients are summed; with this strategy they would be plain"),
+        ({**MERGE, **FP16}, MERGE, "gradients are scaled and summed; with this strategy they would be summed"),
+        (MERGE, {**MERGE, **FP16}, "gradients are summed; with this strategy they would be scaled and summed"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the checkpoint holds the state of AMP")
+def test_a_window_is_not_continued_under_another_strategy(saved_with, loaded_with, message):
+    model, optimizer = armed(saved_with)
+    zero_last(model, optimizer, *batches(1)[0])
+    saved = optimizer.state_dict()
+    _, other = armed(loaded_with)
+    with pytest.raises(UsageError, match=message):
+        other.load_state_dict(saved)
+    assert other.state_dict()["fleetx"]["merged"] == 0
+
+
+def test_a_checkpoint_that_torch_refuses_changes_nothing():
+    model, optimizer = armed(MERGE)
+    zero_last(model, optimizer, *batches(1)[0])
+    saved = optimizer.state_dict()
+    saved["param_groups"] = []
+    _, other = armed(MERGE)
+    with pytest.raises(ValueError, match="parameter group"):
+        other.load_state_dict(saved)
+    assert other.state_dict()["fleetx"]["merged"] == 0
+
+
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(StrategyError, match="wrapped in DataParallel already"):
+        armed(make=lambda: nn.DataParallel(net()))
+
+
+def test_a_failed_distribute_leaves_the_model_as_it_was(monkeypatch):
+    from fleetx.engine import Engine
+
+    monkeypatch.setattr(Engine, "_make_reducer", lambda self: 1 / 0)
+    model = net()
+    fleet.init()
+    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["0"]})
+    with pytest.raises(ZeroDivisionError):
+        fleet.distribute(model, sgd(model), strategy)
+    assert "forward" not in vars(model[0])
+    assert not model._forward_hooks
+
+
+def test_updated_is_that_of_the_last_step_of_any_optimizer():
+    fleet.init()
+    (a, oa), (b, ob) = [
+        fleet.distribute(m, sgd(m), s) for m, s in ((net(), fleet.DistributedStrategy(**MERGE)), (net(), None))
+    ]
+    x, y = batches(1)[0]
+    told = []
+    for model, optimizer in ((a, oa), (b, ob), (a, oa)):
+        zero_last(model, optimizer, x, y)
+        told.append(fleet.updated)
+    assert told == [False, True, True]
