@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import io
 import itertools
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from fleetx import DistributedStrategy
+from fleetx import DistributedStrategy, fleet
 from fleetx.part import Part, claims, defaults_of, every, name_of, switch_of
 from fleetx.stage import Stage
+from training import assert_equal, batches, net, sgd, share, train, train_fleet, zero_last
 
 ROOT = Path(__file__).parent.parent
 PARTS = list(every().values())
@@ -88,6 +91,46 @@ def test_acts_take_what_their_stage_gives(part):
         names = list(inspect.signature(getattr(part, method)).parameters)
         assert names[-1] == "moment"
         assert len(names) == (2 if claim.stage in (Stage.FORWARD, Stage.LOSS) else 3)
+
+
+def _declared(part, settings):
+    return {} if part.always else {switch_of(part): dict(settings) or True}
+
+
+@pytest.mark.parametrize("part", [p for p in BUILT if p.neutral is not None], ids=name_of)
+def test_at_its_neutral_setting_a_part_is_plain_pytorch_bit_for_bit(part):
+    assert_equal(train_fleet(batches(), _declared(part, part.neutral)), train(batches()))
+
+
+@each_built
+def test_a_part_resumes_bit_for_bit_whatever_it_keeps(part, ranks):
+    assert ranks.run(_resumes, _declared(part, part.neutral or {})) == [True, True]
+
+
+def _resumes(declared):
+    """Two ranks, stopped inside of a merge window and resumed from a file that holds nothing but plain data."""
+
+    def build():
+        fleet.init()
+        model = net()
+        strategy = fleet.DistributedStrategy(**({"gradient_merge": {"k_steps": 4}} | declared))
+        return fleet.distribute(model, sgd(model), strategy)
+
+    model, optimizer = build()
+    data = share(batches(10), fleet.worker_index(), 2)
+    for i, (x, y) in enumerate(data):
+        zero_last(model, optimizer, x, y)
+        if i == 5:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, optimizer2 = build()
+    again.load_state_dict(saved[0])
+    optimizer2.load_state_dict(saved[1])
+    for x, y in data[6:]:
+        zero_last(again, optimizer2, x, y)
+    return all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
 def test_no_card_is_left_over():

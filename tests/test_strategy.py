@@ -6,9 +6,12 @@ import copy
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fleetx import DistributedStrategy, StrategyError, fleet
 from fleetx.part import claims, every
@@ -140,12 +143,38 @@ def test_a_list_edited_in_place_is_checked_when_the_plan_is_made():
         strategy.plan()
 
 
+def test_values_are_kept_as_plain_data(tmp_path):
+    """A tuple is a list, numpy's float64 is a float: they compare equal and can be written."""
+    a = DistributedStrategy(recompute={"checkpoints": ("a", "b")}, clip={"clip_norm": np.float64(2.0)})
+    b = DistributedStrategy(recompute={"checkpoints": ["a", "b"]}, clip={"clip_norm": 2.0})
+    assert a == b
+    a.save(tmp_path / "a.yaml")
+    assert DistributedStrategy.load(tmp_path / "a.yaml") == b
+
+
+def test_loading_on_an_instance_is_refused_because_it_would_change_nothing(tmp_path):
+    with pytest.raises(TypeError, match=r"load makes a new strategy: strategy = DistributedStrategy.load\(path\)"):
+        DistributedStrategy().load(tmp_path / "s.yaml")
+
+
+def test_a_strategy_may_change_after_distribute_without_effect():
+    fleet.init()
+    model = nn.Linear(2, 2)
+    strategy = DistributedStrategy(clip=True)
+    fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    strategy.amp = True
+    assert fleet.explain().requested == ["clip"]
+
+
 def test_two_strategies_share_nothing():
     a, b = DistributedStrategy(), DistributedStrategy()
     a.amp_configs["custom_white_list"].append("x")
     a.execution_strategy.num_threads = 7
     assert b.amp_configs["custom_white_list"] == []
     assert b.execution_strategy.num_threads == 1
+    twin = copy.copy(a)
+    twin.amp = True
+    assert not a.amp
 
 
 BAD = [
@@ -175,6 +204,9 @@ BAD = [
     ({"cudnn_exhaustive_search": "no"}, r"must be a bool"),
     ({"execution_strategy": {"num_thread": 2}}, r"no 'num_thread': did you mean 'num_threads'"),
     ({"execution_strategy": 3}, r"must have fields such as num_threads"),
+    ({"execution_strategy": {"num_threads": "many"}}, r"execution_strategy.num_threads = 'many': must be int"),
+    ({"build_strategy": SimpleNamespace(sync_batch_norm=True)}, r"build_strategy has no 'sync_batch_norm'"),
+    ({"fuse_grad_size_in_MB": float("inf")}, r"must be a finite number"),
     ({"a_sync": True}, r"a_sync: parameter-server training is not part of fleetx"),
     ({"tensor_parallel": True}, r"tensor_parallel: .*not part of fleetx"),
 ]
@@ -195,6 +227,13 @@ def test_reading_an_unknown_name_is_an_attribute_error_with_the_nearest_one():
     with pytest.raises(AttributeError, match="did you mean 'recompute'"):
         _ = DistributedStrategy().recompue
     assert not hasattr(DistributedStrategy(), "zzz")
+
+
+def test_what_would_be_dropped_is_refused():
+    with pytest.raises(StrategyError, match="are both given: keep one"):
+        DistributedStrategy(amp={"incr_ratio": 3.0}, amp_configs={"decr_ratio": 0.5})
+    with pytest.raises(StrategyError, match="fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False"):
+        DistributedStrategy(fuse_all_reduce_ops=False, fuse_grad_size_in_MB=8).plan()
 
 
 def test_all_problems_come_at_once():

@@ -114,5 +114,5 @@ def _record(name: str, default: Any, value: Any) -> Any:
             raise StrategyError(f"{name} has no {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         kind = type(getattr(default, key))
         if type(found) is not kind:
-            raise StrategyError(f"{name}.{key} = {found!r}: must be a {kind.__name__}")
+            raise StrategyError(f"{name}.{key} = {found!r}: must be {kind.__name__}")
     return type(default)(**{f: given.get(f, getattr(default, f)) for f in fields})

@@ -45,6 +45,8 @@ class Part:
     always: ClassVar[bool] = False
     # Keys that a Paddle script may set and that mean nothing on this engine; `explain` says so.
     no_meaning: ClassVar[Mapping[str, str]] = {}
+    # Settings at which training on one rank is plain PyTorch's, bit for bit; None where there are none.
+    neutral: ClassVar[Mapping[str, Any] | None] = None
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 

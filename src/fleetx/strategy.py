@@ -32,7 +32,7 @@ class _on_the_class(classmethod):  # noqa: N801  used as a decorator
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is not None:
             name = self.__func__.__name__
-            raise AttributeError(f"{name} makes a new strategy: strategy = DistributedStrategy.{name}(path)")
+            raise TypeError(f"{name} makes a new strategy: strategy = DistributedStrategy.{name}(path)")
         return super().__get__(instance, owner)
 
 

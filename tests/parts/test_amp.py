@@ -277,3 +277,63 @@ def test_a_copy_of_the_model_keeps_its_own_weights():
     nn.init.zeros_(twin.second.weight)
     nn.init.zeros_(twin.second.bias)
     assert not torch.equal(model(torch.ones(1, 6)), twin(torch.ones(1, 6)))
+
+
+@pytest.mark.parametrize(
+    "name", ["tanh", "add", "sub", "div", "exp", "sum", "sqrt", "pow", "log", "einsum", "layer_norm"]
+)
+def test_ordinary_operations_can_be_listed(name):
+    _seen({"custom_black_list": [name]})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mul", "write 'linear' or 'multiply'"),
+        ("add_", "changes its arguments"),
+        ("batch_norm", "changes its arguments"),
+        ("__class__", "no operation of torch"),
+        ("name", "no operation of torch"),
+    ],
+)
+def test_operations_that_cannot_be_listed_are_refused_with_a_reason(name, message):
+    fleet.init()
+    model = Probe()
+    strategy = fleet.DistributedStrategy(amp={"custom_black_list": [name]})
+    with pytest.raises(StrategyError, match=message):
+        fleet.distribute(model, sgd(model), strategy)
+
+
+class Named(nn.Module):
+    """Has a module with the name of an operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other, self.seen = nn.Linear(6, 6), nn.Linear(6, 6), {}
+
+    def forward(self, x):
+        self.seen["linear"] = (y := self.linear(x)).dtype
+        self.seen["other"] = (y := self.other(y)).dtype
+        return y
+
+
+def test_a_name_that_is_a_module_means_the_module_and_not_the_operation():
+    fleet.init()
+    model = Named()
+    strategy = fleet.DistributedStrategy(amp={"dtype": "bfloat16", "custom_black_list": ["linear"]})
+    model, _ = fleet.distribute(model, sgd(model), strategy)
+    model(torch.randn(2, 6))
+    assert model.seen == {"linear": FULL, "other": HALF}
+
+
+def test_a_batchnorm_in_the_white_list_keeps_its_statistics():
+    fleet.init()
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    twin = copy.deepcopy(model)
+    strategy = fleet.DistributedStrategy(amp={"dtype": "bfloat16", "custom_white_list": ["1"]})
+    model, _ = fleet.distribute(model, sgd(model), strategy)
+    x = torch.randn(8, 6)
+    model(x).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        twin(x)
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)

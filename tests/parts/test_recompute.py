@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.flop_counter import FlopCounterMode
 
-from fleetx import StrategyError, fleet
+from fleetx import StrategyError, UsageError, fleet
 from training import assert_equal, sgd, weights
 
 
@@ -153,3 +153,107 @@ def test_an_unknown_module_is_refused_with_the_nearest_names():
     assert len(caught.value.problems) == 2
     assert "no module 'block.1': did you mean blocks.1" in caught.value.problems[0]
     assert "no module 'zzz.*'" in caught.value.problems[1]
+
+
+class Counter(nn.Module):
+    """Reads a buffer that it also changes, in place and by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.ones(1))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.layer(x) * self.seen.clone() - self.mean
+        self.seen.add_(1)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = Counter()
+
+    def forward(self, x):
+        return self.body(x).tanh()
+
+
+def test_a_module_that_reads_a_buffer_it_changes_is_replayed_from_the_value_it_found():
+    assert_equal(_train({"recompute": {"checkpoints": ["body"]}}, make=Stateful), _train({}, make=Stateful))
+
+
+def test_backward_may_pass_twice():
+    grads = []
+    for declared in ({}, {"recompute": {"checkpoints": ["blocks.*"]}}):
+        fleet.init()
+        model = Tower()
+        model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+        torch.manual_seed(3)
+        loss = model(torch.randn(5, 6)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads.append({k: p.grad for k, p in model.named_parameters()})
+    assert_equal(*grads)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models_recompute_too(when):
+    def make():
+        return torch.compile(Tower(), backend="aot_eager") if when == "before" else Tower()
+
+    fleet.init()
+    model = make()
+    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]})
+    model, optimizer = fleet.distribute(model, sgd(model), strategy)
+    if when == "after":
+        model = torch.compile(model, backend="aot_eager")
+    torch.manual_seed(7)
+    for _ in range(3):
+        x, y = torch.randn(5, 6), torch.randn(5, 3)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {k.removeprefix("_orig_mod."): v for k, v in weights(model).items()}
+    torch.testing.assert_close(found, _train({}), rtol=1e-4, atol=1e-5)
+
+
+def test_precision_is_that_of_the_place_in_the_second_pass_too():
+    """A part of the model that its author keeps in float32, and one that the black list does."""
+
+    class Careful(Tower):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    amp = {"amp": {"dtype": "bfloat16"}}
+    recompute = {"recompute": {"checkpoints": ["blocks.*"]}}
+    assert_equal(_train(amp | recompute, make=Careful), _train({}, make=Careful))
+    black = {"amp": {"dtype": "bfloat16", "custom_black_list": ["blocks.0", "blocks.1"]}}
+    assert_equal(_train(black | recompute), _train(black))
+
+
+def test_patterns_go_level_by_level_and_containers_are_refused():
+    fleet.init()
+    model = Tower()
+    for name in ("blocks", "block?"):
+        strategy = fleet.DistributedStrategy(recompute={"checkpoints": [name]})
+        with pytest.raises(StrategyError, match=r"'blocks' has no forward of its own.*write 'blocks.\*'"):
+            fleet.distribute(model, sgd(model), strategy)
+    fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]}))
+    assert [n for n, m in model.named_modules() if "forward" in vars(m)] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_filled_cache_is_refused():
+    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+    fleet.init()
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8))
+    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["transformer.h.*"]})
+    model, _ = fleet.distribute(model, sgd(model), strategy)
+    cache = DynamicCache(config=model.config)
+    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    with pytest.raises(UsageError, match="filled cache"):
+        model(torch.zeros(1, 2, dtype=torch.long), past_key_values=cache)

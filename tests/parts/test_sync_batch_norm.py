@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx import fleet
+from fleetx import StrategyError, fleet
 from training import weights
 
 
@@ -88,3 +88,80 @@ def _evaluate_on_rank_0_only():
         with torch.no_grad():
             return bool(model(_data((8, 3, 6, 6))[0]).isfinite().all())
     return None
+
+
+class Fused(nn.BatchNorm1d):
+    """Has a forward of its own, as norms with a fused activation have."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_norm_with_a_forward_of_its_own_is_refused():
+    fleet.init()
+    model = nn.Sequential(nn.Linear(6, 4), Fused(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StrategyError, match="own forward of '1', a Fused"):
+        fleet.distribute(model, optimizer, fleet.DistributedStrategy(sync_batch_norm=True))
+
+
+def test_it_joins_with_amps_lists_and_recompute_on_the_same_module(ranks):
+    """Whichever part wraps a module first: the norm of all ranks is inside, its precision around, recompute outside."""
+    want = ranks.run(_wrapped, {})
+    for found in ranks.run(_wrapped, {"recompute": {"checkpoints": ["1"]}}):
+        torch.testing.assert_close(found, want[0], rtol=0, atol=0)
+
+
+def _wrapped(extra):
+    fleet.init()
+    model = _flat()
+    declared = {"sync_batch_norm": True, "amp": {"dtype": "bfloat16", "custom_black_list": ["1"]}} | extra
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**declared))
+    seen = []
+    model[2].register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    for x in _data((8, 6)):
+        _loss(model(x.chunk(2)[fleet.worker_index()])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(seen) == {torch.float32}
+    return weights(model)
+
+
+def test_a_rank_without_samples_takes_part(ranks):
+    found = ranks.run(_train_on_ranks, "conv", 8)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert all(v.isfinite().all() for v in found[0].values())
+
+
+def test_evaluation_without_running_statistics_asks_nobody(ranks):
+    assert ranks.run(_evaluate_untracked)[0] is True
+
+
+def _evaluate_untracked():
+    fleet.init()
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = fleet.distribute(model, optimizer, fleet.DistributedStrategy(sync_batch_norm=True))
+    if fleet.worker_index() == 0:
+        with torch.no_grad():
+            return bool(model.eval()(torch.randn(4, 6)).isfinite().all())
+    return None
+
+
+def test_gradients_of_gradients_are_refused(ranks):
+    assert all("once_differentiable" in message for message in ranks.run(_twice))
+
+
+def _twice():
+    fleet.init()
+    model = _flat()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = fleet.distribute(model, optimizer, fleet.DistributedStrategy(sync_batch_norm=True))
+    x = torch.randn(4, 6, requires_grad=True)
+    (g,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    try:
+        g.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -27,6 +27,7 @@ class Clip(Part):
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """The largest norm that the gradient may keep."""
 
+    neutral: ClassVar[dict[str, float]] = {"clip_norm": float("inf")}
     costs: ClassVar[str] = "time: one pass over the gradients for the norm, one for the scaling"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:

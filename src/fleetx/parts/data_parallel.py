@@ -35,6 +35,7 @@ class DataParallel(Part):
         name: name
         for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "find_unused_parameters", "nccl_comm_num")
     }
+    neutral: ClassVar[dict[str, str]] = {}
     costs: ClassVar[str] = "network: the size of the gradients, overlapped with backward; the buffers after each round"
 
     def problems(self) -> Iterator[str]:

@@ -28,6 +28,7 @@ class GradientMerge(Part):
     avg: bool = True
     """Divide by the number of merged steps; without it the update takes the sum."""
 
+    neutral: ClassVar[dict[str, int]] = {"k_steps": 1}
     costs: ClassVar[str] = "memory: the gradients are kept between steps; network: one reduction in k_steps"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:

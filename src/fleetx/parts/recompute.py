@@ -38,6 +38,7 @@ class Recompute(Part):
     """The shape of what is kept, which Paddle's static memory plan asks for."""
 
     no_meaning: ClassVar[dict[str, str]] = {"checkpoint_shape": "shapes are seen when the model runs"}
+    neutral: ClassVar[dict[str, list[str]]] = {"checkpoints": ["*"]}
     costs: ClassVar[str] = "time: a second forward of the named modules; memory: their inside is not kept"
 
     def problems(self) -> Iterator[str]:

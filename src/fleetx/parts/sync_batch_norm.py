@@ -26,6 +26,7 @@ class SyncBatchNorm(Part):
     runs on any device, and leaves the modules and their types as they are.
     """
 
+    neutral: ClassVar[dict[str, str]] = {}
     costs: ClassVar[str] = "network: two small collectives for each BatchNorm, in forward and in backward"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
