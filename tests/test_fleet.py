@@ -106,6 +106,8 @@ def test_parameter_servers_are_refused():
         fleet.init(is_collective=False)
     with pytest.raises(StrategyError, match="pass is_collective=True"):
         fleet.init(fleet.PaddleCloudRoleMaker())
+    with pytest.raises(TypeError, match=r"role_maker must be one of fleet.base.role_maker, not str"):
+        fleet.init("collective")
     fleet.init(fleet.PaddleCloudRoleMaker(is_collective=True))
 
 

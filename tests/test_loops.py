@@ -115,6 +115,27 @@ def _second_backward_unused():
     return ""
 
 
+def test_a_backward_that_failed_is_named_when_training_goes_on(ranks):
+    for message in ranks.run(_fail_and_go_on):
+        assert "the backward before this one did not end its reduction" in message
+
+
+def _fail_and_go_on():
+    model, optimizer = armed({"fuse_grad_size_in_MB": 0.0005})
+    x, y = batches(1)[0]
+    zero_last(model, optimizer, x, y)
+    handle = model[2].weight.register_hook(lambda grad: 1 / 0)
+    try:
+        mse_loss(model(x), y).backward()
+    except ZeroDivisionError:
+        handle.remove()
+    try:
+        zero_last(model, optimizer, x, y)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 # --- chains, recursion, outputs and inputs in fp16 ------------------------------------------------
 def _moved(model, before):
     return {k: before[k] - v for k, v in weights(model).items()}

@@ -52,6 +52,7 @@ def test_no_launcher_means_a_world_of_one():
         (TORCH | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
         (TORCH | {"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: must be a whole number"),
         (TORCH | {"RANK": "4"}, "RANK=4: must be from 0 to 3, because WORLD_SIZE=4"),
+        (TORCH | {"LOCAL_RANK": "-3"}, "LOCAL_RANK=-3: must be from 0 to 3"),
         (TORCH | {"RANK": "-1"}, "RANK=-1: must be from 0 to 3"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "incomplete, MASTER_ADDR and MASTER_PORT not set"),
         ({"WORLD_SIZE": "4"}, "incomplete, RANK and MASTER_ADDR"),

@@ -5,8 +5,8 @@ torch's composable `replicate` stands on the same seam: `_pre_forward` and `_pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class Reducer:
     def before_forward(self, args: Any, kwargs: Any) -> Any:
         # Whether a backward communicates is decided when it begins: one forward may have none, or two.
         self._ddp.require_backward_grad_sync = False
-        return self._ddp._pre_forward(*args, **kwargs)
+        with _said_plainly():
+            return self._ddp._pre_forward(*args, **kwargs)
 
     def after_forward(self, out: Any) -> Any:
         return self._ddp._post_forward(out)
@@ -66,15 +67,10 @@ class Reducer:
         """This backward communicates. `outputs` are what the model returned, to find what it did not use."""
         if self._ddp.find_unused_parameters and not outputs:
             raise UsageError("find_unused_parameters cannot follow a second backward through the same forward")
-        try:
+        with _said_plainly():
             self._ddp.reducer._rebuild_buckets()  # DDP does it in a forward, and one may not lie between two backwards
             self._ddp.reducer.prepare_for_forward()
             self._ddp.reducer.prepare_for_backward(outputs if self._ddp.find_unused_parameters else [])
-        except RuntimeError as error:
-            raise UsageError(
-                "the backward before this one did not end its reduction between ranks, because it failed or because a "
-                "parameter got no gradient: start again from a checkpoint"
-            ) from error
 
     def check_finished(self) -> None:
         """DDP itself says only in the next forward that a bucket was left, when a step was taken without it."""
@@ -119,6 +115,20 @@ class Reducer:
             return reduce(Bucket(bucket.buffer(), bucket.gradients(), [names[p] for p in params], bucket.index()))
 
         return hook
+
+
+@contextmanager
+def _said_plainly() -> Iterator[None]:
+    """DDP's own sentence names an argument of its constructor, and not what happened."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        raise UsageError(
+            "the backward before this one did not end its reduction between ranks, because it failed or because a "
+            "parameter got no gradient: start again from a checkpoint"
+        ) from error
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

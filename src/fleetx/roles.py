@@ -40,6 +40,8 @@ def _from_torch(env: Mapping[str, str]) -> Place:
     if missing:
         raise WorldError(f"torch's variables are incomplete, {' and '.join(missing)} not set: start with fleetrun")
     local = _number(env, "LOCAL_RANK", 0)
+    if not 0 <= local < size:
+        raise WorldError(f"LOCAL_RANK={local}: must be from 0 to {size - 1}, because WORLD_SIZE={size}")
     endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS") or _made_up(env["MASTER_ADDR"], size)
     return Place(rank, size, local, endpoints, launched=True)
 

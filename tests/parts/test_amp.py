@@ -337,3 +337,11 @@ def test_a_batchnorm_in_the_white_list_keeps_its_statistics():
     with torch.autocast("cpu", torch.bfloat16):
         twin(x)
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+
+
+def test_listed_operations_are_refused_on_a_compiled_model():
+    fleet.init()
+    model = torch.compile(Probe(), backend="eager")
+    with pytest.raises(StrategyError, match="do not reach the backward of a compiled model"):
+        fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"custom_black_list": ["softmax"]}))
+    fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"custom_black_list": ["second"]}))

@@ -72,6 +72,8 @@ def init(
     `timeout` is how long a collective waits for a rank that does not answer before it raises; ten minutes by default.
     """
     global _world, _strategy
+    if not isinstance(role_maker, PaddleCloudRoleMaker | UserDefinedRoleMaker | None):
+        raise TypeError(f"role_maker must be one of fleet.base.role_maker, not {type(role_maker).__name__}")
     collective = role_maker.is_collective if role_maker is not None else is_collective
     if not collective:
         raise StrategyError(

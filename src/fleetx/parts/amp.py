@@ -101,6 +101,11 @@ class AMP(Part):
                     near = difflib.get_close_matches(name, [*modules, *dir(torch.ops.aten)], n=3, cutoff=0.6)
                     hint = f": did you mean {', '.join(near)}?" if near and name not in near else ""
                     yield f"amp_configs[{key!r}]: {name!r} is no module of the model, and {reason}{hint}"
+        if self._operations(modules) and isinstance(model, torch._dynamo.OptimizedModule):
+            yield (
+                "amp_configs: operations in the custom lists do not reach the backward of a compiled model: "
+                "name modules instead"
+            )
         if not _scales(self):
             return
         if any(p.dtype is torch.float16 for p in model.parameters()):
@@ -109,6 +114,9 @@ class AMP(Part):
             yield "amp in float16 cannot unscale complex gradients: use bfloat16"
         if sparse := sparse_modules(model):
             yield f"amp in float16 cannot take sparse gradients, which {sparse} makes: use sparse=False or bfloat16"
+
+    def _operations(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        return [n for n in (*self.custom_white_list, *self.custom_black_list) if n not in modules]
 
     # --- acts -------------------------------------------------------------------------------------
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
