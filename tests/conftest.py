@@ -5,11 +5,15 @@ import os
 os.environ["FLEETX_DEVICE"] = "cpu"
 os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
 from fleetx import fleet
 from rank_pool import Ranks, forget
+
+hypothesis.settings.register_profile("unhurried", deadline=None)  # timings are not tests
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

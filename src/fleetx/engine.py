@@ -83,8 +83,9 @@ class Engine:
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
         self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
         self._reducer = self._make_reducer()
-        # With nothing to do to a step, the engine leaves it alone altogether.
-        self._active = self._reducer is not None or self._unfinished or bool(self._calls[Stage.GRADIENT])
+        # With nothing to do to a backward or to a step, the engine leaves it alone altogether.
+        self._watching = self._reducer is not None or self._unfinished
+        self._active = self._watching or bool(self._calls[Stage.GRADIENT])
         _forget_compiled()
         self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self.model.register_forward_hook(Hook(self._after_forward), always_call=True)
@@ -127,7 +128,7 @@ class Engine:
             for function in finish:
                 if callable(function) and out is not None:  # None: the forward raised
                     out = map_tensors(function, out)
-        if out is None or not torch.is_grad_enabled() or self._forwards:
+        if out is None or not self._watching or not torch.is_grad_enabled() or self._forwards:
             return out
         if self._reducer is not None:
             out = self._reducer.after_forward(out)
@@ -236,7 +237,7 @@ class Engine:
 
     def _check_origin(self) -> None:
         """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones."""
-        if self._reducer is None and not self._unfinished:
+        if not self._watching:
             return
         self.gradients.check_restored()
         if not self._tapped and self.gradients.present():

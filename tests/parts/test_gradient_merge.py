@@ -65,7 +65,7 @@ def _sgd(lr):
     return lambda model: torch.optim.SGD(model.parameters(), lr=lr)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 13), k=st.integers(1, 6))
 def test_a_tail_is_divided_by_its_true_number(n, k):
     """Constant gradient 1 and rate 1: every window, full or not, moves the weight by exactly one."""
