@@ -1,0 +1,96 @@
+"""One benchmark from start to JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.frame import machine, ranks
+from benchmarks.frame.declare import Benchmark, CannotRunError
+from benchmarks.frame.interleave import Run, Sides
+from benchmarks.frame.verdict import Ratio, Verdict, judge, ratio_of
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a benchmark. Without sides and ratio it did not come to a measurement."""
+
+    benchmark: Benchmark
+    verdict: Verdict
+    reason: str
+    sides: Sides | None = None
+    ratio: Ratio | None = None
+
+
+def measured(benchmark: Benchmark, *, rounds: int | None, out: Path) -> Result:
+    """Run a benchmark in its ranks, judge it, and write its JSON."""
+    rounds = even(rounds or benchmark.rounds)
+    before = machine.load()
+    try:
+        sides = ranks.run(in_rank, benchmark.function, rounds, size=benchmark.ranks, seconds=benchmark.seconds)[0]
+    except CannotRunError as error:
+        result = Result(benchmark, Verdict.CANNOT_RUN, str(error))
+    except ranks.RankError as error:
+        result = Result(benchmark, Verdict.FAILED, str(error))
+    else:
+        ratio = ratio_of(sides)
+        result = Result(benchmark, *judge(ratio, goal=benchmark.goal), sides, ratio)
+    write(result, out=out, load_before=before)
+    return result
+
+
+def in_rank(function: Any, rounds: int) -> Sides:
+    """What each rank runs."""
+    rank, size = 0, 1
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    return function(Run(rounds, rank=rank, size=size))
+
+
+def even(rounds: int) -> int:
+    """Each side is first in half of the rounds."""
+    return rounds + rounds % 2
+
+
+def write(result: Result, *, out: Path, load_before: list[float]) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{result.benchmark.name}.json"
+    path.write_text(json.dumps(as_json(result, load_before=load_before), indent=1) + "\n")
+    return path
+
+
+def as_json(result: Result, *, load_before: list[float]) -> dict[str, Any]:
+    b, sides, ratio = result.benchmark, result.sides, result.ratio
+    return {
+        "name": b.name,
+        "meaning": b.meaning,
+        "goal": b.goal,
+        "verdict": result.verdict.value,
+        "reason": result.reason,
+        "ratio": ratio.value if ratio else None,
+        "statistics": asdict(ratio) if ratio else None,
+        "unit": sides.unit if sides else None,
+        "steps_per_sample": sides.steps if sides else None,
+        "ours": _side(b.ours, sides.ours) if sides else None,
+        "theirs": _side(b.theirs, sides.theirs) if sides else None,
+        "counts": {k: {"ours": a, "theirs": b} for k, (a, b) in sides.counts.items()} if sides else {},
+        "notes": sides.notes if sides else {},
+        "ranks": b.ranks,
+        "threads_per_rank": 1,
+        "machine": machine.machine(),
+        "load_before": load_before,
+        "load_after": machine.load(),
+        "command": [sys.executable, *sys.argv],
+        "commit": machine.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _side(label: str, samples: list[float]) -> dict[str, Any]:
+    return {"label": label, "minimum": min(samples), "median": median(samples), "samples": samples}
