@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.frame import machine, table
 from benchmarks.frame.declare import UnknownBenchmarkError, chosen, every
-from benchmarks.frame.result import even, measured
+from benchmarks.frame.result import divided, measured
 from benchmarks.frame.verdict import ENOUGH, Verdict
 
 OUT = Path(__file__).parent / "out"
@@ -43,7 +43,8 @@ def main(names: tuple[str, ...], only_list: bool, rounds: int | None, quick: boo
     results = []
     for b in benchmarks:
         # No spinner: it would take time from those who are measured.
-        console.print(f"{b.name}: {b.meaning} ({even(rounds or b.rounds)} rounds)", highlight=False)
+        n = divided(rounds or b.rounds, starts=b.starts)
+        console.print(f"{b.name}: {b.meaning} ({sum(n)} rounds in {len(n)} starts)", highlight=False)
         results.append(measured(b, rounds=rounds, out=out))
         console.print(table.line(results[-1]), markup=False, highlight=False)
     console.print(table.results(results))

@@ -34,13 +34,13 @@ dist.destroy_process_group()
 """
 
 
-@benchmark(ours="fleetrun", theirs="torchrun", goal=1.1, rounds=10)
+@benchmark(ours="fleetrun", theirs="torchrun", goal=1.1, rounds=10, starts=1)
 def first_line(run: Run) -> Sides:
     """From the start of the launcher to the first line of the last of two workers."""
     return compare(FIRST_LINE, run)
 
 
-@benchmark(ours="fleetrun", theirs="torchrun", rounds=10)
+@benchmark(ours="fleetrun", theirs="torchrun", rounds=10, starts=1)
 def group(run: Run) -> Sides:
     """From the start of the launcher until two workers have imported torch and met in a process group."""
     return compare(GROUP, run)

@@ -122,8 +122,9 @@ def by_hand(case: Case, rank: int) -> tuple[nn.Module, Update]:
 
 def compare(case: Case, run: Run) -> Sides:
     fleet.init()
-    ours, our_update = with_fleetx(case, run.rank)
-    theirs, their_update = by_hand(case, run.rank)
+    (ours, our_update), (theirs, their_update) = run.both(
+        lambda: with_fleetx(case, run.rank), lambda: by_hand(case, run.rank)
+    )
     for update in (our_update, their_update):
         torch.manual_seed(2 + run.rank)  # dropout
         for _ in range(CHECKED_UPDATES):

@@ -19,6 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks.frame import CannotRunError, Run, Sides, benchmark, interleave, ranks
 from benchmarks.frame.declare import UnknownBenchmarkError, chosen, every
 from benchmarks.frame.interleave import count_calls
+from benchmarks.frame.result import divided
 from benchmarks.frame.verdict import Verdict, interval, judge, percentile, ratio_of
 
 
@@ -26,7 +27,7 @@ from benchmarks.frame.verdict import Verdict, interval, judge, percentile, ratio
 @benchmark(ours="x", theirs="y", goal=1.5)
 def good(run: Run) -> Sides:
     """Two numbers."""
-    return Sides([2.0, 2.2, 2.1] * run.rounds, [2.0, 2.0, 2.0] * run.rounds, notes={"parent": os.getppid()})
+    return Sides([2.0, 2.2] * (run.rounds // 2), [2.0] * run.rounds, notes={"parent": os.getppid()})
 
 
 @benchmark(ours="x", theirs="y", goal=1.0)
@@ -98,6 +99,20 @@ def test_the_count_of_calls_is_the_same_each_time():
         return sorted([3, 1, 2], key=lambda x: -x)
 
     assert count_calls(work) == count_calls(work) > 3
+
+
+def test_the_rounds_are_divided_evenly_among_the_starts():
+    assert divided(100, starts=4) == [26, 26, 26, 26]
+    assert divided(10, starts=1) == [10]
+    assert divided(7, starts=4) == [8], "so few are not worth several starts"
+    assert divided(1, starts=4) == [2]
+
+
+def test_every_other_start_makes_their_side_first():
+    made = []
+    for start in range(2):
+        assert Run(1, start=start).both(lambda: made.append("a") or 1, lambda: made.append("b") or 2) == (1, 2)
+    assert made == ["a", "b", "b", "a"]
 
 
 # --- ratios ----------------------------------------------------------------------------------------
@@ -243,7 +258,7 @@ def run(monkeypatch, tmp_path, *arguments):
 
 def test_a_run_prints_a_table_and_writes_what_it_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    out = run(monkeypatch, tmp_path, "test_benchmarks.good", "--rounds", "2")
+    out = run(monkeypatch, tmp_path, "test_benchmarks.good", "--rounds", "12")
     assert out.exit_code == 0, out.output
     assert "1.050" in out.output
     assert "≤ 1.5" in out.output
@@ -253,7 +268,8 @@ def test_a_run_prints_a_table_and_writes_what_it_measured(monkeypatch, tmp_path)
     assert written["goal"] == 1.5
     assert written["verdict"] == "met"
     assert written["ratio"] == pytest.approx(1.05)
-    assert written["ours"]["samples"] == [2.0, 2.2, 2.1] * 2
+    assert written["ours"]["samples"] == [2.0, 2.2] * 6, "from two starts"
+    assert written["ratio_by_start"] == [pytest.approx(1.05)] * 2
     assert written["theirs"]["minimum"] == written["theirs"]["median"] == 2.0
     assert written["notes"]["parent"] == os.getpid(), "it ran in a process of its own"
     assert written["threads_per_rank"] == 1

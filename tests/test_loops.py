@@ -297,6 +297,18 @@ def test_zero_grad_that_would_erase_a_window_is_refused():
         mse_loss(model(x), y).backward()
 
 
+def test_one_gradient_may_be_taken_away_by_hand_inside_of_a_window():
+    def loop(model, optimizer, x, y):
+        mse_loss(model(x), y).backward()
+        model[4].weight.grad = None  # freeze the last layer, as some recipes do in the first epoch
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = train_fleet(batches(), MERGE, loop=loop)
+    assert torch.equal(found["4.weight"], net()[4].weight)
+    assert not torch.equal(found["4.bias"], net()[4].bias)
+
+
 def test_a_frozen_model_in_a_chain_keeps_its_window():
     """A GAN's discriminator, frozen while the generator trains."""
     fleet.init()

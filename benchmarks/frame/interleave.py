@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+Made = TypeVar("Made")
 Side = Callable[[], float]  # does its work once and returns what it cost
 
 WARM_UP = 2  # DDP builds its buckets anew in the second step, so one is not enough
@@ -29,6 +30,13 @@ class Sides:
         if not self.ours or len(self.ours) != len(self.theirs):
             raise ValueError(f"samples come in pairs: {len(self.ours)} of ours, {len(self.theirs)} of theirs")
 
+    @staticmethod
+    def pooled(several: Sequence[Sides]) -> Sides:
+        """The samples of several starts as one; what is beside the samples is that of the first."""
+        ours = [x for sides in several for x in sides.ours]
+        theirs = [x for sides in several for x in sides.theirs]
+        return replace(several[0], ours=ours, theirs=theirs)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -37,6 +45,14 @@ class Run:
     rounds: int
     rank: int = 0
     size: int = 1
+    start: int = 0  # how often the benchmark was started before, in other processes
+
+    def both(self, ours: Callable[[], Made], theirs: Callable[[], Made]) -> tuple[Made, Made]:
+        """Make both sides; theirs first in every other start, because the one that was made first was 1 % slower here."""
+        if self.start % 2:
+            second = theirs()
+            return ours(), second
+        return ours(), theirs()
 
     def compare(self, ours: Callable[[], Any], theirs: Callable[[], Any], *, steps: int = 1, **notes: Any) -> Sides:
         """Time two pieces of work against each other. Every rank must call it; each begins a sample together."""

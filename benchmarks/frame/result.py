@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.frame import machine, ranks
 from benchmarks.frame.declare import Benchmark, CannotRunError
 from benchmarks.frame.interleave import Run, Sides
-from benchmarks.frame.verdict import Ratio, Verdict, judge, ratio_of
+from benchmarks.frame.verdict import ENOUGH, Ratio, Verdict, judge, ratio_of
 
 
 @dataclass(frozen=True)
@@ -23,39 +23,45 @@ class Result:
     benchmark: Benchmark
     verdict: Verdict
     reason: str
-    sides: Sides | None = None
+    by_start: tuple[Sides, ...] = ()
+    sides: Sides | None = None  # pooled
     ratio: Ratio | None = None
 
 
 def measured(benchmark: Benchmark, *, rounds: int | None, out: Path) -> Result:
     """Run a benchmark in its ranks, judge it, and write its JSON."""
-    rounds = even(rounds or benchmark.rounds)
     before = machine.load()
     try:
-        sides = ranks.run(in_rank, benchmark.function, rounds, size=benchmark.ranks, seconds=benchmark.seconds)[0]
+        by_start = tuple(
+            ranks.run(in_rank, benchmark.function, n, start, size=benchmark.ranks, seconds=benchmark.seconds)[0]
+            for start, n in enumerate(divided(rounds or benchmark.rounds, starts=benchmark.starts))
+        )
     except CannotRunError as error:
         result = Result(benchmark, Verdict.CANNOT_RUN, str(error))
     except ranks.RankError as error:
         result = Result(benchmark, Verdict.FAILED, str(error))
     else:
+        sides = Sides.pooled(by_start)
         ratio = ratio_of(sides)
-        result = Result(benchmark, *judge(ratio, goal=benchmark.goal), sides, ratio)
+        result = Result(benchmark, *judge(ratio, goal=benchmark.goal), by_start, sides, ratio)
     write(result, out=out, load_before=before)
     return result
 
 
-def in_rank(function: Any, rounds: int) -> Sides:
+def in_rank(function: Any, rounds: int, start: int) -> Sides:
     """What each rank runs."""
     rank, size = 0, 1
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-    return function(Run(rounds, rank=rank, size=size))
+    return function(Run(rounds, rank=rank, size=size, start=start))
 
 
-def even(rounds: int) -> int:
-    """Each side is first in half of the rounds."""
-    return rounds + rounds % 2
+def divided(rounds: int, *, starts: int) -> list[int]:
+    """The rounds of each start: an even number, so that each side is first in half of them; few need but one start."""
+    starts = max(1, min(starts, rounds // ENOUGH))
+    each = -(-rounds // starts)
+    return [each + each % 2] * starts
 
 
 def write(result: Result, *, out: Path, load_before: list[float]) -> Path:
@@ -75,6 +81,7 @@ def as_json(result: Result, *, load_before: list[float]) -> dict[str, Any]:
         "reason": result.reason,
         "ratio": ratio.value if ratio else None,
         "statistics": asdict(ratio) if ratio else None,
+        "ratio_by_start": [ratio_of(s).value for s in result.by_start],
         "unit": sides.unit if sides else None,
         "steps_per_sample": sides.steps if sides else None,
         "ours": _side(b.ours, sides.ours) if sides else None,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.frame.declare import Benchmark
 from benchmarks.frame.result import Result
-from benchmarks.frame.verdict import Verdict
+from benchmarks.frame.verdict import Verdict, ratio_of
 
 _COLOURS = {
     Verdict.MET: "green",
@@ -48,8 +48,9 @@ def line(result: Result) -> str:
     if sides is None or ratio is None:
         return f"  {verdict(result)}"
     ours, theirs = (_low_and_middle(x, sides.unit) for x in (sides.ours, sides.theirs))
+    starts = ", by start " + " ".join(f"{ratio_of(s).value:.3f}" for s in result.by_start)
     counts = "".join(f"; {what} {x:,.0f} and {y:,.0f}" for what, (x, y) in sides.counts.items())
-    return f"  {b.ours} {ours}, {b.theirs} {theirs} (minimum, median); spread {ratio.spread:.0%}{counts}"
+    return f"  {b.ours} {ours}, {b.theirs} {theirs} (minimum, median); spread {ratio.spread:.0%}{starts}{counts}"
 
 
 def listing(known: Iterable[Benchmark]) -> Table:

@@ -23,7 +23,7 @@ class Gradients:
         self._optimizer, self._names, self._world = optimizer, names, world
         self._facts = sorted(f.name for f in facts)  # what is true of a gradient while it is withheld
         self._withheld: dict[nn.Parameter, Tensor] = {}
-        self._restored: list[tuple[nn.Parameter, Tensor]] = []  # what the current backward was given back
+        self._restored: list[nn.Parameter] = []  # whose gradients the current backward was given back
         self._seen: list[tuple[nn.Parameter, Tensor, int]] = []  # what the last backward left, with its version
         self._versions: list[int] = []  # of the parameters, when a step began that must not change them
 
@@ -46,13 +46,17 @@ class Gradients:
     def put_back(self) -> None:
         """Called when a backward enters the model: it adds to what was withheld."""
         self.check_restored()
-        for p in [p for p in self._withheld if p.requires_grad]:  # not into what is frozen for this backward
-            grad = self._withheld.pop(p)
-            p.grad = grad if p.grad is None else p.grad.add_(grad)
-            self._restored.append((p, p.grad))
+        waiting, self._withheld = self._withheld, {}
+        for p, grad in waiting.items():
+            if p.requires_grad:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+                self._restored.append(p)
+            else:  # frozen for this backward
+                self._withheld[p] = grad
 
     def check_restored(self) -> None:
-        if any(p.grad is None for p, _ in self._restored):
+        # All of them: one alone may have been taken away on purpose, to freeze a layer for this step.
+        if self._restored and all(p.grad is None for p in self._restored):
             raise UsageError(
                 "zero_grad() after backward() erased the gradients of earlier steps in this merge window: call step() "
                 "before zero_grad(), and to leave a batch out, do so before its backward()"
