@@ -54,7 +54,7 @@ def test_the_engine_knows_no_part():
 
 @pytest.mark.parametrize(
     ("word", "home"),
-    [("register_forward", "engine.py"), ("register_step", "engine.py"), ("init_process_group(", "world.py")],
+    [("register_forward", "engine.py"), ("register_step_", "engine.py"), ("init_process_group(", "world.py")],
 )
 def test_one_place_for_one_thing(word, home):
     assert [room(p) for p in FILES if word in p.read_text()] == [home]

@@ -48,7 +48,7 @@ class Run:
     start: int = 0  # how often the benchmark was started before, in other processes
 
     def both(self, ours: Callable[[], Made], theirs: Callable[[], Made]) -> tuple[Made, Made]:
-        """Make both sides; theirs first in every other start, because the one that was made first was 1 % slower here."""
+        """Make both sides; theirs first in every other start, because the one made first was 1 % slower here."""
         if self.start % 2:
             second = theirs()
             return ours(), second

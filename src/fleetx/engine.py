@@ -1,8 +1,8 @@
 """The engine arms a model and an optimizer with a plan. It alone touches torch's hooks, and knows no part by name.
 
-    model(x)          before: enter the FORWARD contexts; tell the reducer whether this backward communicates
+    model(x)          before: enter the FORWARD contexts
                       after:  leave them; tap the outputs
-    loss.backward()   at a tapped output: put withheld gradients back; LOSS
+    loss.backward()   at a tapped output: decide whether to communicate; put withheld gradients back; LOSS
                       bucket by bucket, while backward runs: REDUCE -> network
     optimizer.step()  before: gate shut: take p.grad away. Gate open: GRADIENT; an overflow withholds the update
                       after:  PARAMETER
@@ -16,21 +16,20 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 import weakref
 from contextlib import AbstractContextManager, ExitStack
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx import engine_state
 from fleetx.compose import Plan
 from fleetx.errors import StrategyError, UsageError
 from fleetx.forwards import unwrap
 from fleetx.gradients import Gradients
-from fleetx.hooks import Hook
+from fleetx.hooks import Hook, OuterStep
 from fleetx.moment import Bucket, Moment
 from fleetx.reducer import Reducer
 from fleetx.refusals import refuse
@@ -38,8 +37,6 @@ from fleetx.stage import Stage
 from fleetx.structure import map_tensors, plain_name
 from fleetx.taps import tap
 from fleetx.world import World
-
-VERSION = 1  # of what state_dict() adds
 
 
 class Engine:
@@ -52,7 +49,7 @@ class Engine:
         self.names = {p: plain_name(n) for n, p in model.named_parameters()}
         refuse(plan, model, optimizer, world, self.names)
         self.device = next((p.device for p in self.names), world.device)
-        self.state = {_key(p): p.init({n: p for p, n in self.names.items()}) for p in plan.parts}
+        self.state = self.initial_state()
         self.notes: dict[str, dict[str, Any]] = {_key(p): {} for p in plan.parts}
         self.round = 0  # the clock: rounds that ended, applied or not
         self.merged = 0  # steps since the last round ended, this one included
@@ -60,18 +57,20 @@ class Engine:
         self.reducer_settings: dict[str, Any] | None = None
         self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
-        self._outputs: list[Tensor] = []  # of the forwards since the last backward, where the reducer wants to see them
+        self._differentiable = False  # was a backward itself made differentiable since the last step?
         self._backward = -1  # torch's number of the backward that was last seen to enter
         self._tapped = False  # did a backward enter through the model's output since the last step?
         self._scaled_at_loss = False
         self._unfinished = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._flushing = self._opened = False
-        self._step: FrameType | None = None  # the call of optimizer.step() that is running
         try:
             self._arm()
         except BaseException:
             unwrap(self.model)
             raise
+
+    def initial_state(self) -> dict[str, dict[str, Any]]:
+        return {_key(part): part.init({name: p for p, name in self.names.items()}) for part in self.plan.parts}
 
     def _arm(self) -> None:
         for call, moment in self._calls[Stage.MODEL]:
@@ -89,8 +88,9 @@ class Engine:
         _forget_compiled()
         self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self.model.register_forward_hook(Hook(self._after_forward), always_call=True)
-        self.optimizer.register_step_pre_hook(self._enter_step)
-        self.optimizer.register_step_post_hook(self._leave_step)
+        steps = OuterStep(self._before_step, self._after_step)
+        self.optimizer.register_step_pre_hook(steps.enter)
+        self.optimizer.register_step_post_hook(steps.leave)
         self.optimizer.register_state_dict_post_hook(self._save)
         self.optimizer.register_load_state_dict_pre_hook(self._check_load)
         self.optimizer.register_load_state_dict_post_hook(self._load)
@@ -99,7 +99,8 @@ class Engine:
         if self.world.size == 1 or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
             return None
         hook = self._reduce if self._calls[Stage.REDUCE] else None
-        return Reducer(self.model, self.names, self.world, hook, **self.reducer_settings)
+        moved = self.gradients.look_again
+        return Reducer(self.model, self.names, self.world, hook, moved=moved, **self.reducer_settings)
 
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -117,7 +118,6 @@ class Engine:
             args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
         if self._reducer is not None:
             stack.enter_context(self._reducer.active())
-            args, kwargs = self._reducer.before_forward(args, kwargs)
         return args, kwargs
 
     def _after_forward(self, model: nn.Module, args: Any, out: Any) -> Any:
@@ -131,14 +131,8 @@ class Engine:
         if out is None or not self._watching or not torch.is_grad_enabled() or self._forwards:
             return out
         if self._reducer is not None:
-            out = self._reducer.after_forward(out)
-        return map_tensors(self._tap, out, strict=bool(self._calls[Stage.LOSS]))
-
-    def _tap(self, out: Tensor) -> Tensor:
-        out = tap(out, self._enter_backward)
-        if self._reducer is not None and self._reducer.wants_outputs and out.requires_grad:
-            self._outputs.append(out)
-        return out
+            out = self._reducer.after_forward(out, communicate=self._opens(self.merged + 1))
+        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=bool(self._calls[Stage.LOSS]))
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The FORWARD contexts once more, for a part that runs a piece of the forward again."""
@@ -152,7 +146,10 @@ class Engine:
     def _enter_backward(self, grad: Tensor) -> Tensor:
         if self._backward != (number := torch._C._current_graph_task_id()):
             self._backward = number
-            self._begin_backward()
+            if self._reaches_parameters():
+                self._check_penalty()
+                self._begin_backward()
+            self._differentiable = self._differentiable or torch.is_grad_enabled()  # as with create_graph=True
         return grad if self._scaled_at_loss else grad * self._factor if self._calls[Stage.LOSS] else grad
 
     def _leave_backward(self, grad: Tensor) -> Tensor:
@@ -163,15 +160,30 @@ class Engine:
     def _factor(self) -> float:
         return math.prod(call(moment) for call, moment in self._calls[Stage.LOSS])
 
+    def _reaches_parameters(self) -> bool:
+        """Not so in torch.autograd.grad with respect to inputs, or in torch.func: these are no training backwards."""
+        if torch._C._are_functorch_transforms_active():
+            return False
+        edges = (torch.autograd.graph.get_gradient_edge(p) for p in self.gradients.params() if p.requires_grad)
+        return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+
+    def _check_penalty(self) -> None:
+        """A loss on gradients of the model reaches its parameters by a way on which the scale cancels out."""
+        if self._calls[Stage.LOSS] and self._differentiable and not self._scaled_at_loss:
+            raise UsageError(
+                "this loss contains a gradient that was made with create_graph=True, and would be scaled in part only: "
+                "call fleet.backward(loss) instead of loss.backward()"
+            )
+
     def _begin_backward(self) -> None:
-        """Once for each backward that enters through the output."""
+        """Once for each backward that enters through the output and reaches parameters."""
         self._tapped = True
+        self.gradients.check_before_backward()
         self.gradients.put_back()
         if self._unfinished:
             self.gradients.watch()
         if self._reducer is not None and self._opens(self.merged + 1):
-            self._reducer.begin_backward(self._outputs)
-        self._outputs = []
+            self._reducer.begin_backward()
 
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
@@ -179,7 +191,7 @@ class Engine:
         try:
             (loss * self._factor if self._calls[Stage.LOSS] else loss).backward()
         finally:
-            self._scaled_at_loss = False
+            self._scaled_at_loss = self._differentiable = False
         if self._backward == before:  # it did not touch the model's output at all
             if self._reducer is not None:
                 raise UsageError("this loss does not depend on the model's output, so its gradients were not reduced")
@@ -195,31 +207,20 @@ class Engine:
     def _opens(self, steps: int) -> bool:
         return all(call(steps, moment) for call, moment in self._calls[Stage.GATE])
 
-    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """A subclass whose step() calls super().step() passes torch's hooks twice: only the outer one counts."""
-        frame = caller = sys._getframe(1)
-        while self._step is not None and frame is not None:
-            if frame is self._step:
-                return None
-            frame = frame.f_back  # type: ignore[assignment]
-        self._step = caller
-        with torch.no_grad():
-            return self._before_step(args, kwargs)
-
-    def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if sys._getframe(1) is self._step:
-            self._step = None
-            with torch.no_grad():
-                self._after_step()
-
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         Engine.stepped = weakref.ref(self)
         changed = self._run_closure(args, kwargs)
-        self._check_origin()
-        if not self._flushing:
-            self.merged += 1
-        self._opened = self._flushing or self._opens(self.merged)
-        self.updated = self._opened and self._finish_gradient()
+        self._opened = self.updated = False
+        if not self._check_origin():
+            return changed
+        steps = self.merged if self._flushing else self.merged + 1
+        opens = self._flushing or self._opens(steps)
+        if opens and not self._tapped and self.gradients.waiting:
+            self._collect()  # the last step of the window had no backward of its own
+        if opens and self._reducer is not None and self._tapped and not self._flushing:
+            self._reducer.check_finished()
+        self.merged, self._opened = steps, opens
+        self.updated = opens and self._finish_gradient()
         if self._unfinished and not self.updated:
             self.gradients.take_away(keep=not self._opened)
             self.gradients.begin_idle_step()
@@ -227,6 +228,7 @@ class Engine:
 
     def _after_step(self) -> None:
         self.gradients.end_step()
+        self._differentiable = False
         if self._opened:
             self.round += 1
             params = list(self.gradients.params())
@@ -235,12 +237,18 @@ class Engine:
             self.merged = 0
         self._tapped = False
 
-    def _check_origin(self) -> None:
-        """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones."""
+    def _check_origin(self) -> bool:
+        """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones.
+
+        False for a step that is none: torch.distributed.checkpoint takes one with zeros, to make the optimizer's state.
+        """
         if not self._watching:
-            return
+            return True
         self.gradients.check_restored()
-        if not self._tapped and self.gradients.present():
+        grads = [] if self._tapped else self.gradients.present()
+        if grads and not any(g.any() for g in grads):
+            return False
+        if grads:
             raise UsageError(
                 "these gradients did not come through the model's output, so the strategy could not act on them: call "
                 "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
@@ -248,18 +256,18 @@ class Engine:
             )
         self.gradients.check_untouched()
         self.gradients.check_known(self.names if self._reducer is None else self._reducer.known)
+        return True
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT over the gradients of this round; False withholds the update."""
-        if self._reducer is not None and not self._flushing:
-            self._reducer.check_finished()
+        self.gradients.check_none_left()
         grads = self.gradients.present()
         return bool(grads) and all(call(grads, moment) is not False for call, moment in self._calls[Stage.GRADIENT])
 
     def _run_closure(self, args: Any, kwargs: Any) -> Any:
         """step(closure) computes gradients inside of the step: run it first, and hand its loss to the optimizer."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None or not self._active:
+        if not callable(closure) or not self._active:
             return None
         with torch.enable_grad():
             losses = [closure()]
@@ -269,7 +277,7 @@ class Engine:
                 raise UsageError(f"{type(self.optimizer).__name__} calls its closure more than once in a step")
             return losses.pop()
 
-        return (args[0], once, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": once})
 
     def flush(self) -> bool:
         """Apply a window that is not full, with its true number of steps. Every rank must call it."""
@@ -277,9 +285,7 @@ class Engine:
             raise UsageError("a backward() was not followed by optimizer.step(): call that before fleet.flush()")
         if self.merged == 0:
             return False
-        self.gradients.put_back()
-        if self._reducer is not None:
-            self._reducer.reduce_now([p for p in self.gradients.params() if p.requires_grad], self._reduce)
+        self._collect()
         self._flushing = self._tapped = True
         try:
             self.optimizer.step()
@@ -288,31 +294,25 @@ class Engine:
         self.gradients.take_away(keep=False)  # the loop's own zero_grad has been called already
         return self.updated
 
+    def _collect(self) -> None:
+        """Put the withheld gradients back and reduce them, where no backward does."""
+        self.gradients.put_back()
+        if self._reducer is not None:
+            self._reducer.reduce_now([p for p in self.gradients.params() if p.requires_grad], self._reduce)
+        self._tapped = True
+
     # --- state_dict() -----------------------------------------------------------------------------
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        mine = {"version": VERSION, "round": self.round, "merged": self.merged}
-        mine |= self.gradients.saved() | {"parts": {k: s for k, s in self.state.items() if s}}
-        state_dict["fleetx"] = mine
+        state_dict["fleetx"] = engine_state.save(self)
 
     def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch looks at the rest: nothing may be changed yet."""
         state_dict = dict(state_dict)
-        mine = state_dict.pop("fleetx", None) or {"round": 0, "merged": 0, "withheld": {}, "parts": {}}
-        if mine.get("version", VERSION) > VERSION:
-            raise UsageError(f"this checkpoint was written by a newer fleetx (format {mine['version']})")
-        if lost := sorted(set(mine["parts"]) - {k for k, s in self.state.items() if s}):
-            warnings.warn(f"the checkpoint holds the state of {', '.join(lost)}, which is off now", stacklevel=3)
-        self.gradients.check(mine)
-        self._loading = mine
+        self._loading = engine_state.checked(self, state_dict.pop("fleetx", None))
         return state_dict
 
     def _load(self, optimizer: Optimizer) -> None:
-        mine = self._loading
-        self.gradients.load(mine)
-        self.round, self.merged = mine["round"], mine["merged"]
-        for key, state in mine["parts"].items():
-            if key in self.state:
-                self.state[key] = map_tensors(lambda t: t.to(self.device, copy=True), state)
+        engine_state.load(self, self._loading)
 
 
 def _forget_compiled() -> None:

@@ -24,7 +24,7 @@ class Gradients:
         self._facts = sorted(f.name for f in facts)  # what is true of a gradient while it is withheld
         self._withheld: dict[nn.Parameter, Tensor] = {}
         self._restored: list[nn.Parameter] = []  # whose gradients the current backward was given back
-        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []  # what the last backward left, with its version
+        self._seen: list[tuple[nn.Parameter, int, int]] = []  # what the last backward left: identity and version
         self._versions: list[int] = []  # of the parameters, when a step began that must not change them
 
     def params(self) -> Iterator[nn.Parameter]:
@@ -45,7 +45,6 @@ class Gradients:
 
     def put_back(self) -> None:
         """Called when a backward enters the model: it adds to what was withheld."""
-        self.check_restored()
         waiting, self._withheld = self._withheld, {}
         for p, grad in waiting.items():
             if p.requires_grad:
@@ -62,17 +61,31 @@ class Gradients:
                 "before zero_grad(), and to leave a batch out, do so before its backward()"
             )
 
+    def check_none_left(self) -> None:
+        """At an update: a gradient that was not put back would slip into a later one."""
+        if self._withheld:
+            name = self._names[next(iter(self._withheld))]
+            raise UsageError(
+                f"{name!r} was frozen inside of a merge window, with gradients of earlier steps waiting: freeze "
+                "between windows, or call fleet.flush() before"
+            )
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._withheld)
+
     # --- a step that must change nothing ----------------------------------------------------------
     def begin_idle_step(self) -> None:
         self._versions = [p._version for p in self.params()]
 
     def end_step(self) -> None:
+        self._restored = []
         if self._versions and self._versions != [p._version for p in self.params()]:
             raise UsageError(
                 f"{type(self._optimizer).__name__} changed parameters that had no gradient, so this strategy cannot "
                 "hold its updates back: use another optimizer, or turn gradient_merge and fp16 off"
             )
-        self._versions, self._restored = [], []
+        self._versions = []
 
     # --- between backward and step ----------------------------------------------------------------
     def watch(self) -> None:
@@ -81,13 +94,34 @@ class Gradients:
         _at_end_of_backward(lambda: _at_end_of_backward(self._look))
 
     def _look(self) -> None:
-        self._seen = [(p, p.grad, p.grad._version) for p in self.params() if p.grad is not None]
+        self._seen = [(p, id(p.grad), p.grad._version) for p in self.params() if p.grad is not None]
+
+    def look_again(self) -> None:
+        """The reducer has moved the gradients, which may be between a backward and its step."""
+        if self._seen:
+            self._look()
+
+    def _touched(self) -> list[Tensor]:
+        pairs = ((p.grad, seen) for p, *seen in self._seen)
+        return [g for g, seen in pairs if g is not None and [id(g), g._version] != seen]
 
     def check_untouched(self) -> None:
-        if any(p.grad is not None and (p.grad is not g or g._version != version) for p, g, version in self._seen):
+        """Before a step."""
+        if self._touched():
             raise UsageError(
-                "a gradient was changed between backward() and step(), where it is still scaled or summed: "
-                "let the strategy clip it (strategy.clip = True), or do it where amp and gradient_merge are off"
+                "a gradient was changed between backward() and step(), where it is still scaled or summed: let the "
+                "strategy clip it (strategy.clip = True); to look at the norm, use torch.nn.utils.get_total_norm"
+            )
+        self._seen = []
+
+    def check_before_backward(self) -> None:
+        """Before another backward: what was left may have been erased, if nothing of earlier steps was in it."""
+        self.check_restored()
+        touched = self._touched()
+        if touched and (self._restored or any(g.any() for g in touched)):
+            raise UsageError(
+                "a gradient was changed between two backwards, where it is still scaled or summed with earlier steps: "
+                "call step() before zero_grad(), and let the strategy clip (strategy.clip = True)"
             )
         self._seen = []
 
@@ -102,6 +136,8 @@ class Gradients:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
+        if self._restored:
+            raise UsageError("a checkpoint between backward() and step() would lose a merge window: save after step()")
         withheld = {self._names[p]: g for p, g in self._withheld.items()}
         return {"withheld": withheld, "facts": self._facts, "rank": self._world.rank, "ranks": self._world.size}
 

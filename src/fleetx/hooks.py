@@ -1,10 +1,14 @@
-"""A hook that stays with its model."""
+"""Hooks that stay with their model, and hooks that count a step once."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 
 class Hook:
@@ -30,3 +34,35 @@ def _nothing(*args: Any) -> None:
 
 def _make_nothing() -> Any:
     return _nothing
+
+
+class OuterStep:
+    """A subclass whose step() calls super().step() passes torch's hooks twice: only the outer pass counts."""
+
+    def __init__(self, before: Callable[[Any, Any], Any], after: Callable[[], None]):
+        self._before, self._after = before, after
+        self._running: FrameType | None = None  # the call of step() that is running
+
+    def enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if self._running is not None and _below(self._running, caller):
+            return None
+        self._running = caller  # by its frame, not by a flag, which a step that raised would leave behind
+        try:
+            with torch.no_grad():
+                return self._before(args, kwargs)
+        except BaseException:
+            self._running = None
+            raise
+
+    def leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if sys._getframe(1) is self._running:
+            self._running = None
+            with torch.no_grad():
+                self._after()
+
+
+def _below(frame: FrameType, start: FrameType | None) -> bool:
+    while start is not None and start is not frame:
+        start = start.f_back
+    return start is frame

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from fleetx.errors import UsageError
 from fleetx.moment import Bucket
@@ -32,6 +33,7 @@ class Reducer:
         world: World,
         reduce: Reduce | None,
         *,
+        moved: Callable[[], None],
         bucket_cap_mb: float,
         find_unused_parameters: bool,
     ):
@@ -46,7 +48,8 @@ class Reducer:
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
-        self.wants_outputs = find_unused_parameters
+        self._ddp.require_backward_grad_sync = False  # we decide, in `after_forward` and `begin_backward`
+        self._prepared, self._moved = False, moved
         if reduce is not None:
             self._ddp.register_comm_hook(None, self._hook(reduce))
 
@@ -54,23 +57,28 @@ class Reducer:
         """Tells torch.compile, while the forward runs, to cut its graph at the buckets, so that overlap is kept."""
         return self._ddp._inside_ddp_forward()
 
-    def before_forward(self, args: Any, kwargs: Any) -> Any:
-        # Whether a backward communicates is decided when it begins: one forward may have none, or two.
-        self._ddp.require_backward_grad_sync = False
-        with _said_plainly():
-            return self._ddp._pre_forward(*args, **kwargs)
+    def after_forward(self, out: Any, *, communicate: bool) -> Any:
+        """As DDP does: what backward reaches before it reaches the model's output must be expected already."""
+        if communicate:
+            self._prepare(list(_find_tensors(out)))
+        return self._ddp._post_forward(out) if self._ddp.find_unused_parameters else out
 
-    def after_forward(self, out: Any) -> Any:
-        return self._ddp._post_forward(out)
+    def begin_backward(self) -> None:
+        """This backward communicates. The forward before it has prepared for one; a second has to be prepared here."""
+        if not self._prepared:
+            if self._ddp.find_unused_parameters:
+                raise UsageError("find_unused_parameters allows one backward for each forward, right after it")
+            self._prepare([])
+        self._prepared = False
 
-    def begin_backward(self, outputs: list[Tensor]) -> None:
-        """This backward communicates. `outputs` are what the model returned, to find what it did not use."""
-        if self._ddp.find_unused_parameters and not outputs:
-            raise UsageError("find_unused_parameters cannot follow a second backward through the same forward")
+    def _prepare(self, outputs: list[Tensor]) -> None:
         with _said_plainly():
-            self._ddp.reducer._rebuild_buckets()  # DDP does it in a forward, and one may not lie between two backwards
+            # Once, DDP sorts its buckets anew, by what it saw in the first backward, and moves the gradients into them.
+            if self._ddp.reducer._rebuild_buckets():
+                self._moved()
             self._ddp.reducer.prepare_for_forward()
             self._ddp.reducer.prepare_for_backward(outputs if self._ddp.find_unused_parameters else [])
+        self._prepared = True
 
     def check_finished(self) -> None:
         """DDP itself says only in the next forward that a bucket was left, when a step was taken without it."""

@@ -18,13 +18,19 @@ Function = Callable[[Tensor], Tensor]
 def map_tensors(function: Function, value: Any, *, strict: bool = False) -> Any:
     """The same structure with every tensor replaced; what torch's pytree does not know is copied field by field.
 
+    Where nothing was replaced, the very same object is returned: the model may write into its arguments.
+
     `strict`: an object that hides a tensor with a gradient is an error instead of being passed over.
     """
     return _map(function, value, strict, ())
 
 
 def _map(function: Function, value: Any, strict: bool, above: tuple[int, ...]) -> Any:
-    return pytree.tree_map(lambda leaf: _leaf(function, leaf, strict, above), value)
+    leaves, structure = pytree.tree_flatten(value)
+    mapped = [_leaf(function, leaf, strict, above) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(mapped, structure)
 
 
 def _leaf(function: Function, leaf: Any, strict: bool, above: tuple[int, ...]) -> Any:
@@ -33,13 +39,16 @@ def _leaf(function: Function, leaf: Any, strict: bool, above: tuple[int, ...]) -
         return function(leaf)
     record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
     if (record or isinstance(leaf, dict)) and id(leaf) not in above:  # a subclass of dict is a leaf to pytree
-        out: Any = copy.copy(leaf)  # not `dataclasses.replace`: it would run __init__ and __post_init__ again
         above = (*above, id(leaf))
-        if isinstance(leaf, dict):
-            out |= {key: _map(function, item, strict, above) for key, item in leaf.items()}
-        else:
-            for field in dataclasses.fields(leaf):
-                object.__setattr__(out, field.name, _map(function, getattr(leaf, field.name), strict, above))
+        items = (
+            dict(leaf) if isinstance(leaf, dict) else {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        )
+        mapped = {key: _map(function, item, strict, above) for key, item in items.items()}
+        if all(mapped[key] is items[key] for key in items):
+            return leaf
+        out: Any = copy.copy(leaf)  # not `dataclasses.replace`: it would run __init__ and __post_init__ again
+        for key, item in mapped.items():
+            out.__setitem__(key, item) if isinstance(leaf, dict) else object.__setattr__(out, key, item)
         return out
     if strict and (hidden := _hidden(leaf)):
         raise UsageError(

@@ -84,6 +84,8 @@ class _Normalize(torch.autograd.Function):
         # One gather of (mean, var, n) and Chan's rule: a sum of squares would cancel where mean is large.
         means, vars_, counts = _gather(mean, var, n, world)
         total = counts.sum()
+        if n <= 1 and total.item() <= 1:
+            raise ValueError("sync_batch_norm needs more than one value per channel over all ranks to train")
         mean = (means * counts).sum(0) / total
         var = ((vars_ + (means - mean).square()) * counts).sum(0) / total
         scale = torch.rsqrt(var + eps)

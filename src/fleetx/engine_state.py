@@ -1,0 +1,47 @@
+"""What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts}.
+
+Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fleetx.errors import UsageError
+from fleetx.stage import Stage
+from fleetx.structure import map_tensors
+
+if TYPE_CHECKING:
+    from fleetx.engine import Engine
+
+VERSION = 1
+
+
+def save(engine: Engine) -> dict[str, Any]:
+    clock = {"version": VERSION, "round": engine.round, "merged": engine.merged}
+    return clock | engine.gradients.saved() | {"parts": {k: s for k, s in engine.state.items() if s}}
+
+
+def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What will be loaded, or every reason why not. None: a checkpoint of plain PyTorch."""
+    if saved is None:
+        if any(engine.state.values()) or engine.plan.at(Stage.GATE):
+            warnings.warn("the checkpoint has nothing of fleetx: its parts begin anew", stacklevel=4)
+        return {"round": 0, "merged": 0, "withheld": {}, "parts": engine.initial_state()}
+    if saved["version"] > VERSION:
+        raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']})")
+    if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
+        warnings.warn(f"the checkpoint holds the state of {', '.join(lost)}, which is off now", stacklevel=4)
+    engine.gradients.check(saved)
+    return saved
+
+
+def load(engine: Engine, saved: Mapping[str, Any]) -> None:
+    engine.gradients.load(saved)
+    engine.round, engine.merged = saved["round"], saved["merged"]
+    for key, state in saved["parts"].items():
+        if key in engine.state:
+            # A copy: the checkpoint stays the caller's.
+            engine.state[key] = map_tensors(lambda t: t.to(engine.device, copy=True), state)
