@@ -102,6 +102,10 @@ class Engine:
         moved = self.gradients.look_again
         return Reducer(self.model, self.names, self.world, hook, moved=moved, **self.reducer_settings)
 
+    def let_go(self) -> None:
+        """Drop what holds the process group: the process ends."""
+        self._reducer = None
+
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
@@ -231,7 +235,7 @@ class Engine:
         self._differentiable = False
         if self._opened:
             self.round += 1
-            params = list(self.gradients.params())
+            params = self.gradients.params()
             for call, moment in self._calls[Stage.PARAMETER]:
                 call(params, moment)
             self.merged = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ class Gradients:
     ):
         self._optimizer, self._names, self._world = optimizer, names, world
         self._facts = sorted(f.name for f in facts)  # what is true of a gradient while it is withheld
-        self._withheld: dict[nn.Parameter, Tensor] = {}
+        self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._restored: list[nn.Parameter] = []  # whose gradients the current backward was given back
         self._seen: list[tuple[nn.Parameter, int, int]] = []  # what the last backward left: identity and version
+        self._checked, self._late = 0, list[nn.Parameter]()  # how many parameters there are, and which came too late
         self._versions: list[int] = []  # of the parameters, when a step began that must not change them
 
-    def params(self) -> Iterator[nn.Parameter]:
+    def params(self) -> list[nn.Parameter]:
         """Of all groups, also of groups that were added later."""
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def present(self) -> list[Tensor]:
         return [p.grad for p in self.params() if p.grad is not None]
@@ -39,19 +39,19 @@ class Gradients:
         for p in self.params():
             if p.grad is not None:
                 if keep:
-                    self._withheld[p] = p.grad
+                    self._withheld.append((p, p.grad))
                 p.grad = None
         self._restored = []
 
     def put_back(self) -> None:
         """Called when a backward enters the model: it adds to what was withheld."""
-        waiting, self._withheld = self._withheld, {}
-        for p, grad in waiting.items():
+        waiting, self._withheld = self._withheld, []
+        for p, grad in waiting:
             if p.requires_grad:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
                 self._restored.append(p)
             else:  # frozen for this backward
-                self._withheld[p] = grad
+                self._withheld.append((p, grad))
 
     def check_restored(self) -> None:
         # All of them: one alone may have been taken away on purpose, to freeze a layer for this step.
@@ -64,7 +64,7 @@ class Gradients:
     def check_none_left(self) -> None:
         """At an update: a gradient that was not put back would slip into a later one."""
         if self._withheld:
-            name = self._names[next(iter(self._withheld))]
+            name = self._names[self._withheld[0][0]]
             raise UsageError(
                 f"{name!r} was frozen inside of a merge window, with gradients of earlier steps waiting: freeze "
                 "between windows, or call fleet.flush() before"
@@ -127,8 +127,11 @@ class Gradients:
 
     def check_known(self, known: Collection[nn.Parameter]) -> None:
         """`known` are the parameters that the strategy was arranged for at set-up."""
-        for p in self.params():
-            if p.grad is not None and p not in known:
+        params = self.params()
+        if len(params) != self._checked:
+            self._checked, self._late = len(params), [p for p in params if p not in known]
+        for p in self._late:
+            if p.grad is not None:
                 raise UsageError(
                     f"parameter {self._names.get(p, tuple(p.shape))!r} came into the training after fleet.distribute, "
                     "which could not arrange for it: set requires_grad, and build the optimizer, before"
@@ -138,7 +141,7 @@ class Gradients:
     def saved(self) -> dict[str, Any]:
         if self._restored:
             raise UsageError("a checkpoint between backward() and step() would lose a merge window: save after step()")
-        withheld = {self._names[p]: g for p, g in self._withheld.items()}
+        withheld = {self._names[p]: g for p, g in self._withheld}
         return {"withheld": withheld, "facts": self._facts, "rank": self._world.rank, "ranks": self._world.size}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -164,7 +167,7 @@ class Gradients:
     def load(self, saved: Mapping[str, Any]) -> None:
         params = {n: p for p, n in self._names.items()}
         # Copies: the checkpoint stays the caller's, and accumulating into it would change it behind his back.
-        self._withheld = {params[n]: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
+        self._withheld = [(params[n], g.to(params[n].device, copy=True)) for n, g in saved["withheld"].items()]
         self._restored, self._seen = [], []
 
 

@@ -7,6 +7,7 @@ model, optimizer = fleet.distribute(model, optimizer, strategy)
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import weakref
@@ -150,8 +151,17 @@ def distribute(
         if engine.model is model or engine.optimizer is optimizer:
             raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
     engine = Engine(plan, model, optimizer, _here())
+    atexit.unregister(_let_go)
+    atexit.register(_let_go)
     _engines[engine] = copy.deepcopy(strategy)  # as it is now: later changes to it change nothing here
     return engine.model, engine.optimizer
+
+
+def _let_go() -> None:
+    """Before the process group is left: a reducer that still holds it at the very end may abort the process."""
+    for engine in list(_engines):
+        engine.let_go()
+    gc.collect()
 
 
 def distributed_model(model: nn.Module) -> nn.Module:

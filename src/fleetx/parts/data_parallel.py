@@ -48,10 +48,13 @@ class DataParallel(Part):
     def replicate(self, model: nn.Module, moment: Moment) -> nn.Module:
         """give every rank the same model, and reduce its gradients by buckets during backward"""
         size = self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _ALONE
+        moment.notes["modules"] = list(model.modules())  # to walk over the model in every round would cost more
         moment.replicate(bucket_cap_mb=size, find_unused_parameters=self.find_unused_parameters)
         return model
 
     @at(Stage.PARAMETER)
     def share(self, params: list[Tensor], moment: Moment) -> None:
         """give every rank the buffers of rank 0, so that evaluation agrees and needs no communication"""
-        moment.world.broadcast(list(moment.model.buffers()))
+        if moment.world.size > 1:
+            buffers = [b for m in moment.notes["modules"] for b in m._buffers.values() if b is not None]
+            moment.world.broadcast(buffers)

@@ -86,9 +86,8 @@ class _Segment:
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]):
         self.context = context
-        self.changing: set[str] | None = (
-            None  # buffers that the module changes in a forward; not known before the first
-        )
+        self.changing: set[str] | None = None  # buffers that a forward changes; not known before the first
+        self._inside: list[tuple[str, nn.Module]] = []  # the modules in the segment
 
     def __call__(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -96,6 +95,12 @@ class _Segment:
         shield = _Shield(self, module)
         args, kwargs = tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
         return checkpoint(inner, *args, use_reentrant=False, context_fn=lambda: (shield.watch(), shield), **kwargs)
+
+    def buffers(self, module: nn.Module) -> dict[str, Tensor]:
+        """Like `named_buffers`, without a walk over the modules in every forward."""
+        self._inside = self._inside or list(module.named_modules())
+        found = ((f"{name}.{k}" if name else k, b) for name, m in self._inside for k, b in m._buffers.items())
+        return {name: b for name, b in found if b is not None}
 
 
 class _Shield:
@@ -110,12 +115,12 @@ class _Shield:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Around the first pass."""
-        before = dict(self._module.named_buffers())
+        before = self._segment.buffers(self._module)
         watched = before if self._segment.changing is None else {k: before[k] for k in self._segment.changing}
         values = {name: b.clone() for name, b in watched.items()}  # all of them once, then only those that change
         state = {name: (id(b), b._version) for name, b in before.items()}
         yield
-        after = dict(self._module.named_buffers())
+        after = self._segment.buffers(self._module)
         owners = {n.rpartition(".")[0] for n, b in after.items() if (id(b), b._version) != state.get(n)}
         # BatchNorm writes its statistics without a new version, but counts its batches with one: take them together.
         changed = {n for n in before if n.rpartition(".")[0] in owners}
