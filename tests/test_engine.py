@@ -12,7 +12,20 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
-from training import adamw, assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights, zero_last
+from training import (
+    Lazy,
+    adamw,
+    assert_close,
+    assert_equal,
+    batches,
+    big,
+    net,
+    sgd,
+    train,
+    train_fleet,
+    weights,
+    zero_last,
+)
 
 MERGE = {"gradient_merge": {"k_steps": 2}}
 
@@ -400,17 +413,6 @@ def _keep_tensors():
         optimizer.step()
 
     return train_fleet(batches(), MERGE, loop=loop)
-
-
-class Lazy(nn.Module):
-    """Has a layer that it never uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.unused = net(), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.body(x)
 
 
 def test_an_unused_parameter_is_refused_before_the_step_that_would_part_the_ranks(ranks):

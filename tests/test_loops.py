@@ -9,7 +9,20 @@ from torch.distributions import Normal
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
-from training import assert_close, assert_equal, batches, big, net, sgd, share, train, train_fleet, weights, zero_last
+from training import (
+    Lazy,
+    assert_close,
+    assert_equal,
+    batches,
+    big,
+    net,
+    sgd,
+    share,
+    train,
+    train_fleet,
+    weights,
+    zero_last,
+)
 
 FP16 = {"amp": {"init_loss_scaling": 8.0}}
 MERGE = {"gradient_merge": {"k_steps": 2}}
@@ -90,17 +103,6 @@ def _forwards_first():
 def test_a_second_backward_with_unused_parameters_is_refused(ranks):
     for message in ranks.run(_second_backward_unused):
         assert "find_unused_parameters allows one backward for each forward" in message
-
-
-class Lazy(nn.Module):
-    """Has a layer that it never uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.unused = net(), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.body(x)
 
 
 def _second_backward_unused():

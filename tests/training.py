@@ -19,6 +19,17 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+class Lazy(nn.Module):
+    """Has a layer that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unused = net(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
 def batches(n: int = 8, size: int = 4) -> list[Batch]:
     g = torch.Generator().manual_seed(1)
     return [(torch.randn(size, 6, generator=g), torch.randn(size, 3, generator=g)) for _ in range(n)]
