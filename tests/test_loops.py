@@ -396,6 +396,23 @@ def _skip_the_last():
     return weights(model)
 
 
+def test_a_rank_that_skips_a_batch_after_zeroing_in_place_keeps_the_clock(ranks):
+    """Zeros that are left from the last update are no gradients, but the step counts on every rank."""
+    found = ranks.run(_skip_on_one)
+    assert_equal(found[0], found[1])
+
+
+def _skip_on_one():
+    model, optimizer = armed(MERGE)
+    for i, (x, y) in enumerate(share(batches(), fleet.worker_index(), 2)):
+        if not (i == 4 and fleet.worker_index() == 1):  # the first step of a window
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert optimizer.state_dict()["fleetx"]["round"] == 4
+    return weights(model)
+
+
 def test_a_checkpoint_between_backward_and_step_of_a_window_is_refused():
     model, optimizer = armed(MERGE)
     x, y = batches(1)[0]

@@ -244,15 +244,17 @@ class Engine:
     def _check_origin(self) -> bool:
         """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones.
 
-        False for a step that is none: torch.distributed.checkpoint takes one with zeros, to make the optimizer's state.
+        False for a step that is none: torch.distributed.checkpoint takes one at rate 0 with gradients of zero, to make
+        the optimizer's state.
         """
         if not self._watching:
             return True
         self.gradients.check_restored()
         grads = [] if self._tapped else self.gradients.present()
-        if grads and not any(g.any() for g in grads):
+        nothing = not any(g.any() for g in grads)  # zeros that zero_grad(set_to_none=False) left: a skipped batch
+        if grads and nothing and not any(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups):
             return False
-        if grads:
+        if not nothing:
             raise UsageError(
                 "these gradients did not come through the model's output, so the strategy could not act on them: call "
                 "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
