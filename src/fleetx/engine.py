@@ -31,6 +31,7 @@ from fleetx.forwards import unwrap
 from fleetx.gradients import Gradients
 from fleetx.hooks import Hook, OuterStep
 from fleetx.moment import Bucket, Moment
+from fleetx.part import Part
 from fleetx.reducer import Reducer
 from fleetx.refusals import refuse
 from fleetx.stage import Stage
@@ -101,6 +102,10 @@ class Engine:
         hook = self._reduce if self._calls[Stage.REDUCE] else None
         moved = self.gradients.look_again
         return Reducer(self.model, self.names, self.world, hook, moved=moved, **self.reducer_settings)
+
+    def moment_of(self, part: Part) -> Moment:
+        """For what a part says about itself outside of a step."""
+        return Moment(self, _key(part), frozenset())
 
     def let_go(self) -> None:
         """Drop what holds the process group: the process ends."""

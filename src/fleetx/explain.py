@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from fleetx.stage import Act, Stage
 
 if TYPE_CHECKING:
     from fleetx.compose import Plan
+    from fleetx.engine import Engine
     from fleetx.strategy import DistributedStrategy
     from fleetx.world import World
 
@@ -31,6 +32,7 @@ class Explanation:
     strategy: DistributedStrategy
     plan: Plan
     world: World | None = None
+    engine: Engine | None = None
 
     @property
     def requested(self) -> list[str]:
@@ -46,9 +48,16 @@ class Explanation:
         lines = [f"requested: {', '.join(self.requested) or 'nothing'}", f"world: {self._world()}"]
         lines.append(_render(_order(self.plan)))
         lines.append(_render(_parts(self.plan)))
+        lines += [f"{name}: {remark}" for name, remark in self._remarks()]
         idle = list(self.strategy.without_meaning())
         lines += [f"no meaning here: {name} ({reason})" for name, reason in idle]
         return "\n".join(lines)
+
+    def _remarks(self) -> Iterator[tuple[str, str]]:
+        for part in self.plan.parts:
+            moment = self.engine.moment_of(part) if self.engine is not None else None
+            for remark in part.remarks(moment):
+                yield type(part).__name__, remark
 
     def _world(self) -> str:
         if self.world is None:

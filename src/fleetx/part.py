@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fleetx.moment import Moment
     from fleetx.world import World
 
 # A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
@@ -61,6 +62,10 @@ class Part:
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """The state that this part carries across steps: the engine makes, saves, loads and hands it back."""
         return {}
+
+    def remarks(self, moment: Moment | None) -> Iterator[str]:
+        """What `explain` should add about how this part runs here; `moment` is None before there is a model."""
+        return iter(())
 
     def acts(self) -> list[Act]:
         found = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]

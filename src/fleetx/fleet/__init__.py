@@ -245,7 +245,7 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
     if strategy is not None:
         return Explanation(_checked(strategy), strategy.plan(), _world)
     engine = _engine(model)
-    return Explanation(_engines[engine], engine.plan, engine.world)
+    return Explanation(_engines[engine], engine.plan, engine.world, engine)
 
 
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
