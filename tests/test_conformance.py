@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from fleetx import DistributedStrategy, fleet
 from fleetx.part import Part, claims, defaults_of, every, name_of, switch_of
 from fleetx.stage import Stage
-from training import assert_equal, batches, net, sgd, share, train, train_fleet, zero_last
+from training import adam, assert_equal, batches, net, sgd, share, train, train_fleet, zero_last
 
 ROOT = Path(__file__).parent.parent
 PARTS = list(every().values())
@@ -99,22 +99,32 @@ def _declared(part, settings):
 
 @pytest.mark.parametrize("part", [p for p in BUILT if p.neutral is not None], ids=name_of)
 def test_at_its_neutral_setting_a_part_is_plain_pytorch_bit_for_bit(part):
-    assert_equal(train_fleet(batches(), _declared(part, part.neutral)), train(batches()))
+    suits = _optimizer_for(part)
+    assert_equal(
+        train_fleet(batches(), _declared(part, part.neutral), optimizer=suits), train(batches(), optimizer=suits)
+    )
+
+
+def _optimizer_for(part):
+    """The first of the common ones that the part does not object to."""
+    fleet.init()
+    made = part(**(part.neutral or {}))
+    return next(o for o in (sgd, adam) if not list(made.misfits(net(), o(net()), fleet._here())))
 
 
 @each_built
 def test_a_part_resumes_bit_for_bit_whatever_it_keeps(part, ranks):
-    assert ranks.run(_resumes, _declared(part, part.neutral or {})) == [True, True]
+    assert ranks.run(_resumes, _declared(part, part.neutral or {}), _optimizer_for(part)) == [True, True]
 
 
-def _resumes(declared):
+def _resumes(declared, suits):
     """Two ranks, stopped inside of a merge window and resumed from a file that holds nothing but plain data."""
 
     def build():
         fleet.init()
         model = net()
         strategy = fleet.DistributedStrategy(**({"gradient_merge": {"k_steps": 4}} | declared))
-        return fleet.distribute(model, sgd(model), strategy)
+        return fleet.distribute(model, suits(model), strategy)
 
     model, optimizer = build()
     data = share(batches(10), fleet.worker_index(), 2)

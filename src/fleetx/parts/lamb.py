@@ -1,15 +1,26 @@
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
 
+from fleetx.moment import Moment
+from fleetx.optim import Lamb, exclusion, inner
+from fleetx.optim.layerwise import adopt
 from fleetx.part import Names, Part, settings
+from fleetx.stage import Fact, Stage, at
+from fleetx.world import World
 
 
 @settings
 class LAMB(Part):
-    """Layer-wise adaptive moments: Adam whose rate is scaled by |p| / |u| for each tensor."""
+    """Layer-wise adaptive moments: Adam whose step is scaled by |p| / |u| for each tensor.
+
+    Neutral: every parameter excluded.
+    """
 
     lamb_weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The weight decay inside of the formula."""
@@ -17,3 +28,28 @@ class LAMB(Part):
     """Parts of parameter names that get neither decay nor trust ratio."""
     always_adapt: bool = False
     """Keep the trust ratio for excluded parameters too, as Paddle 2.0 did."""
+
+    neutral: ClassVar[dict[str, Any]] = {"exclude_from_weight_decay": ["weight", "bias"]}
+    costs: ClassVar[str] = "time: a second pass over parameters and moments than Adam makes, for the norms"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from inner.problems("lamb", optimizer, (Adam, AdamW), "torch.optim.Adam or AdamW", "lamb_weight_decay")
+        if type(optimizer) in (Adam, AdamW) and any(group["amsgrad"] for group in optimizer.param_groups):
+            yield "lamb has no amsgrad: pass amsgrad=False to the optimizer"
+        yield from exclusion.problems("lamb", model, self.exclude_from_weight_decay)
+
+    @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
+    def scale(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
+        """p - lr * |p| / |u| * u for each tensor, u being Adam's direction plus decay * p"""
+        excluded = exclusion.positions(moment.model, optimizer, self.exclude_from_weight_decay)
+        options = [self._own(group, some) for group, some in zip(optimizer.param_groups, excluded, strict=True)]
+        return adopt(optimizer, Lamb, options)
+
+    def _own(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
+        # A group that is excluded as a whole is AdamW's, bit for bit.
+        adapt = self.always_adapt or len(excluded) < len(group["params"])
+        own = {"weight_decay": self.lamb_weight_decay, "adapt": adapt, "always_adapt": self.always_adapt}
+        return own | {"excluded": excluded}
+
+    def remarks(self, moment: Moment | None) -> Iterator[str]:
+        yield inner.path()

@@ -1,21 +1,54 @@
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from torch import nn
+from torch.optim import SGD, Optimizer
 
+from fleetx.moment import Moment
+from fleetx.optim import Lars, exclusion, inner
+from fleetx.optim.layerwise import adopt
 from fleetx.part import Names, Part, settings
+from fleetx.stage import Fact, Stage, at
+from fleetx.world import World
 
 
 @settings
 class LARS(Part):
-    """Layer-wise adaptive rate scaling: momentum whose rate is scaled by |p| / |g| for each tensor."""
+    """Layer-wise adaptive rate scaling: momentum whose rate is scaled by |p| / |g| for each tensor.
 
-    lars_coeff: Annotated[float, Field(gt=0)] = 0.001
-    """The trust coefficient."""
+    Neutral: lars_coeff=None, lars_weight_decay=0.
+    """
+
+    lars_coeff: Annotated[float, Field(gt=0)] | None = 0.001
+    """The trust coefficient; None turns the scaling off."""
     lars_weight_decay: Annotated[float, Field(ge=0)] = 0.0005
     """The weight decay inside of the formula."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
     """Added to the denominator."""
     exclude_from_weight_decay: Names = Field(default_factory=list)
     """Parts of parameter names that get plain momentum without decay."""
+
+    neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}
+    costs: ClassVar[str] = "time: one more pass over parameters and gradients than SGD, for the norms"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from inner.problems("lars", optimizer, (SGD,), "torch.optim.SGD with momentum", "lars_weight_decay")
+        if type(optimizer) is SGD:
+            if any(not group["momentum"] for group in optimizer.param_groups):
+                yield "lars needs momentum: pass momentum=0.9 or so to SGD"
+            if any(group["dampening"] for group in optimizer.param_groups):
+                yield "lars has no dampening: pass dampening=0 to SGD"
+        yield from exclusion.problems("lars", model, self.exclude_from_weight_decay)
+
+    @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
+    def scale(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
+        """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
+        excluded = exclusion.positions(moment.model, optimizer, self.exclude_from_weight_decay)
+        own = {"weight_decay": self.lars_weight_decay, "lars_coeff": self.lars_coeff, "epsilon": self.epsilon}
+        return adopt(optimizer, Lars, [own | {"excluded": some} for some in excluded])
+
+    def remarks(self, moment: Moment | None) -> Iterator[str]:
+        yield inner.path()

@@ -1,0 +1,69 @@
+"""The compiled libraries: plain C behind ctypes, optional at install. FLEETX_KERNELS says whether they are used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+_KINDS: dict[str, Any] = {"n": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double, "i": ctypes.c_int}
+_MISSING = (
+    "the compiled kernels are not installed, as there was no working C compiler with OpenMP when fleetx was installed: "
+    "reinstall it where there is one (pip install --force-reinstall --no-deps fleetx)"
+)
+
+
+class Library:
+    """One of them: its path without the suffix, and the arguments of its functions in letters.
+
+    n is an int64, p a pointer, d a double, i an int; a function returns an int, or after a colon what it returns.
+    """
+
+    def __init__(self, path: Path, **functions: str):
+        self._path, self._functions = path, functions
+
+    def available(self) -> bool:
+        """Can it be used on this machine? FLEETX_KERNELS=stock says no, =compiled insists."""
+        return self.reason() == ""
+
+    def reason(self) -> str:
+        """Why it cannot be used, in a sentence; "" if it can."""
+        asked = os.environ.get("FLEETX_KERNELS") or None
+        if asked not in (None, "stock", "compiled"):
+            raise ValueError(f"FLEETX_KERNELS={asked}: must be stock or compiled")
+        if asked == "stock":
+            return "FLEETX_KERNELS=stock turns the compiled kernels off"
+        if isinstance(self._found, ctypes.CDLL):
+            return ""
+        if asked == "compiled":
+            raise RuntimeError(f"FLEETX_KERNELS=compiled: {self._found}")
+        return self._found
+
+    def loaded(self) -> ctypes.CDLL:
+        if isinstance(self._found, str):
+            raise RuntimeError(self._found)
+        return self._found
+
+    @functools.cached_property
+    def _found(self) -> ctypes.CDLL | str:
+        """The library, or why there is none.
+
+        Its module imports torch, whose libgomp it then shares: two would mean two pools of threads on the same cores.
+        """
+        paths = [self._path.with_name(f"{self._path.name}{suffix}") for suffix in EXTENSION_SUFFIXES]
+        path = next((path for path in paths if path.exists()), None)
+        if path is None:
+            return _MISSING
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            return f"the compiled kernels are installed but cannot be loaded: {error}"
+        for name, letters in self._functions.items():
+            arguments, _, result = letters.partition(":")
+            function = getattr(library, name)
+            function.argtypes = [_KINDS[kind] for kind in arguments]
+            function.restype = _KINDS[result or "i"]
+        return library

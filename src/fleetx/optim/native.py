@@ -1,0 +1,112 @@
+"""LARS and LAMB of kernels.c, for lists of fp32 tensors in host memory: one call for all tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fleetx.compiled import Library
+
+Reduce = Callable[[Tensor], None]
+_FIRST, _SECOND = 1, 2
+_library = Library(
+    Path(__file__).with_name("_kernels"),
+    # The last three are passes, norms and threads.
+    fleetx_lars="n" + "p" * 6 + "d" * 4 + "ii" + "ipi",
+    fleetx_lamb="n" + "p" * 9 + "d" * 4 + "i" + "ipi",
+)
+available, reason = _library.available, _library.reason
+
+
+def lars(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    *,
+    lr: float,
+    coeff: float,
+    decays: Sequence[float],
+    epsilon: float,
+    momentum: float,
+    nesterov: bool,
+    maximize: bool,
+    reduce: Reduce | None = None,
+) -> None:
+    """One step of LARS. The tensors at one index must be fp32, of the same shape and the same dense layout.
+
+    If each tensor is only this rank's part of one, `reduce` sums the (n, 2) squares of |p| and |g| over the ranks, in
+    place. It finds zeros for tensors that need no norm.
+    """
+    counts, decay = _counts(params), np.array(decays, np.float64)
+    twice = (decay > 0).astype(np.uint8)
+    arrays = [counts, _pointers(params), _pointers(grads), _pointers(velocities), decay, twice]
+    numbers = (lr, coeff, epsilon, momentum, nesterov, maximize)
+    _run(_library.loaded().fleetx_lars, arrays, numbers, params, reduce)
+
+
+def lamb(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    decays: Sequence[float],
+    adapts: Sequence[bool],
+    steps: Sequence[float],
+    maximize: bool,
+    reduce: Reduce | None = None,
+) -> None:
+    """One step of LAMB; `steps` count this one. Tensors and `reduce`, here for |p| and |u|, as for `lars`."""
+    step = np.array(steps, np.float64)
+    arrays = [
+        _counts(params),
+        *(_pointers(tensors) for tensors in (params, grads, firsts, seconds)),
+        np.array(decays, np.float64),
+        np.array(adapts, np.uint8),
+        1 / (1 - beta1**step),
+        1 / (1 - beta2**step),
+    ]
+    numbers = (lr, beta1, beta2, epsilon, maximize)
+    _run(_library.loaded().fleetx_lamb, arrays, numbers, params, reduce)
+
+
+def _run(
+    function: Callable[..., int],
+    arrays: list[NDArray],
+    numbers: tuple[float, ...],
+    params: Sequence[Tensor],
+    reduce: Reduce | None,
+) -> None:
+    n, threads = len(params), torch.get_num_threads()
+
+    def call(passes: int, norms: int | None) -> None:
+        if function(n, *(array.ctypes.data for array in arrays), *numbers, passes, norms, threads):
+            raise MemoryError(f"no memory for the list of blocks of {n} tensors")
+
+    if reduce is None:
+        call(_FIRST | _SECOND, None)
+    else:
+        norms = torch.zeros(n, 2, dtype=torch.float64)
+        call(_FIRST, norms.data_ptr())
+        reduce(norms)
+        call(_SECOND, norms.data_ptr())
+    # torch cannot see that the parameters have changed; a backward through a graph from before must still be refused.
+    increment_version(params)
+
+
+def _counts(tensors: Sequence[Tensor]) -> NDArray:
+    return np.fromiter((tensor.numel() for tensor in tensors), np.int64, len(tensors))
+
+
+def _pointers(tensors: Sequence[Tensor]) -> NDArray:
+    return np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))

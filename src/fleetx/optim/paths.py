@@ -1,0 +1,107 @@
+"""Which kernels compute which tensors, and how shards find the norms of their whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fleetx.optim import foreach, native, stock
+
+Reduce = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Path:
+    """Tensors that are computed together. `tensors`: parameters, gradients and each kind of state, in lists."""
+
+    kernels: ModuleType
+    tensors: list[list[Tensor]]
+    where: list[int]  # their positions in what `paths` was given
+    reduce: Reduce | None  # sums squared norms in place over the ranks that hold the other shards
+
+    def pick(self, values: list[Any]) -> list[Any]:
+        return [values[i] for i in self.where]
+
+
+def paths(*lists: list[Tensor]) -> Iterator[Path]:
+    """`lists`: parameters, gradients, then states."""
+    fast = _fast()
+    found: dict[Any, list[int]] = {}
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        found.setdefault(_kind(tensors), []).append(i)
+    for (flat, mesh, placements), where in found.items():
+        chosen = [[values[i] for i in where] for values in lists]
+        reduce = None
+        if mesh is not None:
+            chosen = [[_local(t, placements) for t in values] for values in chosen]
+            chosen = _alike(chosen) if flat else chosen
+            reduce = _reducer(mesh, placements)
+        yield Path(fast if flat else foreach, chosen, where, reduce)
+
+
+def _fast() -> ModuleType:
+    return native if native.available() else stock
+
+
+def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, Any, Any]:
+    p: Any = tensors[0]
+    simple = p.dtype is torch.float32 and p.device.type == "cpu"
+    if hasattr(p, "device_mesh"):
+        # The ranks of a mesh must choose alike, or they would wait for each other in different places: nothing that
+        # only this rank knows, such as the layout of its shard, may matter here.
+        return simple, p.device_mesh, p.placements
+    return simple and _same_memory(tensors), None, None
+
+
+def _same_memory(tensors: tuple[Tensor, ...]) -> bool:
+    """Is each of them one dense piece of memory, with the elements in the same order? Then they can be read flat."""
+    p = tensors[0]
+    if any(t.dtype is not p.dtype or t.device != p.device for t in tensors[1:]):
+        return False
+    if all(t.is_contiguous() for t in tensors):
+        return True
+    strides = p.stride()
+    return all(t.stride() == strides for t in tensors) and _dense(p)
+
+
+def _dense(t: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# --- shards -----------------------------------------------------------------------------------------
+def _local(t: Any, placements: Any) -> Tensor:
+    if t.placements != placements:
+        t = t.redistribute(placements=placements)
+    return t.to_local()
+
+
+def _alike(chosen: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Local shards as the flat kernels want them. FSDP's always are; a gradient in another order is copied."""
+    params, grads, *states = chosen
+    for t in (t for values in (params, *states) for t in values):
+        if not t.is_contiguous():
+            raise RuntimeError(f"a shard of the shape {tuple(t.shape)} is not contiguous")
+    return [params, [g.contiguous() for g in grads], *states]
+
+
+def _reducer(mesh: Any, placements: Any) -> Reduce | None:
+    if any(p.is_partial() for p in placements):
+        raise RuntimeError("a parameter that is Partial over a mesh has no norm of its own")
+    split = [mesh.get_group(dim) for dim, p in enumerate(placements) if not p.is_replicate()]
+
+    def reduce(squares: Tensor) -> None:
+        for group in split:
+            dist.all_reduce(squares, group=group)
+
+    return reduce if split else None

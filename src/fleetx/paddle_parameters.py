@@ -1,0 +1,46 @@
+"""Paddle's names for the parameters of a torch model: `batch_norm_3.w_0` beside `layer2.0.bn1.weight`.
+
+Paddle numbers the layers of each kind in the order in which they are made; here it is the order of `model.modules()`,
+which is the same for a model that makes its layers in the order in which it uses them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from fleetx.structure import plain_name
+
+# Paddle called the layer `fc` in its functions and `linear` in its classes: both habits are served.
+_KINDS: list[tuple[type[nn.Module], tuple[str, ...]]] = [
+    (nn.modules.batchnorm._BatchNorm, ("batch_norm",)),
+    (nn.modules.instancenorm._InstanceNorm, ("instance_norm",)),
+    (nn.LayerNorm, ("layer_norm",)),
+    (nn.GroupNorm, ("group_norm",)),
+    (nn.Linear, ("linear", "fc")),
+    (nn.Embedding, ("embedding",)),
+    (nn.Conv1d, ("conv1d",)),
+    (nn.Conv2d, ("conv2d",)),
+    (nn.Conv3d, ("conv3d",)),
+    (nn.ConvTranspose1d, ("conv1d_transpose",)),
+    (nn.ConvTranspose2d, ("conv2d_transpose",)),
+    (nn.ConvTranspose3d, ("conv3d_transpose",)),
+    (nn.PReLU, ("prelu",)),
+]
+_FIELDS = {"weight": "w_0", "bias": "b_0"}
+
+
+def names(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter, by its torch name: every name that it goes by, its own first."""
+    found = {plain_name(name): [plain_name(name)] for name, _ in model.named_parameters()}
+    count: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        kinds = next((kinds for kind, kinds in _KINDS if isinstance(module, kind)), ())
+        for kind in kinds:
+            for field, short in _FIELDS.items():
+                full = plain_name(f"{name}.{field}" if name else field)
+                if full in found:  # not a weight that is tied to one that was named before
+                    found[full].append(f"{kind}_{count[kind]}.{short}")
+            count[kind] += 1
+    return found

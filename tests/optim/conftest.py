@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+from fleetx.optim import foreach, native, paths, stock
+
+
+@pytest.fixture(params=["native", "stock", "foreach"])
+def path(request, monkeypatch):
+    """Each of the three ways to compute an update, where it is chosen for everything that it can take."""
+    if request.param == "native" and not native.available():
+        pytest.skip(native.reason())
+    monkeypatch.setattr(paths, "_fast", lambda: {"native": native, "stock": stock, "foreach": foreach}[request.param])
+    return request.param

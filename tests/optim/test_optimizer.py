@@ -1,0 +1,187 @@
+"""Lars and Lamb as ordinary optimizers of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.nn.functional import mse_loss
+
+from fleetx import fleet
+from fleetx.optim import Lamb, Lars
+from training import assert_close, assert_equal, batches, net, train, weights
+
+KINDS = [pytest.param(lambda p, **k: Lars(p, lr=1.0, **k), id="Lars"), pytest.param(Lamb, id="Lamb")]
+each = pytest.mark.parametrize("make", KINDS)
+
+
+@each
+def test_a_resumed_training_is_bit_identical(path, make):
+    def run(model, optimizer, data):
+        for x, y in data:
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    model, data = net(), batches(10)
+    optimizer = make(model.parameters())
+    run(model, optimizer, data[:5])
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = net()
+    again.load_state_dict(saved[0])
+    optimizer2 = make(again.parameters())
+    optimizer2.load_state_dict(saved[1])
+    assert_equal(run(model, optimizer, data[5:]), run(again, optimizer2, data[5:]))
+
+
+@each
+def test_a_copy_goes_its_own_way(path, make):
+    """deepcopy and pickle carry all that there is: nothing hides outside of groups and state."""
+    p = Parameter(torch.ones(5))
+    optimizer = make([("some.bias", p)], exclude_from_weight_decay=["bias"])
+    p.grad = torch.ones(5)
+    optimizer.step()
+    again = copy.deepcopy(optimizer)
+    assert again.param_groups[0]["excluded"] == [0]
+    q = again.param_groups[0]["params"][0]
+    optimizer.step()
+    q.grad = torch.ones(5)
+    again.step()
+    assert torch.equal(p, q)
+
+
+@each
+def test_a_closure_is_called_with_gradients_and_its_loss_returned(make):
+    p = Parameter(torch.ones(3))
+    optimizer = make([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (p < 1).all()
+
+
+@each
+def test_schedulers_and_tensor_rates(path, make):
+    p, q = Parameter(torch.ones(9)), Parameter(torch.ones(9))
+    a, b = make([p]), make([q])
+    for group in b.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]))
+    for optimizer in (a, b):
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+        for _ in range(4):
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(9)
+            optimizer.step()
+            scheduler.step()
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=0)
+
+
+@each
+def test_what_has_no_gradient_is_left_alone(path, make):
+    p, q = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer = make([p, q])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(q, torch.ones(3))
+    assert q not in optimizer.state
+    p.grad = None
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@each
+def test_sparse_gradients_are_refused_before_anything_is_changed(make):
+    dense = nn.Linear(3, 3)
+    table = nn.Embedding(10, 3, sparse=True)
+    optimizer = make([*dense.parameters(), *table.parameters()])
+    dense(table(torch.tensor([1, 2]))).sum().backward()
+    before = weights(dense)
+    with pytest.raises(RuntimeError, match=r"sparse.*\(10, 3\).*sparse=False"):
+        optimizer.step()
+    assert_equal(weights(dense), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Lars, {"lr": -1.0}, "lr must be"),
+        (Lars, {"lr": 1.0, "momentum": 1.0}, "momentum must be"),
+        (Lars, {"lr": 1.0, "lars_coeff": -0.1}, "lars_coeff must be"),
+        (Lars, {"lr": 1.0, "lars_coeff": 0.0}, "lars_coeff=None turns"),
+        (Lars, {"lr": 1.0, "weight_decay": -1.0}, "weight_decay must be"),
+        (Lars, {"lr": 1.0, "epsilon": float("nan")}, "epsilon must be"),
+        (Lars, {"lr": 1.0, "momentum": 0.0, "nesterov": True}, "nesterov needs"),
+        (Lars, {"lr": 1.0, "differentiable": True}, "differentiable=False"),
+        (Lars, {"lr": 1.0, "exclude_from_weight_decay": ["bias"]}, "named_parameters"),
+        (Lamb, {"eps": -1e-6}, "eps must be"),
+        (Lamb, {"betas": (0.9, 1.0)}, r"betas\[1\] must be"),
+        (Lamb, {"weight_decay": -0.1}, "weight_decay must be"),
+        (Lamb, {"differentiable": True}, "differentiable=False"),
+    ],
+    ids=str,
+)
+def test_bad_options(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind([Parameter(torch.ones(2))], **options)
+
+
+@each
+def test_bad_groups_and_parameters(make):
+    with pytest.raises(ValueError, match="weight_decay must be"):
+        make([{"params": [Parameter(torch.ones(2))], "weight_decay": -1.0}])
+    with pytest.raises(ValueError, match="complex64"):
+        make([Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="'norm' is in no name"):
+        make([("a.bias", Parameter(torch.ones(2)))], exclude_from_weight_decay=["bias", "norm"])
+    optimizer = make([Parameter(torch.ones(2))])
+    other = torch.optim.RMSprop([Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="no checkpoint of"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+# --- shards ---------------------------------------------------------------------------------------
+SHARDED = [
+    pytest.param("lars", {"lr": 3.0, "lars_coeff": 0.01, "weight_decay": 0.01, "momentum": 0.9}, id="Lars"),
+    pytest.param("lamb", {"lr": 0.03, "weight_decay": 0.01}, id="Lamb"),
+]
+
+
+def optimizer_of(kind, model, options):
+    return {"lars": Lars, "lamb": Lamb}[kind](model.parameters(), **options)
+
+
+@pytest.mark.parametrize(("kind", "options"), SHARDED)
+def test_shards_take_the_norms_of_their_whole_tensors(ranks, kind, options):
+    """FSDP2 splits rows over ranks, unevenly; each tensor's ratio must be that of the whole."""
+    expected = train(batches(), optimizer=lambda model: optimizer_of(kind, model, options))
+    for dtype in (None, torch.float64):
+        for got in ranks.run(train_sharded, kind, options, dtype):
+            assert_close({k: v.float() for k, v in got.items()}, expected)
+
+
+def train_sharded(kind, options, dtype):
+    fleet.init()
+    model = net().to(dtype)
+    fully_shard(model)
+    optimizer = optimizer_of(kind, model, options)
+    for x, y in batches():
+        mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(isinstance(s, DTensor) for state in optimizer.state.values() for s in state.values() if s.dim())
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from fleetx import StrategyError, fleet
+from fleetx.optim import Lars
+from training import assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights, zero_last
+
+SETTINGS = {"lars_coeff": 0.02, "lars_weight_decay": 0.01, "epsilon": 1e-4}
+
+
+def alone(model):
+    """The same without a strategy."""
+    return Lars(model.parameters(), lr=0.1, momentum=0.9, lars_coeff=0.02, weight_decay=0.01, epsilon=1e-4)
+
+
+def test_the_strategy_makes_a_lars_of_the_users_sgd():
+    assert_equal(train_fleet(batches(), {"lars": SETTINGS}), train(batches(), optimizer=alone))
+
+
+def test_nesterov_is_kept():
+    def nesterov(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+    def ours(model):
+        return Lars(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+    assert_equal(train_fleet(batches(), {"lars": True}, optimizer=nesterov), train(batches(), optimizer=ours))
+
+
+def test_merged_gradients_are_measured_as_their_mean():
+    data = batches()
+    assert_close(
+        train_fleet(data, {"lars": SETTINGS, "gradient_merge": {"k_steps": 4}}), train(big(data, 4), optimizer=alone)
+    )
+
+
+def test_two_ranks_equal_one(ranks):
+    expected = train(batches(), optimizer=alone)
+    for got in ranks.run(train_fleet, batches(), {"lars": SETTINGS, "gradient_merge": {"k_steps": 1}}):
+        assert_close(got, expected)
+
+
+def test_the_norm_is_that_of_the_unscaled_gradient():
+    """At a scale of 2^15 a scaled gradient would make every step 2^15 times shorter."""
+    half = {"amp": {"init_loss_scaling": 2.0**15}, "lars": SETTINGS}
+    torch.testing.assert_close(train_fleet(batches(), half), train(batches(), optimizer=alone), rtol=5e-2, atol=2e-2)
+    start, got, expected = weights(net()), train_fleet(batches(), half), train(batches(), optimizer=alone)
+    for name in start:
+        moved, should = (got[name] - start[name]).norm(), (expected[name] - start[name]).norm()
+        assert 0.95 < moved / should < 1.05
+
+
+@pytest.mark.parametrize("patterns", [["bias"], ["b_0"], ["linear_0.b", "2.bias", "fc_2.b_0"]], ids=str)
+def test_excluded_by_torch_names_or_by_paddles(patterns):
+    def grouped(model):
+        named = list(model.named_parameters())
+        return Lars(
+            [
+                {"params": [p for n, p in named if "bias" not in n]},
+                {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0},
+            ],
+            lr=0.1, momentum=0.9, lars_coeff=0.02, weight_decay=0.01, epsilon=1e-4,
+        )  # fmt: skip
+
+    declared = {"lars": SETTINGS | {"exclude_from_weight_decay": patterns}}
+    assert_equal(train_fleet(batches(), declared), train(batches(), optimizer=grouped))
+
+
+def test_batch_norm_is_excluded_by_paddles_name():
+    fleet.init()
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2))
+    declared = {"exclude_from_weight_decay": ["batch_norm_1", "conv2d_0.b_0"]}
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(lars=declared))
+    names = [name for name, _ in model.named_parameters()]
+    excluded = [names[i] for i in optimizer.param_groups[0]["excluded"]]
+    assert excluded == ["0.bias", "3.weight", "3.bias"]
+
+
+# --- the user's optimizer stays the user's --------------------------------------------------------
+def test_it_is_the_same_object_with_its_groups_so_that_nobody_holds_the_old_one():
+    fleet.init()
+    model = net()
+    first, *rest = model.parameters()
+    mine = torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.1, momentum=0.9)
+    _, optimizer = fleet.distribute(model, mine, fleet.DistributedStrategy(lars=SETTINGS))
+    assert optimizer is mine
+    assert isinstance(mine, Lars)
+    assert [group["lr"] for group in mine.param_groups] == [0.5, 0.1]
+    assert [len(group["params"]) for group in mine.param_groups] == [1, 5]
+
+
+def test_what_sgd_had_gathered_goes_on():
+    """Plain momentum after plain momentum: as if nothing had happened."""
+    fleet.init()
+    model, data = net(), batches()
+    optimizer = sgd(model)
+    for x, y in data[:4]:
+        zero_last(model, optimizer, x, y)
+    strategy = fleet.DistributedStrategy(lars={"exclude_from_weight_decay": ["weight", "bias"]})
+    model, optimizer = fleet.distribute(model, optimizer, strategy)
+    for x, y in data[4:]:
+        zero_last(model, optimizer, x, y)
+    assert_close(weights(model), train(data))
+
+
+def test_a_scheduler_made_before_goes_on_to_serve():
+    def run(early):
+        fleet.init()
+        model = net()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if early else None
+        model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy(lars=SETTINGS))
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for x, y in batches():
+            zero_last(model, optimizer, x, y)
+            scheduler.step()
+        assert isinstance(optimizer.state[next(iter(model.parameters()))]["velocity"], torch.Tensor)
+        return weights(model)
+
+    assert_equal(run(early=True), run(early=False))
+
+
+def test_a_checkpoint_of_plain_sgd_can_be_loaded_and_the_strategy_stays():
+    fleet.init()
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9, weight_decay=0.3)
+    for x, y in batches(3):
+        zero_last(plain, optimizer, x, y)
+    model = net()
+    model, ours = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(lars=SETTINGS))
+    ours.load_state_dict(optimizer.state_dict())
+    group = ours.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["lars_coeff"]) == (0.2, 0.01, 0.02)
+    mse_loss(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+    ours.step()
+    p = next(iter(model.parameters()))
+    assert set(ours.state[p]) == {"velocity"}
+
+
+# --- bad input ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (torch.optim.RMSprop, {}, "lars is made of torch.optim.SGD with momentum, not of RMSprop"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {}, "momentum=0.9"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), {}, "dampening=0"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), {}, "second time: pass weight_decay=0"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, differentiable=True), {}, "differentiable=False"),
+        (lambda p: Lars(p, lr=0.1), {}, "a Lars already: turn strategy.lars off"),
+        (sgd, {"exclude_from_weight_decay": ["bn"]}, "'bn' in exclude_from_weight_decay.* 0.weight = linear_0.w_0"),
+        (sgd, {"exclude_from_weight_decay": [""]}, "empty string"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, settings, message):
+    fleet.init()
+    model = net()
+    optimizer = make(model) if make is sgd else make(model.parameters())
+    with pytest.raises(StrategyError, match=message):
+        fleet.distribute(model, optimizer, fleet.DistributedStrategy(lars=settings or True))
+    assert not isinstance(optimizer, Lars) or "a Lars already" in message
+
+
+def test_a_subclass_with_a_step_of_its_own_is_refused():
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    fleet.init()
+    model = net()
+    with pytest.raises(StrategyError, match="not of Mine"):
+        fleet.distribute(model, Mine(model.parameters(), lr=1, momentum=0.9), fleet.DistributedStrategy(lars=True))
+
+
+@pytest.mark.parametrize("settings", [{"lars_coeff": -1.0}, {"lars_coeff": 0.0}, {"lars_weight_decay": -0.1}])
+def test_negative_coefficients(settings):
+    with pytest.raises(StrategyError, match=next(iter(settings))):
+        fleet.DistributedStrategy(lars=settings).plan()
+
+
+def test_lars_with_lamb():
+    with pytest.raises(StrategyError, match=r"LAMB.scale and LARS.scale each want the UPDATE stage"):
+        fleet.DistributedStrategy(lars=True, lamb=True).plan()
+
+
+def test_explain_says_how_it_is_computed():
+    assert "LARS: on a CPU by" in str(fleet.explain(fleet.DistributedStrategy(lars=True)))
