@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleetx import fleet
+    from fleetx import fleet, optim, schedule
     from fleetx.errors import FleetxError, LaunchError, StrategyError, UsageError, WorldError
     from fleetx.strategy import DistributedStrategy
 
@@ -26,12 +26,24 @@ _WHERE = {
     "WorldError": "fleetx.errors",
 }
 
-__all__ = ["DistributedStrategy", "FleetxError", "LaunchError", "StrategyError", "UsageError", "WorldError", "fleet"]
+_MODULES = ("fleet", "optim", "schedule")
+
+__all__ = [
+    "DistributedStrategy",
+    "FleetxError",
+    "LaunchError",
+    "StrategyError",
+    "UsageError",
+    "WorldError",
+    "fleet",
+    "optim",
+    "schedule",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fleet":
-        return importlib.import_module("fleetx.fleet")
+    if name in _MODULES:
+        return importlib.import_module(f"fleetx.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
