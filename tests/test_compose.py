@@ -90,8 +90,8 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
         ([Hungry()], "Hungry.eat needs a gradient of which this rank holds only a part, and no part makes it so"),
         ([Chicken(), Egg()], "each need the other to run first"),
         (
-            [Clip(), Alone()],
-            "Clip.shrink cannot take a gradient that differs between ranks, which Alone.nothing makes it",
+            [Clip(), Sparse()],
+            "Clip.shrink cannot take a gradient that carries momentum already, which Sparse.send makes it",
         ),
     ],
 )

@@ -29,13 +29,14 @@ from fleetx.compose import Plan
 from fleetx.errors import StrategyError, UsageError
 from fleetx.forwards import unwrap
 from fleetx.gradients import Gradients
-from fleetx.hooks import Hook, OuterStep
+from fleetx.hooks import Hook, OuterStep, run_closure
 from fleetx.moment import Bucket, Moment
 from fleetx.part import Part
 from fleetx.reducer import Reducer
 from fleetx.refusals import refuse
-from fleetx.stage import Stage
-from fleetx.structure import map_tensors, plain_name
+from fleetx.routes import Network
+from fleetx.stage import Fact, Stage
+from fleetx.structure import loss_of, map_tensors, plain_name
 from fleetx.taps import tap
 from fleetx.world import World
 
@@ -54,8 +55,10 @@ class Engine:
         self.notes: dict[str, dict[str, Any]] = {_key(p): {} for p in plan.parts}
         self.round = 0  # the clock: rounds that ended, applied or not
         self.merged = 0  # steps since the last round ended, this one included
+        self.loss: Tensor | None = None  # of the last step, where it could be seen
         self.updated = False  # did the last step apply an update?
         self.reducer_settings: dict[str, Any] | None = None
+        self.network = Network(world)
         self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
         self._differentiable = False  # was a backward itself made differentiable since the last step?
@@ -64,6 +67,7 @@ class Engine:
         self._scaled_at_loss = False
         self._unfinished = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._flushing = self._opened = False
+        self._collected = 0  # steps in what is being reduced outside of a backward
         try:
             self._arm()
         except BaseException:
@@ -78,6 +82,7 @@ class Engine:
             self.model = call(self.model, moment)
         if {p: plain_name(n) for n, p in self.model.named_parameters()} != self.names:
             raise StrategyError("a MODEL act changed the parameters or their names")
+        self.network.open()
         for call, moment in self._calls[Stage.UPDATE]:
             self.optimizer = call(self.optimizer, moment)
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
@@ -99,7 +104,7 @@ class Engine:
     def _make_reducer(self) -> Reducer | None:
         if self.world.size == 1 or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
             return None
-        hook = self._reduce if self._calls[Stage.REDUCE] else None
+        hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
         moved = self.gradients.look_again
         return Reducer(self.model, self.names, self.world, hook, moved=moved, **self.reducer_settings)
 
@@ -137,6 +142,8 @@ class Engine:
             for function in finish:
                 if callable(function) and out is not None:  # None: the forward raised
                     out = map_tensors(function, out)
+        if (loss := loss_of(out)) is not None and torch.is_grad_enabled():
+            self.loss = loss.detach()
         if out is None or not self._watching or not torch.is_grad_enabled() or self._forwards:
             return out
         if self._reducer is not None:
@@ -197,6 +204,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
         before, self._scaled_at_loss = self._backward, True
+        self.loss = loss.detach()
         try:
             (loss * self._factor if self._calls[Stage.LOSS] else loss).backward()
         finally:
@@ -210,7 +218,12 @@ class Engine:
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         for call, moment in self._calls[Stage.REDUCE]:
             return call(bucket, moment)
-        return self.world.mean(bucket.buffer)
+        return self.network.mean(bucket.buffer, bucket.index)
+
+    def gradient_factor(self) -> float:
+        """Of the gradient that is being reduced."""
+        averaged = any(Fact.SUMMED in act.claim.ends for act in self.plan.acts)
+        return self._factor * (self._collected or self.merged + 1 if averaged else 1)
 
     # --- optimizer.step() -------------------------------------------------------------------------
     def _opens(self, steps: int) -> bool:
@@ -218,14 +231,14 @@ class Engine:
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         Engine.stepped = weakref.ref(self)
-        changed = self._run_closure(args, kwargs)
+        changed = run_closure(self.optimizer, args, kwargs) if self._active else None
         self._opened = self.updated = False
         if not self._check_origin():
             return changed
         steps = self.merged if self._flushing else self.merged + 1
         opens = self._flushing or self._opens(steps)
         if opens and not self._tapped and self.gradients.waiting:
-            self._collect()  # the last step of the window had no backward of its own
+            self._collect(steps)  # the last step of the window had no backward of its own
         if opens and self._reducer is not None and self._tapped and not self._flushing:
             self._reducer.check_finished()
         self.merged, self._opened = steps, opens
@@ -275,45 +288,41 @@ class Engine:
         grads = self.gradients.present()
         return bool(grads) and all(call(grads, moment) is not False for call, moment in self._calls[Stage.GRADIENT])
 
-    def _run_closure(self, args: Any, kwargs: Any) -> Any:
-        """step(closure) computes gradients inside of the step: run it first, and hand its loss to the optimizer."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure) or not self._active:
-            return None
-        with torch.enable_grad():
-            losses = [closure()]
-
-        def once() -> Any:
-            if not losses:
-                raise UsageError(f"{type(self.optimizer).__name__} calls its closure more than once in a step")
-            return losses.pop()
-
-        return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": once})
-
     def flush(self) -> bool:
         """Apply a window that is not full, with its true number of steps. Every rank must call it."""
         if self._tapped:
             raise UsageError("a backward() was not followed by optimizer.step(): call that before fleet.flush()")
-        if self.merged == 0:
-            return False
-        self._collect()
-        self._flushing = self._tapped = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._flushing = False
-        self.gradients.take_away(keep=False)  # the loop's own zero_grad has been called already
-        return self.updated
+        flushed = self.merged > 0
+        if flushed:
+            self._collect(self.merged)
+            self._flushing = self._tapped = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._flushing = False
+            self.gradients.take_away(keep=False)  # the loop's own zero_grad has been called already
+        self.settle(last=True)
+        return flushed and self.updated
 
-    def _collect(self) -> None:
-        """Put the withheld gradients back and reduce them, where no backward does."""
+    def settle(self, *, last: bool) -> None:
+        """Let the parts finish what is under way."""
+        params: list[Tensor] = [*self.gradients.params()]
+        with torch.no_grad():
+            for part in self.plan.parts:
+                part.settle(params, self.moment_of(part), last=last)
+
+    def _collect(self, steps: int) -> None:
+        """Put the withheld gradients of so many steps back and reduce them, where no backward does."""
         self.gradients.put_back()
         if self._reducer is not None:
+            self._collected = steps
             self._reducer.reduce_now([p for p in self.gradients.params() if p.requires_grad], self._reduce)
+            self._collected = 0
         self._tapped = True
 
     # --- state_dict() -----------------------------------------------------------------------------
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self.settle(last=False)
         state_dict["fleetx"] = engine_state.save(self)
 
     def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

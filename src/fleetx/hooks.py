@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fleetx.errors import UsageError
+
 
 class Hook:
     """A copy or a pickle of the model carries one that does nothing instead: it is a plain model."""
@@ -60,6 +62,22 @@ class OuterStep:
             self._running = None
             with torch.no_grad():
                 self._after()
+
+
+def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """step(closure) computes gradients inside of the step: run it first, and hand its loss to the optimizer."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    with torch.enable_grad():
+        losses = [closure()]
+
+    def once() -> Any:
+        if not losses:
+            raise UsageError(f"{type(optimizer).__name__} calls its closure more than once in a step")
+        return losses.pop()
+
+    return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": once})
 
 
 def _below(frame: FrameType, start: FrameType | None) -> bool:

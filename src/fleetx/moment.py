@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from fleetx.errors import UsageError
 from fleetx.stage import Fact
 
 if TYPE_CHECKING:
     from fleetx.engine import Engine
+    from fleetx.routes import Network
     from fleetx.world import World
 
 
@@ -57,6 +60,27 @@ class Moment:
         return self._engine.model
 
     @property
+    def optimizer(self) -> Optimizer:
+        return self._engine.optimizer
+
+    @property
+    def lr(self) -> float:
+        """The rate of the first group."""
+        return float(self._engine.optimizer.param_groups[0]["lr"])
+
+    def loss(self) -> float:
+        """The mean over the ranks of the loss of the last step: a collective, so every rank must ask."""
+        value = self._engine.loss
+        if value is None:
+            raise UsageError(
+                "the strategy follows the loss and does not see it in loss.backward(): call fleet.backward(loss) "
+                "instead, or let the model return its loss"
+            )
+        total = value.detach().to(self.device, torch.float64).reshape(1).clone()
+        self.world.sum(total)
+        return total.item() / self.world.size
+
+    @property
     def names(self) -> Mapping[nn.Parameter, str]:
         """The name of each parameter of the model."""
         return self._engine.names
@@ -75,6 +99,31 @@ class Moment:
     def forward(self) -> Callable[[], AbstractContextManager[Any]]:
         """Makes the FORWARD contexts anew, for a part that runs a piece of the forward again."""
         return self._engine.forward_context
+
+    @property
+    def network(self) -> Network:
+        """The way to the other ranks. What a part wants of it is said at MODEL, before it is opened."""
+        return self._engine.network
+
+    @property
+    def local(self) -> bool:
+        """Does each rank update with a gradient of its own?"""
+        return Fact.LOCAL in self._facts
+
+    @property
+    def scaled(self) -> bool:
+        """Is the gradient multiplied by a loss scale, so that an overflow may be found later?"""
+        return Fact.SCALED in self._facts
+
+    @property
+    def updated(self) -> bool:
+        """Did this round apply its update, or was that withheld?"""
+        return self._engine.updated
+
+    @property
+    def factor(self) -> float:
+        """By what the gradient in hand is multiplied: the loss scale, and the number of steps that it is a sum of."""
+        return self._engine.gradient_factor()
 
     def replicate(self, *, bucket_cap_mb: float, find_unused_parameters: bool) -> None:
         """Ask the engine to reduce gradients between the ranks of this model, bucket by bucket, during backward."""

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from fleetx.stage import Act, Claim
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from fleetx.moment import Moment
@@ -48,6 +48,8 @@ class Part:
     no_meaning: ClassVar[Mapping[str, str]] = {}
     # Settings at which training on one rank is plain PyTorch's, bit for bit; None where there are none.
     neutral: ClassVar[Mapping[str, Any] | None] = None
+    # Does its state belong to its rank, so that another rank cannot go on with it?
+    personal: ClassVar[bool] = False
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
@@ -62,6 +64,9 @@ class Part:
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """The state that this part carries across steps: the engine makes, saves, loads and hands it back."""
         return {}
+
+    def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
+        """Finish what is under way: a checkpoint is taken, or (`last`) the training ends. Ranks call it together."""
 
     def remarks(self, moment: Moment | None) -> Iterator[str]:
         """What `explain` should add about how this part runs here; `moment` is None before there is a model."""

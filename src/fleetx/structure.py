@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +63,13 @@ def _hidden(leaf: Any) -> str:
     if isinstance(leaf, nn.Module) or not hasattr(leaf, "__dict__"):
         return ""
     return next((k for k, v in vars(leaf).items() if isinstance(v, Tensor) and v.requires_grad), "")
+
+
+def loss_of(out: Any) -> Tensor | None:
+    """The loss, where a model returns one: a tensor of one number, or an output with a `loss`."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    found = out if isinstance(out, Tensor) else loss
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def plain_name(name: str) -> str:

@@ -79,7 +79,7 @@ class Dense(Part):
     @at(Stage.REDUCE)
     def reduce(self, bucket, moment):
         EVENTS.append("reduce " + " ".join(bucket.names))
-        return moment.world.mean(bucket.buffer)
+        return moment.network.mean(bucket.buffer, bucket.index)
 
 
 EVENTS = []

@@ -11,7 +11,7 @@ import atexit
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx import agreement
 from fleetx import world as _world_module
 from fleetx.engine import Engine
 from fleetx.errors import StrategyError, UsageError
@@ -26,6 +27,7 @@ from fleetx.explain import Explanation
 from fleetx.fleet import base
 from fleetx.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.strategy import DistributedStrategy
+from fleetx.structure import loss_of
 from fleetx.world import TIMEOUT, World
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "init",
     "is_first_worker",
     "is_worker",
+    "join",
     "local_rank",
     "updated",
     "worker_endpoints",
@@ -88,6 +91,8 @@ def init(
         _world = _world_module.enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != _world.place):
         raise UsageError("fleet.init was called before, with another role or timeout: call it once")
+    if strategy is not None:
+        agreement.check_strategy(strategy, _world)
 
 
 def _here() -> World:
@@ -150,6 +155,7 @@ def distribute(
     for engine in _engines:
         if engine.model is model or engine.optimizer is optimizer:
             raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
+    agreement.check_strategy(strategy, _here())
     engine = Engine(plan, model, optimizer, _here())
     atexit.unregister(_let_go)
     atexit.register(_let_go)
@@ -210,9 +216,7 @@ def forward_backward(
     """
     engine = _engine(model)
     out = _call(engine.model, inputs)
-    loss: Any = out if isinstance(out, Tensor) else getattr(out, "loss", None)
-    if isinstance(out, Mapping):
-        loss = out.get("loss")
+    loss: Any = loss_of(out)
     if loss_fn is not None:
         loss = loss_fn(out) if target is None else loss_fn(out, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -230,6 +234,15 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
     """`loss.backward()` for a loss that reads parameters past the model's output, such as a penalty on weights."""
     _engine(optimizer).backward(loss)
+
+
+def join(loader: Iterable[Any]) -> Iterator[Any]:
+    """`for batch in fleet.join(loader)`: go on as long as every rank has a batch, and stop together.
+
+    Ranks with unequal numbers of batches would otherwise wait for each other until the timeout. Which rank ran out is
+    said in a warning. Costs one small collective a batch.
+    """
+    return agreement.join(loader, _here())
 
 
 def flush(*, optimizer: Optimizer | None = None) -> bool:

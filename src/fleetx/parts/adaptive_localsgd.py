@@ -1,15 +1,32 @@
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import Optimizer
 
+from fleetx import local_rounds
+from fleetx.moment import Bucket, Moment
 from fleetx.part import Part, settings
+from fleetx.stage import Fact, Stage, at
+from fleetx.world import World
+
+log = logging.getLogger(__name__)
 
 
 @settings
 class AdaptiveLocalSGD(Part):
-    """LocalSGD whose period follows the loss and the learning rate."""
+    """LocalSGD whose period follows the loss and the learning rate.
+
+    k = ceil(sqrt(lr_0 * loss / (lr * loss_0)) * init_k_steps), from 1 to max_k_steps: often at the end, seldom at the
+    beginning (Wang and Joshi 2019; Paddle has init_k_steps inside of the root). loss is the mean over the ranks.
+    Neutral: max_k_steps=1 with plain SGD is data parallelism.
+    """
 
     init_k_steps: Annotated[int, Field(ge=1)] = 1
     """The first period."""
@@ -17,3 +34,62 @@ class AdaptiveLocalSGD(Part):
     """Until this round the parameters are averaged in every round."""
     max_k_steps: Annotated[int, Field(ge=1)] = 16
     """The longest period."""
+    average_momentum: bool = False
+    """Average what the optimizer has gathered too."""
+    average_buffers: bool = False
+    """Average BatchNorm's statistics; without it every rank takes those of rank 0."""
+    overlap: bool = False
+    """Take the average while the next rounds run, and bring it in with the following one."""
+    outer_lr: Annotated[float, Field(gt=0)] = 1.0
+    """The rate of the outer optimizer."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The Nesterov momentum of the outer optimizer."""
+    allow_single: bool = False
+    """Do not mind that there is one rank only, for debugging."""
+
+    neutral: ClassVar[dict[str, Any]] = {"allow_single": True, "max_k_steps": 1}
+    costs: ClassVar[str] = "network: the size of the parameters once in a period, and one number in each"
+
+    def problems(self) -> Iterator[str]:
+        if self.init_k_steps > self.max_k_steps:
+            yield f"init_k_steps = {self.init_k_steps} is above max_k_steps = {self.max_k_steps}"
+        yield from local_rounds.problems(self)
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from local_rounds.misfits("adaptive_localsgd", self, world)
+
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        return {"last": 0, "k": self.init_k_steps, "loss": 0.0, "lr": 0.0}
+
+    @at(Stage.REDUCE, makes={Fact.LOCAL})
+    def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+        """leave the gradient on its rank"""
+        return local_rounds.keep(self, bucket, moment)
+
+    @at(Stage.PARAMETER, needs={Fact.LOCAL})
+    def average(self, params: list[Tensor], moment: Moment) -> None:
+        """average the parameters over the ranks at the end of a period that follows loss and rate"""
+        state = moment.state
+        follows = self.max_k_steps > 1  # else there is nothing to choose, and the loss need not be seen
+        if follows and moment.round == 1:
+            state["loss"], state["lr"] = moment.loss(), moment.lr
+        if moment.round <= self.begin_step or moment.round - state["last"] >= state["k"]:
+            local_rounds.average(self, params, moment)
+            if follows and moment.round > self.begin_step:
+                self._adapt(moment)
+
+    def _adapt(self, moment: Moment) -> None:
+        state, loss, lr = moment.state, moment.loss(), moment.lr
+        before = state["k"]
+        if lr > 0 and state["loss"] > 0 and loss >= 0 and math.isfinite(loss):
+            k = math.ceil(math.sqrt(state["lr"] * loss / (lr * state["loss"])) * self.init_k_steps)
+            state["k"] = min(max(k, 1), self.max_k_steps)
+        if state["k"] != before and moment.world.rank == 0:
+            log.info("round %d: a period of %d rounds, it was %d (loss %.4g)", moment.round, state["k"], before, loss)
+
+    def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
+        local_rounds.settle(self, params, moment, last=last)
+
+    def remarks(self, moment: Moment | None) -> Iterator[str]:
+        if moment is not None:
+            yield f"the period is {moment.state['k']} rounds now"

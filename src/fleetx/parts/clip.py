@@ -34,7 +34,7 @@ class Clip(Part):
         if sparse := sparse_modules(model):
             yield f"clip cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
-    @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.PARTED})
+    @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.PARTED})
     def shrink(self, grads: list[Tensor], moment: Moment) -> None:
         """scale the gradient down to clip_norm where it is longer"""
         norm = get_total_norm(grads)

@@ -39,8 +39,6 @@ class DataParallel(Part):
     costs: ClassVar[str] = "network: the size of the gradients, overlapped with backward; the buffers after each round"
 
     def problems(self) -> Iterator[str]:
-        if self.nccl_comm_num > 1:
-            yield f"nccl_comm_num = {self.nccl_comm_num}: several communicators are not available yet"
         if not self.fuse_all_reduce_ops and self.fuse_grad_size_in_MB != type(self)().fuse_grad_size_in_MB:
             yield "fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False: remove one of them"
 
@@ -49,12 +47,13 @@ class DataParallel(Part):
         """give every rank the same model, and reduce its gradients by buckets during backward"""
         size = self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _ALONE
         moment.notes["modules"] = list(model.modules())  # to walk over the model in every round would cost more
+        moment.network.communicators = self.nccl_comm_num
         moment.replicate(bucket_cap_mb=size, find_unused_parameters=self.find_unused_parameters)
         return model
 
     @at(Stage.PARAMETER)
     def share(self, params: list[Tensor], moment: Moment) -> None:
         """give every rank the buffers of rank 0, so that evaluation agrees and needs no communication"""
-        if moment.world.size > 1:
+        if moment.world.size > 1 and not moment.local:  # who parts the ranks brings them together again
             buffers = [b for m in moment.notes["modules"] for b in m._buffers.values() if b is not None]
             moment.world.broadcast(buffers)

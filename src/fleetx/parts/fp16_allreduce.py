@@ -1,8 +1,39 @@
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from fleetx.moment import Bucket, Moment
 from fleetx.part import Part, settings
+from fleetx.stage import Stage, at
 
 
 @settings
 class FP16AllReduce(Part):
-    """Send gradients in half precision, and use them in float32."""
+    """Send gradients in half precision, and use them in float32.
+
+    g <- fp32(sum over ranks of half(g / ranks)). The sum is taken in half precision too, as the backend does it.
+    Neutral: there is none between ranks; alone nothing is sent.
+    """
+
+    dtype: Literal["float16", "bfloat16"] = "float16"
+    """What travels. bfloat16 has the range of float32 and fewer digits."""
+
+    neutral: ClassVar[dict[str, str]] = {}
+    costs: ClassVar[str] = "network: half; time: two casts of each bucket; precision: 11 bits (8 in bfloat16)"
+
+    @at(Stage.REDUCE)
+    def send(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+        """mean of each bucket over the ranks, in half precision on the wire"""
+        half = torch.float16 if self.dtype == "float16" else torch.bfloat16
+        buffers = moment.notes.setdefault("buffers", {})
+        sent = buffers.get(bucket.index)
+        if sent is None or sent.shape != bucket.buffer.shape:  # DDP sorts its buckets anew after the first step
+            sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
+        # Divided while it is still float32: the sum must not overflow.
+        torch.div(bucket.buffer, moment.world.size, out=bucket.buffer)
+        sent.copy_(bucket.buffer)
+        return moment.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))

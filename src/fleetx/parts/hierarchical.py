@@ -1,18 +1,68 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field
+from torch import nn
+from torch.optim import Optimizer
 
+from fleetx.moment import Moment
 from fleetx.part import Part, settings
+from fleetx.routes import inside_hosts
+from fleetx.stage import Stage, at
+from fleetx.world import World
 
 
 @settings
 class Hierarchical(Part):
-    """Reduce inside of a group, between the leaders of the groups, and back."""
+    """Reduce inside of each group of ranks, all-reduce between the leaders of the groups, broadcast inside.
+
+    A group is meant to be a host: then every byte crosses the link between two hosts once.
+    Neutral: groups of one rank are the flat all-reduce.
+    """
 
     inter_nranks: Annotated[int, Field(ge=1)] = 1
-    """Ranks in a group."""
+    """Ranks in a group, which follow one another; 1: as many as there are on a host."""
 
     switch: ClassVar[str] = "use_hierarchical_allreduce"
     flat: ClassVar[dict[str, str]] = {"hierarchical_allreduce_inter_nranks": "inter_nranks"}
+    neutral: ClassVar[dict[str, int]] = {}
+    costs: ClassVar[str] = "network: between hosts the gradients once, inside of them twice"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if world.size == 1:
+            return
+        found = self._inside(world)
+        if found == 0:
+            yield (
+                "use_hierarchical_allreduce: the hosts do not have equally many workers that follow one another "
+                "in rank: set strategy.hierarchical_allreduce_inter_nranks"
+            )
+        elif world.size % found:
+            good = [n for n in range(2, world.size + 1) if world.size % n == 0]
+            yield (
+                f"hierarchical_allreduce_inter_nranks = {found} does not divide {world.size} ranks: "
+                f"use {' or '.join(map(str, good))}"
+            )
+
+    def _inside(self, world: World) -> int:
+        return self.inter_nranks if self.inter_nranks > 1 else inside_hosts(world.hosts())
+
+    @at(Stage.MODEL)
+    def arrange(self, model: nn.Module, moment: Moment) -> nn.Module:
+        """reduce inside of each host, all-reduce between their leaders, broadcast inside"""
+        if moment.world.size > 1:
+            moment.network.inside = self._inside(moment.world)
+        return model
+
+    def remarks(self, moment: Moment | None) -> Iterator[str]:
+        if moment is None or moment.world.size == 1:
+            return
+        inside, size = moment.network.inside, moment.world.size
+        if inside == size:
+            yield f"all {size} ranks are in one group: there is nothing between groups, and the flat way is faster"
+        elif inside == 1:
+            yield "every host has one worker: this is the flat way"
+        else:
+            yield f"{size // inside} groups of {inside} ranks"

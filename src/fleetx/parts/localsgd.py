@@ -1,17 +1,68 @@
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import Optimizer
 
+from fleetx import local_rounds
+from fleetx.moment import Bucket, Moment
 from fleetx.part import Part, settings
+from fleetx.stage import Fact, Stage, at
+from fleetx.world import World
 
 
 @settings
 class LocalSGD(Part):
-    """Let every rank update alone, and average the parameters once in `k_steps` rounds."""
+    """Let every rank update alone, and average the parameters once in `k_steps` rounds.
+
+    p <- mean over ranks of p. With the outer optimizer: d = a - mean(p), b <- outer_momentum * b + d,
+    p <- a - outer_lr * (d + outer_momentum * b), a being the parameters after the last average (Douillard et al. 2023).
+    Neutral: k_steps=1 with plain SGD is data parallelism.
+    """
 
     k_steps: Annotated[int, Field(ge=1)] = 1
     """Rounds between two averages."""
     begin_step: Annotated[int, Field(ge=1)] = 1
     """Until this round the parameters are averaged in every round."""
+    average_momentum: bool = False
+    """Average what the optimizer has gathered too."""
+    average_buffers: bool = False
+    """Average BatchNorm's statistics; without it every rank takes those of rank 0."""
+    overlap: bool = False
+    """Take the average while the next rounds run, and bring it in with the following one."""
+    outer_lr: Annotated[float, Field(gt=0)] = 1.0
+    """The rate of the outer optimizer."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The Nesterov momentum of the outer optimizer."""
+    allow_single: bool = False
+    """Do not mind that there is one rank only, for debugging."""
+
+    neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
+    costs: ClassVar[str] = "network: the size of the parameters once in k_steps rounds, none during backward"
+
+    def problems(self) -> Iterator[str]:
+        yield from local_rounds.problems(self)
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from local_rounds.misfits("localsgd", self, world)
+
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        return {"last": 0}
+
+    @at(Stage.REDUCE, makes={Fact.LOCAL})
+    def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+        """leave the gradient on its rank"""
+        return local_rounds.keep(self, bucket, moment)
+
+    @at(Stage.PARAMETER, needs={Fact.LOCAL})
+    def average(self, params: list[Tensor], moment: Moment) -> None:
+        """average the parameters over the ranks once in k_steps rounds"""
+        if moment.round <= self.begin_step or moment.round - moment.state["last"] >= self.k_steps:
+            local_rounds.average(self, params, moment)
+
+    def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
+        local_rounds.settle(self, params, moment, last=last)

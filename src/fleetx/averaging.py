@@ -1,0 +1,89 @@
+"""The mean of many tensors over the ranks, in flat buckets: never a call per tensor, never a copy of all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from fleetx.routes import Network
+
+BUCKET_BYTES = 32 * 1024 * 1024
+
+
+def average(tensors: list[Tensor], network: Network) -> None:
+    """In place, waiting for it. One bucket travels while the next is filled, and no more are kept."""
+    under_way: deque[tuple[list[Tensor], Future[Tensor]]] = deque()
+    for number, bucket in enumerate(buckets(tensors)):
+        if len(under_way) == 2:
+            _unpack(*under_way.popleft())
+        under_way.append((bucket, network.mean(pack(bucket), number)))
+    while under_way:
+        _unpack(*under_way.popleft())
+
+
+def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, as many as fit."""
+    bucket: list[Tensor] = []
+    size = 0
+    for t in tensors:
+        bytes_ = t.numel() * t.element_size()
+        if bucket and (size + bytes_ > BUCKET_BYTES or t.dtype is not bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(t)
+        size += bytes_
+    if bucket:
+        yield bucket
+
+
+def pack(bucket: list[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in bucket])
+
+
+def views(flat: Tensor, bucket: list[Tensor]) -> list[Tensor]:
+    """The pieces of a flat buffer in the shapes of the tensors that were packed into it."""
+    return [v.view_as(t) for v, t in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True)]
+
+
+def _unpack(bucket: list[Tensor], future: Future[Tensor]) -> None:
+    torch._foreach_copy_([t.detach() for t in bucket], views(future.wait(), bucket))
+
+
+class Background:
+    """A mean that is taken while training goes on: p <- p + mean(s) - s, where s is what p was when it began.
+
+    Each rank keeps what it did meanwhile, and gives up only its distance from the others.
+    """
+
+    def __init__(self, network: Network):
+        self._network = network
+        self._sent: list[Tensor] = []
+        self._means: list[Future[Tensor]] = []
+
+    def begin(self, tensors: list[Tensor]) -> None:
+        self._sent = [pack(bucket) for bucket in buckets(tensors)]
+        self._means = [self._network.mean(sent.clone(), number) for number, sent in enumerate(self._sent)]
+
+    def finish(self, tensors: list[Tensor]) -> None:
+        """Wait for the mean, and bring it in. Every rank must do so in the same round."""
+        for bucket, (sent, mean) in zip(buckets(tensors) if self._sent else (), self.saved(), strict=True):
+            torch._foreach_add_([t.detach() for t in bucket], views(mean - sent, bucket))
+        self._sent, self._means = [], []
+
+    def saved(self) -> list[list[Tensor]]:
+        """What is under way, for a checkpoint: waits for it, and changes nothing."""
+        return [[sent, mean.wait()] for sent, mean in zip(self._sent, self._means, strict=True)]
+
+    def load(self, saved: list[list[Tensor]]) -> None:
+        self._sent = [sent for sent, _ in saved]
+        self._means = [done(mean) for _, mean in saved]
+
+
+def done(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,119 @@
+"""What LocalSGD and its adaptive sister share: rounds without communication, and the average that ends a period."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from fleetx import averaging
+from fleetx.errors import UsageError
+from fleetx.moment import Bucket, Moment
+from fleetx.world import World
+
+
+def problems(part: Any) -> Iterator[str]:
+    if part.overlap and _outer(part):
+        yield "overlap and an outer optimizer exclude each other: keep one of overlap and outer_lr / outer_momentum"
+    if part.overlap and part.average_momentum:
+        yield "overlap and average_momentum exclude each other: keep one"
+
+
+def misfits(switch: str, part: Any, world: World) -> Iterator[str]:
+    if world.size == 1 and not part.allow_single:
+        yield (
+            f"{switch}: there is one worker, so there is nothing to communicate: start more with fleetrun, or set "
+            f"strategy.{switch}_configs['allow_single'] = True for debugging"
+        )
+
+
+def keep(part: Any, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+    if _outer(part) and "anchor" not in moment.state:
+        _anchor(moment)
+    return averaging.done(bucket.buffer)
+
+
+def average(part: Any, params: list[Tensor], moment: Moment) -> None:
+    """End a period."""
+    moment.state["last"] = moment.round
+    if part.overlap:
+        background = _background(moment)
+        background.finish(params)
+        background.begin(params)
+    elif _outer(part) and moment.world.size > 1:
+        _outer_step(part, params, moment)
+    else:
+        averaging.average(params, moment.network)
+    if part.average_momentum:
+        averaging.average(_gathered(params, moment), moment.network)
+    _buffers(part, moment)
+
+
+def settle(part: Any, params: list[Tensor], moment: Moment, *, last: bool) -> None:
+    """At the end of training, bring in what is under way and average what was done since; or keep it for later."""
+    if last:
+        if part.overlap:
+            _background(moment).finish(params)
+            averaging.average(params, moment.network)  # what an average in the background leaves are small distances
+            _buffers(part, moment)
+        elif moment.round > moment.state["last"]:
+            average(part, params, moment)
+    elif part.overlap:
+        moment.notes["kept"] = moment.state["under_way"] = _background(moment).saved()
+
+
+def _background(moment: Moment) -> averaging.Background:
+    """The average that is under way, be it that of a checkpoint."""
+    background = moment.notes.setdefault("background", averaging.Background(moment.network))
+    saved = moment.state.pop("under_way", None)
+    if saved is not None and saved is not moment.notes.get("kept"):
+        background.load(saved)
+    return background
+
+
+def _outer(part: Any) -> bool:
+    return part.outer_lr != 1.0 or part.outer_momentum != 0.0
+
+
+def _anchor(moment: Moment) -> None:
+    """Where the outer optimizer measures from: made before the first update, when the ranks are still equal."""
+    moment.state["anchor"] = {name: p.detach().clone() for p, name in moment.names.items()}
+    moment.state["outer"] = {name: torch.zeros_like(a) for name, a in moment.state["anchor"].items()}
+
+
+def _outer_step(part: Any, params: list[Tensor], moment: Moment) -> None:
+    averaging.average(params, moment.network)
+    names = [moment.names[p] for p in params]  # type: ignore[index]
+    anchors = [moment.state["anchor"][name] for name in names]
+    buffers = [moment.state["outer"][name] for name in names]
+    for p, a, b in zip(params, anchors, buffers, strict=True):  # one tensor at a time: no copy of the model
+        step = a - p.detach()
+        b.mul_(part.outer_momentum).add_(step)
+        a.sub_(step.add_(b, alpha=part.outer_momentum), alpha=part.outer_lr)
+        p.detach().copy_(a)
+
+
+def _gathered(params: list[Tensor], moment: Moment) -> list[Tensor]:
+    """What the optimizer keeps for each parameter in its shape: momentum, moments."""
+    state = moment.optimizer.state
+    found = [s for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
+    found = [s for s in found if s.dim() and s.is_floating_point()]
+    sizes = moment.world.gather(torch.tensor([sum(s.numel() for s in found)], device=moment.device)).flatten().tolist()
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"average_momentum: the optimizers of the ranks have gathered different numbers of values ({sizes}), "
+            "because some parameters got a gradient on some ranks only"
+        )
+    return found
+
+
+def _buffers(part: Any, moment: Moment) -> None:
+    if moment.world.size == 1:
+        return
+    buffers = [b for b in moment.model.buffers() if b is not None]
+    floats = [b for b in buffers if b.is_floating_point()] if part.average_buffers else []
+    averaging.average(floats, moment.network)
+    moment.world.broadcast([b for b in buffers if not any(b is f for f in floats)])

@@ -1,0 +1,215 @@
+"""How a buffer becomes its sum over the ranks, and how messages of unequal length reach all of them.
+
+A route belongs to one set of process groups. Several routes carry several buffers at a time; a buffer takes the route
+of its number, so that the ranks agree without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from fleetx.line import Line
+from fleetx.world import World
+
+Group = dist.ProcessGroup | None
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank put on the wire or would have, counted where they are handed over."""
+
+    sent: int = 0
+
+
+class Route:
+    """What every route can do."""
+
+    def sum(self, buffer: Tensor) -> Future[Tensor]:
+        """Begin to replace a buffer by its sum over the ranks."""
+        raise NotImplementedError
+
+    def gather(self, message: Tensor) -> list[Tensor]:
+        """The messages (bytes) of all ranks, by rank. It waits: call it on a line."""
+        raise NotImplementedError
+
+    def sum_here(self, buffer: Tensor) -> None:
+        """As `sum`, and wait for it: for a line, which must not use the group of the others."""
+        self.sum(buffer).wait()
+
+
+class Flat(Route):
+    """All ranks at once: the all-reduce of the backend."""
+
+    def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
+        self._world, self._group, self._messages, self._traffic = world, group, messages, traffic
+
+    def sum(self, buffer: Tensor) -> Future[Tensor]:
+        self._traffic.sent += _ring(buffer, self._world.size)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def gather(self, message: Tensor) -> list[Tensor]:
+        return _gather(message, self._world.size, self._messages, self._traffic)
+
+    def sum_here(self, buffer: Tensor) -> None:
+        self._traffic.sent += _ring(buffer, self._world.size)
+        dist.all_reduce(buffer, group=self._messages)
+
+
+class Hierarchical(Route):
+    """Reduce inside of each group of neighbours, all-reduce between their leaders, broadcast inside.
+
+    Each of the three has a line and a process group of its own, so that one buffer is between the leaders while the
+    next is being reduced inside: the slow link never waits.
+    """
+
+    def __init__(self, world: World, size: int, traffic: Traffic):
+        groups = [list(range(start, start + size)) for start in range(0, world.size, size)]
+        self._world, self._size, self._traffic = world, size, traffic
+        self._groups = len(groups)
+        self._leader = world.rank // size * size
+        self._inward = _my_group(groups, world.rank)
+        self._outward = _my_group(groups, world.rank)
+        self._leaders = dist.new_group([group[0] for group in groups])
+        self._messages = _my_group(groups, world.rank), dist.new_group([group[0] for group in groups])
+        self._lines = [Line(name, world.device) for name in ("inside", "between", "back")]
+
+    @property
+    def leads(self) -> bool:
+        return self._world.rank == self._leader
+
+    def sum(self, buffer: Tensor) -> Future[Tensor]:
+        inside, between, back = self._lines
+        done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+
+        def reduce() -> None:
+            dist.reduce(buffer, dst=self._leader, group=self._inward)
+            _follow(between.ask(exchange), done)
+
+        def exchange() -> None:
+            if self.leads:
+                self._traffic.sent += _ring(buffer, self._world.size // self._size)
+                dist.all_reduce(buffer, group=self._leaders)
+            _follow(back.ask(broadcast), done)
+
+        def broadcast() -> None:
+            dist.broadcast(buffer, src=self._leader, group=self._outward)
+            done.set_result(buffer)
+
+        _follow(inside.ask(reduce), done)
+        return done
+
+    def gather(self, message: Tensor) -> list[Tensor]:
+        """The leaders exchange what their groups have: a message crosses the link between two groups once."""
+        group, leaders = self._messages
+        inside = _gather(message, self._size, group, Traffic())
+        lengths = torch.tensor([m.numel() for m in inside], device=message.device)
+        everything = [torch.cat([lengths.view(torch.uint8), *inside])]
+        if self.leads:
+            everything = _gather(everything[0], self._world.size // self._size, leaders, self._traffic)
+        sizes = torch.zeros(self._groups, dtype=torch.int64, device=message.device)
+        if self.leads:
+            sizes.copy_(torch.tensor([m.numel() for m in everything]))
+        dist.broadcast(sizes, src=self._leader, group=group)
+        whole = torch.cat(everything) if self.leads else message.new_empty(int(sizes.sum()))
+        dist.broadcast(whole, src=self._leader, group=group)
+        return [m for part in whole.split(sizes.tolist()) for m in self._parted(part)]
+
+    def _parted(self, part: Tensor) -> list[Tensor]:
+        head = 8 * self._size
+        return list(part[head:].split(part[:head].clone().view(torch.int64).tolist()))
+
+
+class Network:
+    """What parts ask for at set-up, and the routes that come of it."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.communicators = 1  # how many routes
+        self.inside = 1  # ranks in a group of a hierarchy; 1: there is none
+        self.messages = False  # will anything be gathered?
+        self.traffic = Traffic()
+        self._routes: list[Route] = []
+
+    @property
+    def plain(self) -> bool:
+        """Is the mean what DDP does by itself?"""
+        return self.communicators == 1 and self.inside == 1
+
+    def open(self) -> None:
+        """Every rank must call it at the same place: process groups are made together."""
+        if self.world.size > 1 and not self._routes:
+            self._routes = [self._make(i) for i in range(self.communicators)]
+
+    def _make(self, number: int) -> Route:
+        if self.inside > 1:
+            return Hierarchical(self.world, self.inside, self.traffic)
+        # Messages go from a thread of their own, which must not share a group with whoever reduces meanwhile.
+        messages = dist.new_group() if self.messages else None
+        return Flat(self.world, dist.new_group() if number else None, messages, self.traffic)
+
+    def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
+        if self.world.size == 1:
+            alone: Future[Tensor] = Future()
+            alone.set_result(buffer)
+            return alone
+        return self._routes[number % len(self._routes)].sum(buffer)
+
+    def mean(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
+        return self.sum(buffer.div_(self.world.size), number)
+
+    def sum_here(self, buffer: Tensor, number: int = 0) -> None:
+        self._routes[number % len(self._routes)].sum_here(buffer)
+
+    def gather(self, message: Tensor, number: int = 0) -> list[Tensor]:
+        return self._routes[number % len(self._routes)].gather(message)
+
+
+def inside_hosts(hosts: Sequence[Any]) -> int:
+    """How many neighbouring ranks share a host; 0 if that is not the same number everywhere."""
+    size = hosts.count(hosts[0])
+    even = all(len(set(hosts[i : i + size])) == 1 for i in range(0, len(hosts), size)) and len(hosts) % size == 0
+    return size if even and len(set(hosts)) == len(hosts) // size else 0
+
+
+def _my_group(groups: list[list[int]], rank: int) -> Group:
+    made = [dist.new_group(ranks) for ranks in groups]  # every rank must take part in making every group
+    return made[next(i for i, ranks in enumerate(groups) if rank in ranks)]
+
+
+def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[Tensor]:
+    length = torch.tensor([message.numel()], device=message.device)
+    lengths = torch.empty(size, dtype=length.dtype, device=message.device)
+    dist.all_gather_single(lengths, length, group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=message.device)
+    padded[: message.numel()] = message
+    out = padded.new_empty(size * longest)
+    dist.all_gather_single(out, padded, group=group)
+    traffic.sent += (size - 1) * (longest + length.element_size())
+    return [row[:n] for row, n in zip(out.view(size, longest), lengths.tolist(), strict=True)]
+
+
+def _ring(buffer: Tensor, size: int) -> int:
+    """What a rank sends in an all-reduce by a ring."""
+    return 2 * (size - 1) * buffer.numel() * buffer.element_size() // size
+
+
+def _follow(step: Future[None], done: Future[Tensor]) -> None:
+    """A step that raises ends the whole."""
+
+    def check(ended: Future[None]) -> None:
+        try:
+            ended.value()
+        except Exception as error:
+            done.set_exception(error)  # type: ignore[arg-type]
+
+    step.add_done_callback(check)

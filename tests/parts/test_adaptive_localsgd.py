@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from fleetx import StrategyError, UsageError, fleet
+from training import assert_close, batches, net, share, train
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def run(settings, rates=None, rounds=12):
+    """The periods that were chosen, the losses, and where the averages were."""
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, plain_sgd(model), fleet.DistributedStrategy(adaptive_localsgd=settings))
+    state = fleet._engine(model).state["AdaptiveLocalSGD"]
+    periods, losses = [], []
+    for i, (x, y) in enumerate(share(batches(rounds), fleet.worker_index(), fleet.worker_num())):
+        if rates:
+            optimizer.param_groups[0]["lr"] = rates[i]
+        losses.append(fleet.forward_backward(x, y, loss_fn=mse_loss).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        periods.append((state["last"], state["k"]))
+    return periods, losses, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def test_a_longest_period_of_one_is_data_parallelism(ranks):
+    expected = train(batches(12), optimizer=plain_sgd)
+    for _, _, got in ranks.run(run, {"max_k_steps": 1}):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("rates", [None, [0.1] * 4 + [0.01] * 8], ids=["one rate", "a falling rate"])
+def test_the_period_is_that_of_the_formula(ranks, rates):
+    settings = {"init_k_steps": 3, "begin_step": 2, "max_k_steps": 7}
+    (periods, first, _), (same, second, _) = ranks.run(run, settings, rates)
+    assert periods == same
+    losses = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    rates = rates or [0.1] * 12
+    k, last, expected = 3, 0, []
+    for step, (loss, lr) in enumerate(zip(losses, rates, strict=True), start=1):
+        if step <= 2 or step - last >= k:
+            last = step
+            if step > 2:
+                k = min(max(math.ceil(math.sqrt(rates[0] * loss / (lr * losses[0])) * 3), 1), 7)
+        expected.append((last, k))
+    assert periods == expected
+    assert len({k for _, k in periods}) > 1
+
+
+def blind():
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(
+        model, plain_sgd(model), fleet.DistributedStrategy(adaptive_localsgd={"allow_single": True})
+    )
+    x, y = batches(1)[0]
+    mse_loss(model(x), y).backward()
+    with pytest.raises(UsageError, match=r"call fleet.backward\(loss\)"):
+        optimizer.step()
+
+
+def test_a_loss_that_cannot_be_seen_is_said():
+    blind()
+
+
+def test_the_choice_is_logged(caplog):
+    caplog.set_level("INFO", logger="fleetx")
+    run({"allow_single": True, "init_k_steps": 4})
+    assert any("a period of" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_k_steps": 20}, "init_k_steps = 20 is above max_k_steps = 16"),
+        ({"overlap": True, "outer_lr": 0.5}, "exclude each other"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(StrategyError, match=message):
+        fleet.DistributedStrategy(adaptive_localsgd=settings).plan()
+
+
+def test_one_worker_has_nothing_to_communicate():
+    fleet.init()
+    model = net()
+    with pytest.raises(StrategyError, match="nothing to communicate"):
+        fleet.distribute(model, plain_sgd(model), fleet.DistributedStrategy(adaptive_localsgd=True))

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx import StrategyError, fleet
+from training import (
+    adam,
+    assert_close,
+    assert_equal,
+    batches,
+    net,
+    sgd,
+    share,
+    train,
+    train_fleet,
+    weights,
+    zero_last,
+)
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def mean_of(results):
+    return {k: torch.stack([r[k] for r in results]).mean(0) for k in results[0]}
+
+
+def build(declared, *, make=net, optimizer=sgd):
+    fleet.init()
+    model = make()
+    return fleet.distribute(model, optimizer(model), fleet.DistributedStrategy(**declared))
+
+
+def train_plain(data, declared):
+    return train_fleet(data, declared, optimizer=plain_sgd)
+
+
+def test_a_period_of_one_with_plain_sgd_is_data_parallelism(ranks):
+    expected = train(batches(), optimizer=plain_sgd)
+    for got in ranks.run(train_plain, batches(), {"localsgd": True}):
+        assert_close(got, expected)
+
+
+def reference(data, size, k, begin, *, lr=0.1, momentum=0.9, outer_lr=1.0, outer_momentum=0.0):
+    """Each rank's training by plain PyTorch, one after the other, and the average by hand."""
+    models = [net().double() for _ in range(size)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=lr, momentum=momentum) for m in models]
+    anchor = [p.detach().clone() for p in models[0].parameters()]
+    outer = [torch.zeros_like(a) for a in anchor]
+    last = 0
+    for step, (x, y) in enumerate(data, start=1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            zero_last(model, optimizer, x.double().chunk(size)[rank], y.double().chunk(size)[rank])
+        if step <= begin or step - last >= k:
+            last = step
+            for i, params in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+                with torch.no_grad():
+                    d = anchor[i] - torch.stack(list(params)).mean(0)
+                    outer[i] = outer_momentum * outer[i] + d
+                    anchor[i] = anchor[i] - outer_lr * (d + outer_momentum * outer[i])
+                    for p in params:
+                        p.copy_(anchor[i])
+    return [{k: v.float() for k, v in weights(m).items()} for m in models]
+
+
+@pytest.mark.parametrize(("k", "begin"), [(2, 1), (3, 2), (4, 4)])
+def test_against_the_same_by_hand_in_float64(ranks, k, begin):
+    declared = {"localsgd": {"k_steps": k, "begin_step": begin}}
+    for got, expected in zip(
+        ranks.run(train_fleet, batches(), declared), reference(batches(), 2, k, begin), strict=True
+    ):
+        assert_close(got, expected)
+
+
+def test_the_outer_optimizer_against_the_same_by_hand(ranks):
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.5}
+    declared = {"localsgd": {"k_steps": 2, **outer}}
+    for got, expected in zip(
+        ranks.run(train_fleet, batches(), declared), reference(batches(), 2, 2, 1, **outer), strict=True
+    ):
+        assert_close(got, expected)
+
+
+def count_calls(declared, rounds):
+    """How many collectives there were, and of how many bytes."""
+    model, optimizer = build(declared)
+    network = fleet._engine(model).network
+    calls, real = [], network.sum
+    network.sum = lambda buffer, number=0: (calls.append(buffer.numel() * 4), real(buffer, number))[1]
+    for x, y in share(batches(rounds), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    return calls
+
+
+def test_backward_communicates_nothing_and_an_average_is_one_flat_bucket(ranks):
+    size = sum(p.numel() for p in net().parameters()) * 4
+    for calls in ranks.run(count_calls, {"localsgd": {"k_steps": 4}}, 9):
+        assert calls == [size] * 3  # rounds 1, 5 and 9
+
+
+def drift(declared, make=net):
+    """Are the ranks equal after each round?"""
+    model, optimizer = build(declared, make=make)
+    out = []
+    for x, y in share(batches(6), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+        out.append(weights(model))
+    return out
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_the_ranks_are_equal_after_an_average_and_differ_between(ranks, momentum):
+    a, b = ranks.run(drift, {"localsgd": {"k_steps": 3, "average_momentum": momentum}})
+    equal = [all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True)]
+    assert equal == [True, False, False, True, False, False]
+
+
+def test_averaged_momentum_with_a_period_of_one_is_data_parallelism(ranks):
+    expected = train(batches())
+    for got in ranks.run(train_fleet, batches(), {"localsgd": {"average_momentum": True}}):
+        assert_close(got, expected)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_statistics_of_batch_norm(ranks, averaged):
+    results = ranks.run(drift, {"localsgd": {"k_steps": 2, "average_buffers": averaged}}, Normed)
+    after, before = ([r[i]["body.1.running_mean"] for r in results] for i in (2, 1))
+    assert torch.equal(*after)
+    assert not torch.equal(*before)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"gradient_merge": {"k_steps": 2}},
+        {"lars": {"lars_coeff": 0.02}},
+        {"amp": {"dtype": "bfloat16"}},
+        {"amp": {"init_loss_scaling": 1024.0}},
+        {"recompute": {"checkpoints": ["0", "2"]}},
+        {"clip": {"clip_norm": 0.1}},
+        {"use_hierarchical_allreduce": True},
+    ],
+    ids=str,
+)
+def test_with_other_strategies_each_rank_trains_as_if_alone_between_averages(ranks, others):
+    """Never averaged (but for round 1, where both ranks have the same data): exactly what one rank does alone."""
+    data = batches(4)
+    same = [(torch.cat([x, x]), torch.cat([y, y])) for x, y in data]
+    alone = train_fleet(data, others)
+    for got in ranks.run(train_fleet, same, others | {"localsgd": {"k_steps": 100}}):
+        assert_close(got, alone)
+
+
+def test_with_lamb(ranks):
+    for got in ranks.run(train_lamb):
+        assert got
+
+
+def train_lamb():
+    results = train_fleet(batches(), {"lamb": True, "localsgd": {"k_steps": 2}}, optimizer=adam)
+    return all(v.isfinite().all() for v in results.values())
+
+
+def overlapped(rounds, save_at=None, resume=False):
+    model, optimizer = build({"localsgd": {"k_steps": 2, "overlap": True}}, optimizer=plain_sgd)
+    data = share(batches(rounds), fleet.worker_index(), 2)
+    for i, (x, y) in enumerate(data):
+        zero_last(model, optimizer, x, y)
+        if i == save_at:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict()], file)
+            if resume:
+                file.seek(0)
+                saved = torch.load(file, weights_only=True)
+                model, optimizer = build({"localsgd": {"k_steps": 2, "overlap": True}}, optimizer=plain_sgd)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+    unfinished = weights(model)
+    fleet.flush(optimizer=optimizer)
+    return unfinished, weights(model)
+
+
+def test_an_average_that_overlaps_is_brought_in_with_the_next(ranks):
+    results = ranks.run(overlapped, 7)
+    models = [net().double() for _ in range(2)]
+    sent = None
+    for step, (x, y) in enumerate(batches(7), start=1):
+        for rank, model in enumerate(models):
+            zero_last(model, plain_sgd(model), x.double().chunk(2)[rank], y.double().chunk(2)[rank])
+        if step % 2 == 1:
+            with torch.no_grad():
+                now = [[p.clone() for p in m.parameters()] for m in models]
+                if sent is not None:
+                    for m, mine in zip(models, sent, strict=True):
+                        for p, s, *all_ in zip(m.parameters(), mine, *sent, strict=True):
+                            p.add_(torch.stack(all_).mean(0) - s)
+                    now = [[p.clone() for p in m.parameters()] for m in models]
+                sent = now
+    for (got, final), model in zip(results, models, strict=True):
+        assert_close(got, {k: v.float() for k, v in weights(model).items()})
+        assert_equal(final, results[0][1])
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_checkpoint_while_an_average_is_under_way(ranks, at):
+    """Saving changes nothing, and a resumed run is the unbroken one, bit for bit."""
+    plain, saved, resumed = ranks.run(overlapped, 7), ranks.run(overlapped, 7, at), ranks.run(overlapped, 7, at, True)
+    for a, b, c in zip(plain, saved, resumed, strict=True):
+        assert_equal(a[0], b[0])
+        assert_equal(a[0], c[0])
+
+
+def flushed():
+    model, optimizer = build({"localsgd": {"k_steps": 4}})
+    for x, y in share(batches(7), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    before = weights(model)
+    fleet.flush()
+    return before, weights(model)
+
+
+def test_flush_ends_the_training_with_an_average(ranks):
+    results = ranks.run(flushed)
+    expected = mean_of([before for before, _ in results])
+    for _, after in results:
+        assert_close(after, expected)
+
+
+def test_one_worker_has_nothing_to_communicate():
+    with pytest.raises(StrategyError, match=r"one worker, so there is nothing to communicate.*allow_single"):
+        build({"localsgd": True})
+    assert_equal(train_fleet(batches(), {"localsgd": {"allow_single": True, "k_steps": 3}}), train(batches()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overlap": True, "outer_momentum": 0.9}, "overlap and an outer optimizer exclude each other"),
+        ({"overlap": True, "average_momentum": True}, "overlap and average_momentum"),
+        ({"k_steps": 0}, "k_steps"),
+        ({"outer_momentum": 1.0}, "outer_momentum"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(StrategyError, match=message):
+        fleet.DistributedStrategy(localsgd=settings).plan()
+
+
+def test_two_reducers():
+    with pytest.raises(StrategyError, match=r"FP16AllReduce.send and LocalSGD.keep each want the REDUCE stage"):
+        fleet.DistributedStrategy(localsgd=True, fp16_allreduce=True).plan()

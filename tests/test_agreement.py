@@ -1,0 +1,76 @@
+"""Ranks that would part are told so."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from fleetx import StrategyError, fleet
+from training import net, sgd, zero_last
+
+
+def _differ(declared):
+    fleet.init()
+    model = net()
+    strategy = fleet.DistributedStrategy(**declared[fleet.worker_index()])
+    try:
+        fleet.distribute(model, sgd(model), strategy)
+    except StrategyError as error:
+        return error.problems
+    return []
+
+
+def test_different_strategies_name_ranks_and_keys(ranks):
+    declared = [{"gradient_merge": {"k_steps": 2}}, {"gradient_merge": {"k_steps": 4}, "sync_batch_norm": True}]
+    first, second = ranks.run(_differ, declared)
+    assert first == second
+    assert first == [
+        "the ranks declare different strategies: gradient_merge_configs['k_steps'] = 2 on rank 0, 4 on rank 1",
+        "the ranks declare different strategies: sync_batch_norm = False on rank 0, True on rank 1",
+    ]
+
+
+def test_the_same_strategy_in_other_words(ranks):
+    declared = [{"gradient_merge": True}, {"gradient_merge": {"k_steps": 1}}]
+    assert ranks.run(_differ, declared) == [[], []]
+
+
+def _at_init():
+    strategy = fleet.DistributedStrategy(amp={"dtype": ["float16", "bfloat16"][fleet_rank()]})
+    with pytest.raises(StrategyError, match="'float16' on rank 0, 'bfloat16' on rank 1"):
+        fleet.init(strategy=strategy)
+    return True
+
+
+def fleet_rank():
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def test_found_at_init_where_a_strategy_is_given_there(ranks):
+    assert ranks.run(_at_init) == [True, True]
+
+
+def _uneven(counts):
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))
+    from training import batches
+
+    seen = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in fleet.join(batches(counts[fleet.worker_index()])):
+            zero_last(model, optimizer, x, y)
+            seen += 1
+        fleet.flush()
+    return seen, [str(w.message) for w in caught]
+
+
+def test_ranks_with_unequal_numbers_of_batches_stop_together(ranks):
+    for seen, said in ranks.run(_uneven, [7, 5]):
+        assert seen == 5
+        assert said == ["rank 1 ran out of batches after 5; what the others still have is left out"]
+    assert ranks.run(_uneven, [4, 4]) == [(4, []), (4, [])]

@@ -1,0 +1,115 @@
+"""The ways to the other ranks, on four of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fleetx import StrategyError, fleet
+from fleetx.line import Line
+from fleetx.routes import inside_hosts
+from rank_pool import Ranks
+from training import adam, assert_close, batches, big, net, train, train_fleet
+
+
+@pytest.fixture(scope="module")
+def four():
+    pool = Ranks(4)
+    yield pool
+    pool.stop()
+
+
+WAYS = {
+    "hierarchical": {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2},
+    "one group": {"use_hierarchical_allreduce": True},
+    "three communicators": {"nccl_comm_num": 3},
+    "both": {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2, "nccl_comm_num": 2},
+}
+small = {"fuse_grad_size_in_MB": 0.0002}  # several buckets
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_equals_the_flat_one(four, way):
+    data = batches(8, size=8)
+    expected = train(data)
+    for got in four.run(train_fleet, data, WAYS[way] | small):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_merged_and_with_clip_and_amp(four, way):
+    data = batches(8, size=8)
+    declared = {"gradient_merge": {"k_steps": 2}, "clip": {"clip_norm": 0.5}}
+    expected = train_fleet(big(data, 2), {"clip": {"clip_norm": 0.5}})
+    for got in four.run(train_fleet, data, WAYS[way] | declared | small):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", [{}, WAYS["both"]], ids=["flat", "both"])
+def test_half_precision_on_the_wire_to_its_rounding(four, dtype, way):
+    data = batches(8, size=8)
+    expected = train(data)
+    rtol = {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    results = four.run(train_fleet, data, way | small | {"fp16_allreduce": {"dtype": dtype}})
+    for got in results:
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(got, results[0], rtol=0, atol=0)
+
+
+def gathered(way):
+    fleet.init()
+    model = net()
+    model, _ = fleet.distribute(model, adam(model), fleet.DistributedStrategy(**way))
+    network = fleet._engine(model).network
+    if network.messages is False and network.plain:
+        network._routes = []
+        network.messages = True
+        network.open()
+    message = torch.arange(fleet.worker_index() * 3, dtype=torch.uint8)  # rank 0 has nothing to say
+    return [m.tolist() for m in network.gather(message)]
+
+
+@pytest.mark.parametrize("way", [{}, WAYS["hierarchical"]], ids=["flat", "hierarchical"])
+def test_messages_of_unequal_length_reach_everyone(four, way):
+    expected = [list(range(3 * rank)) for rank in range(4)]
+    assert four.run(gathered, way) == [expected] * 4
+
+
+def misfit(inside):
+    fleet.init()
+    strategy = fleet.DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=inside)
+    model = net()
+    with pytest.raises(StrategyError, match="= 3 does not divide 4 ranks: use 2 or 4"):
+        fleet.distribute(model, adam(model), strategy)
+    return True
+
+
+def test_groups_that_do_not_divide(four):
+    assert all(four.run(misfit, 3))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size"),
+    [
+        ("aabb", 2),
+        ("abc", 1),
+        ("aa", 2),
+        ("aab", 0),
+        ("abab", 0),
+        ("aabbaa", 0),
+    ],
+    ids=str,
+)
+def test_groups_are_hosts(hosts, size):
+    assert inside_hosts(hosts) == size
+
+
+def test_a_line_keeps_the_order_and_hands_errors_over():
+    line = Line("test", torch.device("cpu"))
+    seen = []
+    futures = [line.ask(lambda i=i: seen.append(i) or i) for i in range(100)]
+    assert [f.wait() for f in futures] == seen == list(range(100))
+    with pytest.raises(Exception, match="lost"):
+        line.ask(lambda: (_ for _ in ()).throw(ValueError("lost"))).wait()
+    assert line.ask(lambda: 7).wait() == 7
