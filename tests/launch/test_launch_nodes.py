@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import free_port, start
+
+from fleetx.errors import LaunchError
+from fleetx.launch import meeting
+from fleetx.launch.options import parse
 
 
 @pytest.fixture
@@ -90,6 +96,47 @@ def test_a_node_does_not_wait_for_ever(tmp_path):
     run = start(tmp_path, "", options=f"--nnodes 2 --master 127.0.0.1:{free_port()} --rank 0 --join_timeout 1").finish()
     assert run.code == 1
     assert "in vain for node 1 to join" in run.err
+
+
+def test_node_0_notices_a_node_that_is_gone_and_no_other(monkeypatch):
+    monkeypatch.setattr(meeting, "BEAT", 0.05)
+    monkeypatch.setattr(meeting, "SILENCE", 2.0)
+    words = f"--device cpu --nnodes 3 --master 127.0.0.1:{free_port()} --stop_timeout 0 -m some".split()
+    nodes = [meeting.Meeting(parse(["--rank", str(rank), *words], given={}), say=print) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda node: node.next_rendezvous(), nodes))
+
+    def look(seconds, living):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert [node.num_nodes_waiting() for node in living] == [0] * len(living)
+            time.sleep(0.05)
+
+    look(3, nodes)  # longer than the silence of a lost one
+    with pytest.raises(LaunchError, match="lost node 2: its fleetrun or its machine has been silent for 2 s"):
+        look(20, nodes[:2])
+
+
+def test_a_fleetrun_that_was_killed_cannot_tell_its_cause_and_the_others_say_so(fleetrun, tmp_path):
+    master = f"--nnodes 2 --master 127.0.0.1:{free_port()} --stop_timeout 1"
+    script = f"""
+    import os, pathlib, time
+    rank = os.environ["RANK"]
+    pathlib.Path("up").write_text("up\\n")
+    while rank != "0" or not pathlib.Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.02)
+    raise ValueError("a consequence")
+    """
+    first, second = (
+        fleetrun(script, where=tmp_path / f"node{rank}", options=f"{master} --rank {rank}") for rank in (0, 1)
+    )
+    first.wait_for("up"), second.wait_for("up")
+    second.signal(signal.SIGKILL)
+    (tmp_path / "go").touch()
+    first.finish()
+    assert first.code == 1
+    assert "fleetrun: node 1 does not answer: the first cause may be there\n" in first.err
+    assert "the first cause on node 0 is rank 0: ValueError: a consequence" in first.err
 
 
 def test_ips_name_the_nodes(tmp_path):

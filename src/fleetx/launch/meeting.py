@@ -6,6 +6,7 @@ All of it is keys in one store that node 0 holds at --master:
     joined/ATTEMPT         counts the nodes that are ready for that attempt; more than 0 asks the others to restart
     joined/ATTEMPT/NODE    what this node brings: {"address", "workers", "nodes"}
     store/ATTEMPT          where the workers of that attempt meet, in a store of their own: {"port", "run_id"}
+    alive/NODE             counts the beats of that node; node 0 gives up when one has no more
     done/ATTEMPT           counts the nodes whose workers have succeeded
     failed                 the first node to give up says so, and why: all others stop
     cause/NODE             the failures of that node, when it has stopped
@@ -38,7 +39,8 @@ from fleetx.launch.voice import SilenceError, Voice
 
 ASK_EVERY = 0.05  # seconds
 PATIENCE = 5.0  # seconds of waiting before we say for what
-SILENCE = 30.0  # seconds without an answer after which node 0 is lost
+SILENCE = 30.0  # seconds without an answer after which node 0 is lost, or without a beat, another node
+BEAT = 5.0  # seconds between the beats of a node
 
 
 class NodeFailedError(Exception):
@@ -55,12 +57,15 @@ class Meeting(Rendezvous):
         self._store: TCPStore | None = None
         self._voice = Voice()
         self._told_done = -1
+        self._next_beat = 0.0
+        self._heard: dict[int, tuple[int, float]] = {}  # by node: its beats, and when we last found a new one
         self._failures: list[Failure] = []
 
     # ------------------------------------------------------------------ meeting
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._attempt += 1
+        self._heard.clear()  # nobody beats while they meet
         attempt, job = self._attempt, self._job
         with self._talking():
             if self._store is None:
@@ -141,10 +146,31 @@ class Meeting(Rendezvous):
         """torchelastic asks ten times a second, and restarts the workers if the answer is not 0."""
         with self._talking():
             self._listen_for_failure()
+            self._beat()
             waiting = self._count(f"joined/{self._attempt + 1}", 0)
         if waiting:
             self._say(f"another node asks for restart {self._attempt + 1} of {self._job.max_restarts}")
         return waiting
+
+    def _beat(self) -> None:
+        """A machine that is gone says nothing: without this, node 0 would wait for it for ever.
+
+        Nodes other than 0 need not listen: they lose node 0 when it does not answer, and hear from it of the rest. A
+        node that stops its workers for a restart has no time to beat.
+        """
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + BEAT
+        self._count(f"alive/{self._job.rank}", 1)
+        patience = SILENCE + self._job.stop_timeout
+        for node in range(1, self._job.nodes) if self._job.rank == 0 else ():
+            beats = self._count(f"alive/{node}", 0)
+            known, since = self._heard.get(node, (-1, now))
+            if beats != known:
+                self._heard[node] = (beats, now)
+            elif now - since > patience:
+                raise LaunchError(f"lost node {node}: its fleetrun or its machine has been silent for {patience:g} s")
 
     def all_done(self) -> bool:
         with self._talking():
@@ -174,8 +200,12 @@ class Meeting(Rendezvous):
             if failed:
                 patience = self._job.stop_timeout + 2.0  # the others are stopping their workers meanwhile
                 self._ask(lambda: all(self._has(f"cause/{node}") for node in nodes), seconds=patience, heeding=False)
+                silent = [node for node in nodes if not self._has(f"cause/{node}")]
+                if silent:
+                    self._say(f"node {', '.join(map(str, silent))} does not answer: the first cause may be there")
+                nodes = [node for node in nodes if node not in silent]
                 for node in nodes:
-                    if node != self._job.rank and self._has(f"cause/{node}"):
+                    if node != self._job.rank:
                         found += [Failure.from_json(text) for text in json.loads(self._get(f"cause/{node}"))]
             self._set(f"gone/{self._job.rank}", "")
             if self._job.rank == 0:
