@@ -35,7 +35,20 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
         warnings.warn(f"the checkpoint holds the state of {', '.join(lost)}, which is off now", stacklevel=4)
     engine.gradients.check(saved)
+    _check_rank(engine, saved)
     return saved
+
+
+def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """What was gathered on one rank would be counted twice by another."""
+    mine = [type(part).__name__ for part in engine.plan.parts if part.personal]
+    here = (engine.world.rank, engine.world.size)
+    if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(name) for name in mine):
+        raise UsageError(
+            f"this checkpoint was written by rank {saved['rank']} of {saved['ranks']}, and the state of "
+            f"{' and '.join(mine)} in it is that rank's alone; this is rank {here[0]} of {here[1]}. Save one "
+            "checkpoint per rank; or remove its 'fleetx', to begin with no residuals"
+        )
 
 
 def load(engine: Engine, saved: Mapping[str, Any]) -> None:

@@ -100,12 +100,7 @@ def adopt(optimizer: Optimizer, kind: type[Layerwise], options: Iterable[Group])
     `fleet.distribute` returns, and these would go on with the plain optimizer without a word. `options` are the `own`
     options of each group.
     """
-    tracked = getattr(vars(optimizer).pop("step", None), "_wrapped_by_lr_sched", False)
-    optimizer.__class__ = kind
-    made: Any = optimizer
-    made._patch_step_function()  # torch's own wrapper of step(), for a class that may never have been instantiated
-    if tracked:
-        _track(made)
+    made: Any = become(optimizer, kind)
     made.declared = list(options)
     for group, own in zip(made.param_groups, made.declared, strict=True):
         group.update(own)
@@ -115,6 +110,16 @@ def adopt(optimizer: Optimizer, kind: type[Layerwise], options: Iterable[Group])
     made.defaults = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "param_names", "initial_lr")}
     made.defaults["excluded"] = []
     return made
+
+
+def become(optimizer: Optimizer, kind: type[Optimizer]) -> Any:
+    """The same object with another step()."""
+    tracked = getattr(vars(optimizer).pop("step", None), "_wrapped_by_lr_sched", False)
+    optimizer.__class__ = kind
+    optimizer._patch_step_function()  # torch's own wrapper of step(), for a class that may never have been made
+    if tracked:
+        _track(optimizer)
+    return optimizer
 
 
 def _track(optimizer: Any) -> None:

@@ -1,19 +1,150 @@
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import SGD, Optimizer
 
+from fleetx.compress import exchange
+from fleetx.line import Line
+from fleetx.moment import Bucket, Moment
+from fleetx.optim.carried import CarriedMomentum
+from fleetx.optim.layerwise import become
 from fleetx.part import Part, settings
+from fleetx.stage import Fact, Stage, at
+from fleetx.structure import sparse_modules
+from fleetx.world import World
+
+SMALLEST = 16384  # elements; smaller tensors travel whole
 
 
 @settings
 class DGC(Part):
-    """Deep gradient compression: send only the largest values, keep the rest with momentum for later steps."""
+    """Deep gradient compression: send only the largest values, keep the rest with momentum for later steps.
+
+    On each rank, for each tensor of at least 16384 elements: u <- m * u + g, v <- v + u; the largest |v| are sent, and
+    set to zero in v and u; p <- p - lr * (mean over ranks of what was sent). Lin et al. 2018, arXiv 1712.01887.
+    Neutral: sparsity=[0.0] is SGD with momentum.
+    """
 
     rampup_begin_step: Annotated[int, Field(ge=0)] = 0
-    """The step at which compression begins."""
+    """The round at which compression begins; before it gradients are averaged whole, and the optimizer has momentum."""
     rampup_step: Annotated[int, Field(ge=1)] = 1
-    """Steps over which `sparsity` is walked through."""
+    """Rounds over which `sparsity` is walked through."""
     sparsity: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.999])
     """The share of values that is not sent, in order of time."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Shorten the gradient of each tensor on each rank to clip_norm / sqrt(ranks) before it is gathered."""
+    value_dtype: Literal["float32", "float16"] = "float32"
+    """What values travel in. What float16 rounds off stays on the rank for later."""
+    allow_single: bool = False
+    """Do not mind that there is one rank only, for debugging."""
+
+    neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
+    personal: ClassVar[bool] = True
+    costs: ClassVar[str] = (
+        "network: 1 - sparsity of the gradients and their places; memory: two copies of the parameters, four in fp16"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if not self.sparsity:
+            yield "sparsity is empty: give at least one share, such as [0.999]"
+
+    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if world.size == 1 and not self.allow_single:
+            yield (
+                "dgc: there is one worker, so there is nothing to communicate: start more with fleetrun, or set "
+                "strategy.dgc_configs['allow_single'] = True for debugging"
+            )
+        if type(optimizer) is not SGD:
+            yield f"dgc carries the momentum of torch.optim.SGD, not the state of {type(optimizer).__name__}: pass SGD"
+            return
+        for option in ("nesterov", "dampening", "maximize", "differentiable"):
+            if any(group[option] for group in optimizer.param_groups):
+                yield f"dgc has no {option}: leave it out of SGD"
+        if sparse := sparse_modules(model):
+            yield f"dgc cannot take sparse gradients, which {sparse} makes: use sparse=False there"
+
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        large = {name: p for name, p in params.items() if _compressed(p)}
+        return {part: {name: torch.zeros_like(p) for name, p in large.items()} for part in ("u", "v")}
+
+    # --- acts -------------------------------------------------------------------------------------
+    @at(Stage.MODEL)
+    def prepare(self, model: nn.Module, moment: Moment) -> nn.Module:
+        """open a way for messages of unequal length"""
+        moment.network.messages = True
+        moment.notes["line"] = Line("dgc", moment.device)
+        moment.notes["params"] = {name: p for p, name in moment.names.items()}
+        return model
+
+    @at(Stage.REDUCE, makes={Fact.MOMENTUM})
+    def send(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+        """gather momentum and residual on each rank, send the largest values, add up what comes"""
+        if moment.round < self.rampup_begin_step:
+            return moment.network.mean(bucket.buffer, bucket.index)
+        work = exchange.Exchange(
+            tensors=[self._tensor(name, g, moment) for name, g in zip(bucket.names, bucket.gradients, strict=True)],
+            sparsity=self.share(moment.round),
+            factor=moment.factor,
+            half=self.value_dtype == "float16",
+            limit=self.clip_norm and self.clip_norm / moment.world.size**0.5,
+        )
+        return moment.notes["line"].ask(lambda: work.run(bucket, moment.network))
+
+    @at(Stage.UPDATE, needs={Fact.MOMENTUM})
+    def carry(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
+        """take momentum and decay from the optimizer where the gradient carries them"""
+        made: Any = become(optimizer, CarriedMomentum)
+        made.carries = partial(self._carries, moment)
+        return made
+
+    @at(Stage.PARAMETER, needs={Fact.MOMENTUM})
+    def settle_residuals(self, params: list[Tensor], moment: Moment) -> None:
+        """keep the new residuals, or the old ones where the update was skipped"""
+        new = moment.notes.pop("new", {})
+        if moment.updated:
+            for name, (u, v) in new.items():
+                moment.notes.setdefault("spare", {})[name] = moment.state["u"][name], moment.state["v"][name]
+                moment.state["u"][name], moment.state["v"][name] = u, v
+        else:
+            moment.notes.setdefault("spare", {}).update(new)
+
+    # --- numbers ----------------------------------------------------------------------------------
+    def share(self, round: int) -> float:
+        """The sparsity of this round."""
+        stage = (round - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
+        return self.sparsity[min(stage, len(self.sparsity) - 1)]
+
+    def _carries(self, moment: Moment, p: Tensor) -> bool:
+        return moment.world.size > 1 and moment.round >= self.rampup_begin_step and _compressed(p)
+
+    def _tensor(self, name: str, g: Tensor, moment: Moment) -> exchange.Carried | Tensor:
+        p = moment.notes["params"][name]
+        if not _compressed(p):
+            return g
+        u, v = moment.state["u"][name], moment.state["v"][name]
+        state = moment.optimizer.state.get(p, {})
+        if (velocity := state.pop("momentum_buffer", None)) is not None:
+            u.copy_(velocity)  # of the rounds before compression
+        group = next(group for group in moment.optimizer.param_groups if any(p is q for q in group["params"]))
+        new = None
+        if moment.scaled:  # an overflow may be found later, on another rank: the old ones are kept until then
+            new = moment.notes.setdefault("spare", {}).pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
+            moment.notes.setdefault("new", {})[name] = new
+        return exchange.Carried(g, p, u, v, new, group["momentum"], group["weight_decay"])
+
+    def remarks(self, moment: Moment | None) -> Iterator[str]:
+        if moment is not None and moment.round and moment.world.size > 1:
+            sent = moment.network.traffic.sent / moment.round
+            dense = sum(p.numel() * p.element_size() for p in moment.names if p.requires_grad)
+            yield f"{sent / 1e6:.3g} MB sent in a round by this rank; whole gradients are {dense / 1e6:.3g} MB"
+
+
+def _compressed(p: Tensor) -> bool:
+    return p.requires_grad and p.numel() >= SMALLEST and p.dtype is torch.float32

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from fleetx import StrategyError, UsageError, fleet
+from fleetx.parts.dgc import DGC
+from training import Batch, assert_close, assert_equal, big, net, share, train, train_fleet, weights, zero_last
+
+
+def wide():
+    """One tensor that is compressed (128 x 160), and small ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(160, 128), nn.Tanh(), nn.Linear(128, 3))
+
+
+def data(n=8, size=8) -> list[Batch]:
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 160, generator=g), torch.randn(size, 3, generator=g)) for _ in range(n)]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def decayed(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def run(declared, optimizer=sgd, n=8):
+    return train_fleet(data(n), declared, make=wide, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, decayed])
+def test_a_sparsity_of_zero_is_sgd_with_momentum(ranks, optimizer):
+    expected = train(data(), make=wide, optimizer=optimizer)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.0]}}, optimizer):
+        assert_close(got, expected)
+
+
+def test_merged_gradients_are_gathered_as_their_mean(ranks):
+    """Also where a window is flushed, whose divisor is another."""
+    expected = train(big(data(8), 4), make=wide, optimizer=sgd)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.0]}, "gradient_merge": {"k_steps": 4}}):
+        assert_close(got, expected)
+
+
+def reference(batches, size, share_of, *, begin=0, momentum=0.9, lr=0.1, decay=0.0, limit=None):
+    """In float64, one rank after the other, with an exact choice of the largest."""
+    models = [wide().double() for _ in range(size)]
+    state = [{} for _ in range(size)]
+    buffers = {}
+    for t, (x, y) in enumerate(batches):
+        grads = []
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            mse_loss(model(x.double().chunk(size)[rank]), y.double().chunk(size)[rank]).backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for i, params in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+            if params[0].numel() < 16384 or t < begin:
+                g = torch.stack([grads[r][i] for r in range(size)]).mean(0) + decay * params[0].detach()
+                buffers[i] = momentum * buffers.get(i, 0.0) + g
+                step = buffers[i]
+            else:
+                sent = []
+                for rank in range(size):
+                    g = grads[rank][i]
+                    if limit is not None:
+                        g = g * min(1.0, limit / size**0.5 / g.norm().item())
+                    s = state[rank].setdefault(i, {"u": buffers.get(i, torch.zeros_like(g)), "v": torch.zeros_like(g)})
+                    s["u"] = momentum * s["u"] + g + decay * params[rank].detach()
+                    s["v"] = s["v"] + s["u"]
+                    k = max(1, int(g.numel() * (1 - share_of(t))))
+                    chosen = torch.zeros(g.numel(), dtype=torch.bool)
+                    chosen[s["v"].abs().flatten().topk(k).indices] = True
+                    chosen = chosen.view_as(g)
+                    sent.append(torch.where(chosen, s["v"], 0.0))
+                    s["v"] = torch.where(chosen, 0.0, s["v"])
+                    s["u"] = torch.where(chosen, 0.0, s["u"])
+                step = torch.stack(sent).mean(0)
+            with torch.no_grad():
+                for p in params:
+                    p.sub_(lr * step)
+    return {k: v.float() for k, v in weights(models[0]).items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, {}),
+        ({"clip_norm": 0.05}, {"limit": 0.05}),
+        ({"rampup_begin_step": 3}, {"begin": 3}),
+    ],
+    ids=["plain", "clipped", "after dense rounds"],
+)
+def test_against_float64_with_an_exact_choice(ranks, settings, more):
+    """A tensor this small is chosen from exactly, so the choice can be compared."""
+    expected = reference(data(), 2, lambda t: 0.99, **more)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.99], **settings}}):
+        assert_close(got, expected)
+
+
+def test_decay_is_gathered_with_the_gradient(ranks):
+    expected = reference(data(), 2, lambda t: 0.99, decay=0.01)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.99]}}, decayed):
+        assert_close(got, expected)
+
+
+def test_the_sparsity_is_walked_through(ranks):
+    settings = {"sparsity": [0.5, 0.9, 0.99], "rampup_begin_step": 1, "rampup_step": 6}
+    part = DGC(**settings)
+    assert [part.share(t) for t in range(1, 9)] == [0.5, 0.5, 0.9, 0.9, 0.99, 0.99, 0.99, 0.99]
+    expected = reference(data(), 2, part.share, begin=1)
+    for got in ranks.run(run, {"dgc": settings}):
+        assert_close(got, expected)
+
+
+def test_sixteen_bits_on_the_wire_lose_nothing_for_good(ranks):
+    """What is rounded off stays on the rank. A few values are sent a step earlier or later than with 32 bits."""
+    full, half = (ranks.run(run, {"dgc": {"sparsity": [0.9], "value_dtype": t}})[0] for t in ("float32", "float16"))
+    start = weights(wide())
+    for name in full:
+        assert (half[name] - full[name]).norm() < 0.05 * (full[name] - start[name]).norm()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"recompute": {"checkpoints": ["0"]}},
+        {"use_hierarchical_allreduce": True},
+        {"nccl_comm_num": 2},
+        {"fuse_grad_size_in_MB": 0.001},
+        {"sync_batch_norm": True},
+    ],
+    ids=str,
+)
+def test_with_other_strategies(ranks, others):
+    expected = reference(data(), 2, lambda t: 0.99)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.99]}} | others):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("amp", [{"dtype": "bfloat16"}, {"init_loss_scaling": 4096.0}], ids=["bf16", "fp16"])
+def test_with_half_precision(ranks, amp):
+    plain = train_fleet(data(), {"amp": amp}, make=wide, optimizer=sgd)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.0]}, "amp": amp}):
+        torch.testing.assert_close(got, plain, rtol=3e-2, atol=1e-2)
+
+
+def build(declared):
+    fleet.init()
+    model = wide()
+    return fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+
+
+def overflow_on_one_rank():
+    """The residuals of every rank before and after a step that overflowed on rank 1 alone."""
+    model, optimizer = build({"dgc": {"sparsity": [0.99]}, "amp": {"init_loss_scaling": 1024.0}})
+    batches = share(data(), fleet.worker_index(), 2)
+    state = fleet._engine(model).state["DGC"]
+    for x, y in batches[:3]:
+        zero_last(model, optimizer, x, y)
+    before = [state[k]["0.weight"].clone() for k in "uv"], weights(model)
+    loss = mse_loss(model(batches[3][0]), batches[3][1])
+    (loss * (float("inf") if fleet.worker_index() == 1 else 1.0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    skipped = not fleet.updated
+    after = [state[k]["0.weight"].clone() for k in "uv"], weights(model)
+    zero_last(model, optimizer, *batches[4])
+    return skipped, before, after, fleet.updated, state["v"]["0.weight"].isfinite().all().item()
+
+
+def test_an_overflow_anywhere_leaves_every_residual_untouched(ranks):
+    for skipped, before, after, went_on, finite in ranks.run(overflow_on_one_rank):
+        assert skipped
+        assert went_on
+        assert finite
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def bytes_sent(declared):
+    model, optimizer = build(declared)
+    for x, y in share(data(), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    engine = fleet._engine(model)
+    return engine.network.traffic.sent / engine.round, str(fleet.explain(model=model))
+
+
+def test_little_is_sent_and_explain_counts_it(ranks):
+    dense = sum(p.numel() for p in wide().parameters()) * 4
+    small = sum(p.numel() for p in wide().parameters() if p.numel() < 16384) * 4
+    for sent, text in ranks.run(bytes_sent, {"dgc": {"sparsity": [0.99]}}):
+        assert sent - small < dense / 40
+        assert "MB sent in a round by this rank" in text
+
+
+def resumed(amp):
+    declared = {"dgc": {"sparsity": [0.5, 0.99], "rampup_begin_step": 2, "rampup_step": 4}} | amp
+    model, optimizer = build(declared)
+    batches = share(data(8), fleet.worker_index(), 2)
+    for i, (x, y) in enumerate(batches):
+        zero_last(model, optimizer, x, y)
+        if i == 3:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, optimizer2 = build(declared)
+    again.load_state_dict(saved[0])
+    optimizer2.load_state_dict(saved[1])
+    for x, y in batches[4:]:
+        zero_last(again, optimizer2, x, y)
+    return weights(model), weights(again)
+
+
+@pytest.mark.parametrize("amp", [{}, {"amp": {"init_loss_scaling": 1024.0}}], ids=["fp32", "fp16"])
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(ranks, amp):
+    for unbroken, again in ranks.run(resumed, amp):
+        assert_equal(unbroken, again)
+
+
+def personal():
+    model, optimizer = build({"dgc": {"sparsity": [0.99]}})
+    for x, y in share(data(3), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    saved = optimizer.state_dict()
+    saved["fleetx"] = saved["fleetx"] | {"rank": 1 - fleet.worker_index()}
+    with pytest.raises(UsageError, match="that rank's alone"):
+        optimizer.load_state_dict(saved)
+    return True
+
+
+def test_residuals_belong_to_their_rank(ranks):
+    assert all(ranks.run(personal))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (
+            torch.optim.Adam,
+            {"allow_single": True},
+            "dgc carries the momentum of torch.optim.SGD, not the state of Adam",
+        ),
+        (lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True), {"allow_single": True}, "dgc has no nesterov"),
+        (lambda p: torch.optim.SGD(p, 0.1, 0.9), {}, r"one worker, so there is nothing to communicate.*allow_single"),
+    ],
+)
+def test_what_does_not_fit(make, settings, message):
+    fleet.init()
+    model = net()
+    with pytest.raises(StrategyError, match=message):
+        fleet.distribute(model, make(model.parameters()), fleet.DistributedStrategy(dgc=settings or True))
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"dgc": {"sparsity": []}}, "sparsity is empty"),
+        ({"dgc": {"sparsity": [1.0]}}, "sparsity"),
+        ({"dgc": True, "lars": True}, "LARS.scale cannot take a gradient that carries momentum already"),
+        ({"dgc": True, "clip": True}, "Clip.shrink cannot take a gradient that carries momentum already"),
+        ({"dgc": True, "localsgd": True}, "DGC.send and LocalSGD.keep each want the REDUCE stage"),
+    ],
+    ids=str,
+)
+def test_contradictions(declared, message):
+    with pytest.raises(StrategyError, match=message):
+        fleet.DistributedStrategy(**declared).plan()
+
+
+def test_alone_and_allowed_it_is_plain_sgd():
+    alone = train_fleet(data(), {"dgc": {"allow_single": True}}, make=wide, optimizer=sgd)
+    assert_equal(alone, train(data(), make=wide, optimizer=sgd))
