@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -74,3 +77,27 @@ def test_ranks_with_unequal_numbers_of_batches_stop_together(ranks):
         assert seen == 5
         assert said == ["rank 1 ran out of batches after 5; what the others still have is left out"]
     assert ranks.run(_uneven, [4, 4]) == [(4, []), (4, [])]
+
+
+UNEQUAL = """
+import torch
+from fleetx import fleet
+fleet.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3 if fleet.worker_index() == 1 else 5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_ran_out_is_named(tmp_path):
+    (tmp_path / "train.py").write_text(UNEQUAL)
+    command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    assert done.returncode
+    said = done.stdout + done.stderr + (tmp_path / "log" / "workerlog.0").read_text()
+    assert "the script of rank 1 after 3 updates had ended, while this rank 0 went on after 3" in said
+    assert "fleet.join(loader)" in done.stderr, done.stderr

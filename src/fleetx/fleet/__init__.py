@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import agreement
+from fleetx import agreement, departures
 from fleetx import world as _world_module
 from fleetx.engine import Engine
 from fleetx.errors import StrategyError, UsageError
@@ -157,10 +157,16 @@ def distribute(
             raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
     agreement.check_strategy(strategy, _here())
     engine = Engine(plan, model, optimizer, _here())
+    departures.watch(_here(), _rounds)
     atexit.unregister(_let_go)
     atexit.register(_let_go)
     _engines[engine] = copy.deepcopy(strategy)  # as it is now: later changes to it change nothing here
     return engine.model, engine.optimizer
+
+
+def _rounds() -> int:
+    engine = Engine.stepped() if Engine.stepped is not None else None
+    return engine.round if engine is not None else 0
 
 
 def _let_go() -> None:
