@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from benchmarks.frame.interleave import Run, Sides
 
@@ -33,6 +33,8 @@ class Benchmark:
     rounds: int
     starts: int
     seconds: float
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -52,19 +54,23 @@ def benchmark(
     rounds: int = 40,
     starts: int = 4,
     seconds: float = 600,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Callable[[Function], Function]:
     """Declare a function to be a benchmark: it measures both sides and returns `Sides`; the ratio is ours / theirs.
 
     `goal` is the most that the ratio may be; without one it is only reported. The function is called in `ranks` fresh
-    processes of one thread each, in one gloo group if there are several, and killed after `seconds`. The rounds are
+    processes of `threads` threads each, in one gloo group if there are several, and killed after `seconds`. They
+    inherit the environment; `environment` is put on top of it, for what is read when a process begins. The rounds are
     divided among several `starts` of these processes: where things lie in memory differs from start to start, and
     favours one side by a percent or so for as long as its process lives.
     """
 
     def mark(function: Function) -> Function:
         function.benchmark = Benchmark(  # type: ignore[attr-defined]
-            function, ours=ours, theirs=theirs, goal=goal, ranks=ranks, rounds=rounds, starts=starts, seconds=seconds
-        )
+            function, ours=ours, theirs=theirs, goal=goal, ranks=ranks, rounds=rounds, starts=starts, seconds=seconds,
+            threads=threads, environment=dict(environment or {}),
+        )  # fmt: skip
         return function
 
     return mark

@@ -1,4 +1,4 @@
-"""A function in n real processes of one thread each: one gloo group on loopback, bounded in time, nothing left over."""
+"""A function in n real processes: one gloo group on loopback, bounded in time, nothing left over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,23 @@ class RankError(RuntimeError):
     """A rank raised, died or took too long."""
 
 
-def run(function: Callable[..., Any], *args: Any, size: int, seconds: float) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    size: int,
+    seconds: float,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Call function(*args) in `size` processes; the results by rank. The function must be importable by its name."""
+    variables = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((function, args, size, seconds)))
         processes = []
         try:
             for rank in range(size):
-                processes.append(_start(folder, rank))
+                processes.append(_start(folder, rank, variables))
             _wait(processes, folder, seconds)
         finally:
             for process in processes:
@@ -38,12 +46,12 @@ def run(function: Callable[..., Any], *args: Any, size: int, seconds: float) -> 
         return [_result(folder, rank) for rank in range(size)]
 
 
-def _start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "FLEETX_DEVICE": "cpu",
+        **variables,
     }
     command = [sys.executable, "-m", "benchmarks.frame.rank", str(os.getpid()), str(folder), str(rank)]
     with open(folder / f"output.{rank}", "wb") as output:

@@ -31,9 +31,11 @@ class Result:
 def measured(benchmark: Benchmark, *, rounds: int | None, out: Path) -> Result:
     """Run a benchmark in its ranks, judge it, and write its JSON."""
     before = machine.load()
+    where = {"size": benchmark.ranks, "seconds": benchmark.seconds}
+    where |= {"threads": benchmark.threads, "environment": benchmark.environment}
     try:
         by_start = tuple(
-            ranks.run(in_rank, benchmark.function, n, start, size=benchmark.ranks, seconds=benchmark.seconds)[0]
+            ranks.run(in_rank, benchmark.function, n, start, **where)[0]
             for start, n in enumerate(divided(rounds or benchmark.rounds, starts=benchmark.starts))
         )
     except CannotRunError as error:
@@ -89,7 +91,8 @@ def as_json(result: Result, *, load_before: list[float]) -> dict[str, Any]:
         "counts": {k: {"ours": a, "theirs": b} for k, (a, b) in sides.counts.items()} if sides else {},
         "notes": sides.notes if sides else {},
         "ranks": b.ranks,
-        "threads_per_rank": 1,
+        "threads_per_rank": b.threads,
+        "environment": dict(b.environment),  # on top of the one of the machine
         "machine": machine.machine(),
         "load_before": load_before,
         "load_after": machine.load(),

@@ -1,0 +1,110 @@
+"""One step of an optimizer on a list of parameters with gradients: fleetx's, torch's, and those of two peers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks.frame import CannotRunError
+from benchmarks.optimizer_steps.models import Shape, excluded
+
+# Rates so small that the parameters look alike after a hundred steps: nobody is timed on numbers that have grown.
+LARS = {"lr": 0.01, "momentum": 0.9}
+LAMB = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6}
+LARS_DECAY, LAMB_DECAY, COEFFICIENT = 5e-4, 0.01, 0.001
+
+Made = tuple[list[nn.Parameter], Optimizer]
+
+
+def parameters(shapes: Iterable[Shape]) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    made = []
+    for shape in shapes:
+        p = nn.Parameter(torch.empty(shape).uniform_(-0.05, 0.05, generator=g))
+        p.grad = torch.empty(shape).uniform_(-0.01, 0.01, generator=g)
+        made.append(p)
+    return made
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Those that get decay and scaling, and those that do not."""
+    kept = [p for p in params if not excluded(tuple(p.shape))]
+    others = [p for p in params if excluded(tuple(p.shape))]
+    return [{"params": kept}, {"params": others, "weight_decay": 0.0}]
+
+
+def fleetx(optimizer: str, shapes: list[Shape]) -> Made:
+    from fleetx.optim import Lamb, Lars, native
+
+    try:
+        native.available()
+    except RuntimeError as error:  # the compiled kernels were asked for and are not there
+        raise CannotRunError(str(error)) from None
+    params = parameters(shapes)
+    # By name, as strategy.lars and strategy.lamb do it. (A group with adapt=False is torch's own AdamW, to the bit.)
+    named = [(f"{i}.{'plain' if excluded(tuple(p.shape)) else 'scaled'}", p) for i, p in enumerate(params)]
+    if optimizer == "lars":
+        options = LARS | {"lars_coeff": COEFFICIENT, "weight_decay": LARS_DECAY}
+        return params, Lars(named, **options, exclude_from_weight_decay=["plain"])
+    return params, Lamb(named, **LAMB, weight_decay=LAMB_DECAY, exclude_from_weight_decay=["plain"])
+
+
+def torch_adamw(optimizer: str, shapes: list[Shape]) -> Made:
+    params = parameters(shapes)
+    return params, torch.optim.AdamW(groups(params), **LAMB, weight_decay=LAMB_DECAY, fused=True)
+
+
+def timm(optimizer: str, shapes: list[Shape]) -> Made:
+    """Its formulas are ours: a group without decay is not scaled either."""
+    params = parameters(shapes)
+    if optimizer == "lars":
+        made = _timm("lars").Lars(groups(params), **LARS, trust_coeff=COEFFICIENT, weight_decay=LARS_DECAY, eps=0.0)
+    else:
+        made = _timm("lamb").Lamb(groups(params), **LAMB, weight_decay=LAMB_DECAY, max_grad_norm=None)
+    return params, made
+
+
+def pytorch_optimizer(optimizer: str, shapes: list[Shape]) -> Made:
+    """Its LAMB corrects no bias and scales everything; its LARS scales by the number of dimensions."""
+    try:
+        peers = importlib.import_module("pytorch_optimizer")
+    except ImportError as error:
+        raise CannotRunError(f"{error}: pip install --no-deps pytorch_optimizer==4.1.0") from None
+    params = parameters(shapes)
+    if optimizer == "lars":
+        made = peers.LARS(groups(params), **LARS, trust_coefficient=COEFFICIENT, weight_decay=LARS_DECAY)
+    else:
+        made = peers.Lamb(groups(params), **LAMB, weight_decay=LAMB_DECAY, weight_decouple=False)
+    return params, made
+
+
+def _timm(module: str) -> Any:
+    """A file of timm.optim without timm itself, which cannot be imported where there is no torchvision."""
+    found = importlib.util.find_spec("timm")
+    if found is None or not found.submodule_search_locations:
+        raise CannotRunError("timm is not installed: pip install --no-deps timm==1.0.30")
+    if "timm_optim" not in sys.modules:
+        package = types.ModuleType("timm_optim")
+        package.__path__ = [f"{found.submodule_search_locations[0]}/optim"]
+        sys.modules["timm_optim"] = package
+    return importlib.import_module(f"timm_optim.{module}")
+
+
+def assert_same_step(optimizer: str, theirs: Callable[[str, list[Shape]], Made]) -> None:
+    """On a few small tensors; a comparison of the times of two different things would be worth nothing."""
+    shapes: list[Shape] = [(30, 20), (7,), (4, 3, 2, 2)]
+    (p, ours), (q, peer) = fleetx(optimizer, shapes), theirs(optimizer, shapes)
+    for _ in range(3):
+        for x, y in zip(p, q, strict=True):
+            y.grad.copy_(x.grad)  # a peer may have used it as scratch
+        ours.step(), peer.step()
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    assert not any(torch.equal(x, y) for x, y in zip(p, parameters(shapes), strict=True)), "nothing was updated"
