@@ -109,7 +109,8 @@ def _optimizer_for(part):
     """The first of the common ones that the part does not object to."""
     fleet.init()
     made = part(**(part.neutral or {}))
-    return next(o for o in (sgd, adam) if not list(made.misfits(net(), o(net()), fleet._here())))
+    model = net()
+    return next(o for o in (sgd, adam) if not list(made.misfits(model, o(model), fleet._here())))
 
 
 @each_built

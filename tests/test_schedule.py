@@ -393,3 +393,25 @@ def test_the_examples_of_the_page_run_as_they_are_written():
         exec(block, names)
         after = names["model"].state_dict()
         assert any(not torch.equal(before[k], after[k]) for k in before)
+
+
+def test_inside_of_sequential_lr_the_first_update_is_no_peak():
+    def rates(by):
+        fleet.init()
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy())
+        first = schedule.large_batch(optimizer, updates=8, warmup=4, by=by)
+        both = torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [first, torch.optim.lr_scheduler.ConstantLR(optimizer)], milestones=[6]
+        )
+        out = []
+        for _ in range(5):
+            out.append(optimizer.param_groups[0]["lr"])
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            both.step()
+        return out
+
+    assert rates("updates") == rates("steps") == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 _KINDS: dict[str, Any] = {"n": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double, "i": ctypes.c_int}
+VERSION = 1  # of the functions of all libraries and their arguments; in C it is fleetx_version()
 _MISSING = (
     "the compiled kernels are not installed, as there was no working C compiler with OpenMP when fleetx was installed: "
-    "reinstall it where there is one (pip install --force-reinstall --no-deps fleetx)"
+    "reinstall it where there is one (pip install --no-cache-dir --force-reinstall --no-deps, and where fleetx is)"
 )
 
 
@@ -61,6 +62,8 @@ class Library:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             return f"the compiled kernels are installed but cannot be loaded: {error}"
+        if not hasattr(library, "fleetx_version") or library.fleetx_version() != VERSION:
+            return f"{path.name} was built from another version of fleetx: install it again"
         for name, letters in self._functions.items():
             arguments, _, result = letters.partition(":")
             function = getattr(library, name)

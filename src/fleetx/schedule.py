@@ -111,9 +111,13 @@ class _Schedule(LRScheduler):
     """rate = rate of the group * ratio of the batches * law(updates so far)."""
 
     def __init__(self, optimizer: Optimizer, law: Any, ratio: float = 1.0, by: str = "steps"):
-        self._law, self._ratio = law, ratio
-        self._by = "steps"  # the first step is torch's own, inside of this call
+        self._law, self._ratio, self._by = law, ratio, by
         super().__init__(optimizer)
+
+    def _initial_step(self) -> None:
+        """torch's own first step, which follows no update: when this is made, and once more inside of SequentialLR."""
+        by, self._by = self._by, "steps"
+        super()._initial_step()
         self._by = by
 
     def step(self, epoch: int | None = None) -> None:

@@ -150,7 +150,7 @@ def test_bad_groups_and_parameters(make):
         make([("a.bias", Parameter(torch.ones(2)))], exclude_from_weight_decay=["bias", "norm"])
     optimizer = make([Parameter(torch.ones(2))])
     other = torch.optim.RMSprop([Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match="no checkpoint of"):
+    with pytest.raises(ValueError, match="no checkpoint for"):
         optimizer.load_state_dict(other.state_dict())
 
 
@@ -185,3 +185,93 @@ def train_sharded(kind, options, dtype):
         optimizer.zero_grad()
     assert all(isinstance(s, DTensor) for state in optimizer.state.values() for s in state.values() if s.dim())
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+# --- what must not reach the flat kernels, or must not be lost --------------------------------------
+@each
+def test_a_state_of_another_shape_is_refused_and_not_read_out_of_bounds(path, make):
+    small, large = Parameter(torch.ones(10)), Parameter(torch.ones(200))
+    a, b = make([small]), make([large])
+    small.grad, large.grad = torch.ones(10), torch.ones(200)
+    a.step()
+    b.load_state_dict(a.state_dict())
+    with pytest.raises(RuntimeError, match=r"shape \(10,\) and its parameter \(200,\)"):
+        b.step()
+
+
+@each
+def test_tensors_whose_memory_is_not_their_value(make):
+    for strange in (torch._neg_view(torch.full((4,), -1.0)), torch._efficientzerotensor(4) + 1.0):
+        p, q = Parameter(torch.full((4,), 2.0)), Parameter(torch.full((4,), 2.0))
+        p.grad, q.grad = strange, torch.ones(4)
+        make([p]).step()
+        make([q]).step()
+        torch.testing.assert_close(p, q)
+    p = Parameter(torch.full((4,), 2.0))
+    p.grad = torch._efficientzerotensor(4)
+    make([p], weight_decay=0.0).step()
+    assert torch.equal(p.detach(), torch.full((4,), 2.0))
+
+
+@each
+def test_a_resumed_training_in_bf16_is_bit_identical(make):
+    """torch would round what is accumulated to the dtype of the parameter."""
+    torch.manual_seed(0)
+    grads = torch.randn(20, 50).bfloat16()
+    p, q = Parameter(torch.ones(50).bfloat16()), Parameter(torch.ones(50).bfloat16())
+    a, b = make([p]), make([q])
+    for g in grads[:10]:
+        p.grad = g
+        a.step()
+    q.data.copy_(p.data)
+    b.load_state_dict(a.state_dict())
+    for g in grads[10:]:
+        p.grad, q.grad = g, g
+        a.step()
+        b.step()
+    assert torch.equal(p, q)
+    torch.testing.assert_close(a.state_dict()["state"], b.state_dict()["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pattern", ["bias", [""]])
+@each
+def test_patterns_that_would_exclude_everything(make, pattern):
+    with pytest.raises(ValueError, match="takes a list of parts of names"):
+        make(net().named_parameters(), exclude_from_weight_decay=pattern)
+
+
+@each
+def test_a_group_that_comes_later_is_excluded_from_too(make):
+    first, second = net(), nn.Linear(2, 2)
+    optimizer = make(first.named_parameters(), exclude_from_weight_decay=["bias"])
+    optimizer.add_param_group({"params": [("later.weight", second.weight), ("later.bias", second.bias)]})
+    assert [group["excluded"] for group in optimizer.param_groups] == [[1, 3, 5], [1]]
+    with pytest.raises(ValueError, match="without names"):  # torch's own
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match="no option of a group"):
+        make([{"params": [Parameter(torch.ones(2))], "exclude_from_weight_decay": ["bias"]}])
+
+
+@each
+def test_parameters_of_several_dtypes(path, make):
+    params = [Parameter(torch.ones(4, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float64, torch.float16)]
+    optimizer = make(params)
+    optimizer.param_groups[0]["lr"] *= 50  # to be seen in 8 bits
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all((p < 1).all() for p in params)
+    dtypes = {s.dtype for state in optimizer.state.values() for s in state.values()}
+    assert dtypes == {torch.float32, torch.float64}
+
+
+def test_the_step_of_an_old_checkpoint_may_be_a_number():
+    p = Parameter(torch.ones(4))
+    optimizer = Lamb([p])
+    p.grad = torch.ones(4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = 1
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 2

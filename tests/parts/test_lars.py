@@ -188,3 +188,101 @@ def test_lars_with_lamb():
 
 def test_explain_says_how_it_is_computed():
     assert "LARS: on a CPU by" in str(fleet.explain(fleet.DistributedStrategy(lars=True)))
+
+
+# --- what a review found ----------------------------------------------------------------------------
+def test_a_fused_optimizer_leaves_unscaling_to_the_scaler():
+    """torch's fused ones unscale by themselves, and tell GradScaler so."""
+
+    def step(fused):
+        fleet.init()
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        model, optimizer = fleet.distribute(model, inner, fleet.DistributedStrategy(lars=SETTINGS))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        x, y = batches(1)[0]
+        scaler.scale(mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        return weights(model)
+
+    assert_equal(step(fused=True), step(fused=False))
+
+
+def test_groups_that_come_later_are_decided_by_the_strategy_with_the_users_defaults():
+    fleet.init()
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD([{"params": model["a"].parameters(), "lr": 1e-5}], lr=0.1, momentum=0.9)
+    strategy = fleet.DistributedStrategy(lars=SETTINGS | {"exclude_from_weight_decay": ["bias"]})
+    _, optimizer = fleet.distribute(model, optimizer, strategy)
+    optimizer.add_param_group({"params": list(model["b"].parameters())})
+    late = optimizer.param_groups[1]
+    assert (late["lr"], late["weight_decay"], late["lars_coeff"], late["excluded"]) == (0.1, 0.01, 0.02, [1])
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["lars_coeff"] = 5.0
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[1]["lars_coeff"] == 0.02
+
+
+def test_a_refused_optimizer_is_as_it_was():
+    fleet.init()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=1.0)
+    with pytest.raises(StrategyError, match=r"momentum must be in \[0, 1\)"):
+        fleet.distribute(model, optimizer, fleet.DistributedStrategy(lars=True))
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_momentum_waits_while_the_rate_is_zero():
+    fleet.init()
+    model, data = net(), batches()
+    optimizer = sgd(model)
+    zero_last(model, optimizer, *data[0])
+    strategy = fleet.DistributedStrategy(lars={"exclude_from_weight_decay": ["weight", "bias"]})
+    model, optimizer = fleet.distribute(model, optimizer, strategy)
+    p = next(iter(model.parameters()))
+    gathered, before = optimizer.state[p]["momentum_buffer"].clone(), p.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    zero_last(model, optimizer, *data[1])
+    assert torch.equal(p, before)
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], gathered * 0.9)
+    optimizer.param_groups[0]["lr"] = 0.1
+    zero_last(model, optimizer, *data[2])
+    assert set(optimizer.state[p]) == {"velocity"}
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused():
+    fleet.init()
+    other = torch.optim.AdamW(net().parameters())
+    model = net()
+    _, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(lars=True))
+    with pytest.raises(ValueError, match="its groups lack momentum"):
+        optimizer.load_state_dict(other.state_dict())
+    damped = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+    with pytest.raises(ValueError, match="dampening"):
+        optimizer.load_state_dict(damped.state_dict())
+
+
+def test_torch_names_come_before_paddles_and_tied_weights_go_by_all_of_theirs():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.body, self.fc = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+            self.fc.weight = self.table.weight
+
+        def forward(self, x):
+            return self.fc(self.body(self.table(x)))
+
+    fleet.init()
+    model = Tied()
+    strategy = fleet.DistributedStrategy(lars={"exclude_from_weight_decay": ["fc"]})
+    _, optimizer = fleet.distribute(model, sgd(model), strategy)
+    names = [name for name, _ in model.named_parameters()]
+    assert [names[i] for i in optimizer.param_groups[0]["excluded"]] == ["table.weight", "fc.bias"]
+
+
+def test_a_pattern_for_what_the_optimizer_does_not_hold():
+    fleet.init()
+    model = net()
+    inner = torch.optim.SGD([p for n, p in model.named_parameters() if "bias" not in n], lr=0.1, momentum=0.9)
+    with pytest.raises(StrategyError, match="that the optimizer does not hold"):
+        fleet.distribute(model, inner, fleet.DistributedStrategy(lars={"exclude_from_weight_decay": ["bias"]}))

@@ -394,3 +394,6 @@ end:
     free(indices);
     return length;
 }
+
+/* compiled.py compares it: a library that was built before the arguments changed must not be called. */
+int fleetx_version(void) { return 1; }

@@ -1,6 +1,7 @@
 """The formulas in torch's foreach functions: for accelerators, and for dtypes and layouts that the CPU kernels skip.
 
-Nothing here waits for the device. Numbers are computed in fp32 at least, whatever the parameters are kept in.
+Nothing here waits for what the device computes. Numbers are in fp32 at least, whatever the parameters are kept in. The
+temporaries are a few times as large as the tensors that are computed together: 2^24 elements, or one tensor if larger.
 """
 
 from __future__ import annotations

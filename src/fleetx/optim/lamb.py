@@ -24,6 +24,7 @@ class Lamb(Layerwise):
     group with `adapt=False` is torch.optim.AdamW, bit for bit.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps")
     own: ClassVar[tuple[str, ...]] = ("weight_decay", "adapt", "always_adapt", "excluded")
 
     def __init__(
@@ -50,6 +51,10 @@ class Lamb(Layerwise):
     def check(group: Group) -> None:
         for name in ("lr", "eps", "weight_decay"):
             check_number(group, name)
+        if not group["eps"] > 0:
+            raise ValueError("eps must be above 0: without it a gradient of 0 divides by 0")
+        if len(group["betas"]) != 2:
+            raise ValueError(f"betas must be two numbers, not {group['betas']}")
         for i, beta in enumerate(group["betas"]):
             check_number({f"betas[{i}]": beta}, f"betas[{i}]", below=1.0)
 
@@ -83,8 +88,8 @@ class Lamb(Layerwise):
     def _step(self, p: Tensor) -> Tensor:
         """A tensor on the host, as torch's Adam keeps it, so that a state of either is one of the other."""
         state = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        if not isinstance(state.get("step"), Tensor):  # a number in checkpoints of the past
+            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
         elif state["step"].device.type != "cpu":  # of a fused Adam
             state["step"] = state["step"].cpu()
         return state["step"]
@@ -98,6 +103,8 @@ class Lamb(Layerwise):
             for name in ("exp_avg", "exp_avg_sq"):
                 if name not in state:
                     state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                elif state[name].dtype is not p.dtype:
+                    state[name] = state[name].to(p.dtype)
         for decay in dict.fromkeys(decays):
             some = [p for p, d in zip(params, decays, strict=True) if d == decay]
             adamw(

@@ -26,6 +26,7 @@ class Lars(Layerwise):
     scaling off: then this is torch.optim.SGD, bit for bit.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ("lr", "momentum")
     own: ClassVar[tuple[str, ...]] = ("weight_decay", "lars_coeff", "epsilon", "excluded")
 
     def __init__(
@@ -44,7 +45,7 @@ class Lars(Layerwise):
     ):
         defaults = {
             "lr": lr, "momentum": momentum, "lars_coeff": lars_coeff, "weight_decay": weight_decay, "epsilon": epsilon,
-            "nesterov": nesterov, "maximize": maximize,
+            "nesterov": nesterov, "maximize": maximize, "dampening": 0.0,
         }  # fmt: skip
         super().__init__(params, defaults, exclude=exclude_from_weight_decay, differentiable=differentiable)
 
@@ -59,6 +60,8 @@ class Lars(Layerwise):
                 raise ValueError("lars_coeff=0 would stop the training; lars_coeff=None turns the scaling off")
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov needs a momentum")
+        if group.get("dampening"):
+            raise ValueError("Lars has no dampening")
 
     def update(self, group: Group, chosen: list[int]) -> None:
         params = [group["params"][i] for i in chosen]
@@ -66,11 +69,14 @@ class Lars(Layerwise):
         decays = [0.0 if i in excluded else float(group["weight_decay"]) for i in chosen]
         if group["lars_coeff"] is None:
             return self._plain(group, params, decays)
-        velocities = [self._velocity(p, float(group["lr"])) for p in params]
+        lr = float(group["lr"])
+        if lr == 0 and any("momentum_buffer" in self.state.get(p, {}) for p in params):
+            return self._wait(group, params)
+        velocities = [self._velocity(p, lr) for p in params]
         for path in paths(params, gradients(params), velocities):
             path.kernels.lars(
                 *path.tensors,
-                lr=float(group["lr"]),
+                lr=lr,
                 coeff=float(group["lars_coeff"]),
                 decays=path.pick(decays),
                 epsilon=float(group["epsilon"]),
@@ -79,6 +85,13 @@ class Lars(Layerwise):
                 maximize=group["maximize"],
                 reduce=path.reduce,
             )
+
+    def _wait(self, group: Group, params: list[Tensor]) -> None:
+        """At a rate of 0 what SGD has gathered cannot be taken over yet, and nothing moves."""
+        for p in params:
+            for gathered in ("momentum_buffer", "velocity"):
+                if gathered in self.state.get(p, {}):
+                    self.state[p][gathered].mul_(group["momentum"])
 
     def _velocity(self, p: Tensor, lr: float) -> Tensor:
         """In units of the step, where SGD's buffer is in units of the gradient: what SGD has gathered is taken over."""

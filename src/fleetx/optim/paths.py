@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from fleetx.optim import foreach, native, stock
 
@@ -35,7 +36,7 @@ def paths(*lists: list[Tensor]) -> Iterator[Path]:
     found: dict[Any, list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
         found.setdefault(_kind(tensors), []).append(i)
-    for (flat, mesh, placements), where in found.items():
+    for (flat, _, _, mesh, placements), where in found.items():
         chosen = [[values[i] for i in where] for values in lists]
         reduce = None
         if mesh is not None:
@@ -49,25 +50,33 @@ def _fast() -> ModuleType:
     return native if native.available() else stock
 
 
-def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, Any, Any]:
+def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, torch.device, torch.dtype, Any, Any]:
+    """What must be alike for tensors to be computed together."""
     p: Any = tensors[0]
     simple = p.dtype is torch.float32 and p.device.type == "cpu"
     if hasattr(p, "device_mesh"):
         # The ranks of a mesh must choose alike, or they would wait for each other in different places: nothing that
         # only this rank knows, such as the layout of its shard, may matter here.
-        return simple, p.device_mesh, p.placements
-    return simple and _same_memory(tensors), None, None
+        return simple, p.device, p.dtype, p.device_mesh, p.placements
+    return simple and _same_memory(tensors), p.device, p.dtype, None, None
 
 
 def _same_memory(tensors: tuple[Tensor, ...]) -> bool:
     """Is each of them one dense piece of memory, with the elements in the same order? Then they can be read flat."""
     p = tensors[0]
-    if any(t.dtype is not p.dtype or t.device != p.device for t in tensors[1:]):
+    if any(t.dtype is not p.dtype or t.device != p.device or t.shape != p.shape for t in tensors[1:]):
+        return False
+    if not all(_ordinary(t) for t in tensors):
         return False
     if all(t.is_contiguous() for t in tensors):
         return True
     strides = p.stride()
     return all(t.stride() == strides for t in tensors) and _dense(p)
+
+
+def _ordinary(t: Tensor) -> bool:
+    """Is what lies at its address its value? Not so in a subclass, in a lazy negation, in a zero without memory."""
+    return type(t) in (Tensor, Parameter) and not t.is_neg() and not t._is_zerotensor()
 
 
 def _dense(t: Tensor) -> bool:
@@ -92,6 +101,9 @@ def _alike(chosen: list[list[Tensor]]) -> list[list[Tensor]]:
     for t in (t for values in (params, *states) for t in values):
         if not t.is_contiguous():
             raise RuntimeError(f"a shard of the shape {tuple(t.shape)} is not contiguous")
+    for some in zip(*chosen, strict=True):
+        if any(t.shape != some[0].shape for t in some):
+            raise RuntimeError(f"the shards of a parameter do not fit together: {[tuple(t.shape) for t in some]}")
     return [params, [g.contiguous() for g in grads], *states]
 
 

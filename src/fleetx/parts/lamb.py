@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -33,17 +34,17 @@ class LAMB(Part):
     costs: ClassVar[str] = "time: a second pass over parameters and moments than Adam makes, for the norms"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from inner.problems("lamb", optimizer, (Adam, AdamW), "torch.optim.Adam or AdamW", "lamb_weight_decay")
+        wanted = "torch.optim.Adam or AdamW"
+        yield from inner.problems("lamb", optimizer, (Adam, AdamW), wanted, "lamb_weight_decay", Lamb, self._own)
         if type(optimizer) in (Adam, AdamW) and any(group["amsgrad"] for group in optimizer.param_groups):
             yield "lamb has no amsgrad: pass amsgrad=False to the optimizer"
-        yield from exclusion.problems("lamb", model, self.exclude_from_weight_decay)
+        yield from exclusion.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
     def scale(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
         """p - lr * |p| / |u| * u for each tensor, u being Adam's direction plus decay * p"""
-        excluded = exclusion.positions(moment.model, optimizer, self.exclude_from_weight_decay)
-        options = [self._own(group, some) for group, some in zip(optimizer.param_groups, excluded, strict=True)]
-        return adopt(optimizer, Lamb, options)
+        find = partial(exclusion.positions, moment.model, self.exclude_from_weight_decay)
+        return adopt(optimizer, Lamb, lambda group: self._own(group, find(group["params"])))
 
     def _own(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
         # A group that is excluded as a whole is AdamW's, bit for bit.

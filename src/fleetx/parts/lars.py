@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -35,20 +36,24 @@ class LARS(Part):
     costs: ClassVar[str] = "time: one more pass over parameters and gradients than SGD, for the norms"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from inner.problems("lars", optimizer, (SGD,), "torch.optim.SGD with momentum", "lars_weight_decay")
+        wanted = "torch.optim.SGD with momentum"
+        yield from inner.problems("lars", optimizer, (SGD,), wanted, "lars_weight_decay", Lars, self._own)
         if type(optimizer) is SGD:
             if any(not group["momentum"] for group in optimizer.param_groups):
                 yield "lars needs momentum: pass momentum=0.9 or so to SGD"
             if any(group["dampening"] for group in optimizer.param_groups):
                 yield "lars has no dampening: pass dampening=0 to SGD"
-        yield from exclusion.problems("lars", model, self.exclude_from_weight_decay)
+        yield from exclusion.problems("lars", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
     def scale(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
         """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
-        excluded = exclusion.positions(moment.model, optimizer, self.exclude_from_weight_decay)
+        find = partial(exclusion.positions, moment.model, self.exclude_from_weight_decay)
+        return adopt(optimizer, Lars, lambda group: self._own(group, find(group["params"])))
+
+    def _own(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
         own = {"weight_decay": self.lars_weight_decay, "lars_coeff": self.lars_coeff, "epsilon": self.epsilon}
-        return adopt(optimizer, Lars, [own | {"excluded": some} for some in excluded])
+        return own | {"excluded": excluded}
 
     def remarks(self, moment: Moment | None) -> Iterator[str]:
         yield inner.path()
