@@ -1,0 +1,216 @@
+"""The study of large batches, on images that are made up here. What it finds is in docs/results, not tested."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `benchmarks` is not installed
+
+from benchmarks.frame import CannotRunError
+from benchmarks.large_batch import __main__ as command
+from benchmarks.large_batch import report, worker
+from benchmarks.large_batch.data import FILES, load
+from benchmarks.large_batch.model import ResNet
+from benchmarks.large_batch.recipe import RECIPES, groups
+from benchmarks.large_batch.runs import Kept, Outcome, Run
+from benchmarks.large_batch.summary import summarised
+from benchmarks.large_batch.sweep import Plan, chosen, following, left
+from benchmarks.large_batch.train import stream
+
+from fleetx import fleet
+
+ROOT = Path(__file__).parents[1]
+HELD, TRAINED = 100, 512
+TINY = Plan(["sgd", "lars"], [256, 512], epochs=1, seeds=1, hold_out=HELD, steps=[0], extensions=0)
+PLAN = Plan(["sgd", "lamb"], [256, 512], epochs=1, seeds=3, hold_out=HELD)
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    """Each class is a bright row in noise."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for (pixels, labels), n in zip(FILES.values(), (TRAINED + HELD, 200), strict=True):
+        y = generator.integers(0, 10, n).astype(np.uint8)
+        x = generator.integers(0, 60, (n, 28, 28)).astype(np.uint8)
+        x[np.arange(n), 2 * y + 4] = 255
+        (folder / pixels).write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, n, 28, 28) + x.tobytes()))
+        (folder / labels).write_bytes(gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, n) + y.tobytes()))
+    return folder
+
+
+def outcome(accuracy: float, test: float | None = None) -> Outcome:
+    return Outcome(updates=2, chosen_on=accuracy, test=accuracy if test is None else test, loss=1.0, seconds=1.0)
+
+
+def played(plan: Plan, accuracy) -> dict[Run, Outcome]:
+    """The whole study, with accuracy(run) in place of training."""
+    done: dict[Run, Outcome] = {}
+    while (run := following(plan, done)) is not None:
+        assert run not in done
+        assert left(plan, done) > 0
+        done[run] = outcome(accuracy(run))
+    assert left(plan, done) == 0
+    return done
+
+
+# --- data ------------------------------------------------------------------------------------------
+def test_the_images_that_choose_are_not_among_those_that_train(images):
+    split = load(images, hold_out=HELD)
+    assert (len(split.train), len(split.choose), len(split.test)) == (TRAINED, HELD, 200)
+    assert split.train.pixels.shape == (TRAINED, 1, 28, 28)
+    row = split.test.pixels[0, 0].float().mean(1).argmax().item()
+    assert row == 2 * split.test.labels[0].item() + 4, "pixels and labels belong together"
+    assert split.train.normalised().dtype is torch.float32
+
+
+def test_a_missing_data_set_is_named_with_its_package(tmp_path):
+    out = CliRunner().invoke(command.main, ["--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert out.exit_code == 1
+    assert "apt-get install dataset-fashion-mnist" in out.output
+    assert "train-images-idx3-ubyte.gz" in out.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_another_format_is_refused(images):
+    (images / FILES["test"][0]).write_bytes(gzip.compress(b"\x89PNG rubbish"))
+    with pytest.raises(CannotRunError, match="not a file of unsigned bytes in the format idx"):
+        load(images, hold_out=HELD)
+
+
+def test_the_order_of_the_images_depends_on_seed_and_epoch_alone():
+    two, three = stream(50, epochs=2, seed=1), stream(50, epochs=3, seed=1)
+    assert torch.equal(two, three[:100])
+    assert sorted(two[:50].tolist()) == sorted(two[50:].tolist()) == list(range(50))
+    assert not torch.equal(two[:50], two[50:])
+    assert not torch.equal(two, stream(50, epochs=2, seed=2))
+
+
+# --- the recipe ------------------------------------------------------------------------------------
+def test_bias_and_batch_norm_are_not_decayed():
+    model = ResNet()
+    decayed, plain = (group["params"] for group in groups(model, 0.1))
+    assert all(p.ndim > 1 for p in decayed)
+    assert all(p.ndim == 1 for p in plain)
+    assert len(decayed) + len(plain) == len(list(model.parameters()))
+
+
+def test_neighbouring_rates_are_a_factor_of_two_apart():
+    assert [RECIPES["sgd"].rate(256, step) for step in (-1, 0, 1)] == [0.4, 0.8, 1.6]
+    assert RECIPES["lamb"].rate(4096, 0) == pytest.approx(4 * RECIPES["lamb"].rate(256, 0))
+
+
+# --- the search ------------------------------------------------------------------------------------
+def test_a_best_rate_in_the_middle_ends_the_search():
+    done = played(PLAN, lambda run: -abs(run.rate - RECIPES[run.optimizer].rate(run.batch, 0)))
+    assert len(done) == 4 * (3 + 2), "three rates with the first seed, two more seeds with the best of them"
+    best = chosen(PLAN, ("sgd", 512), done)
+    assert best == PLAN.run("sgd", 512, 0, 0)
+    assert [PLAN.at("sgd", 512, best.rate, seed) in done for seed in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("sign", "edge"), [(1, 2), (-1, -2)])
+def test_a_best_rate_at_an_edge_calls_for_one_beyond_it(sign, edge):
+    done = played(PLAN, lambda run: sign * run.rate)
+    assert len(done) == 4 * (4 + 2)
+    assert chosen(PLAN, ("lamb", 256), done) == PLAN.run("lamb", 256, edge, 0)
+    assert all(cell.at_edge for cell in summarised(PLAN, done).cells)
+
+
+# --- what is kept ----------------------------------------------------------------------------------
+def test_a_line_that_was_torn_by_a_stop_costs_one_run_and_no_more(tmp_path):
+    path = tmp_path / "results.jsonl"
+    runs = [PLAN.run("sgd", 256, step, 0) for step in range(3)]
+    for run in runs[:2]:
+        Kept(path).add(run, outcome(0.5))
+    path.write_text(path.read_text()[:-20])
+    assert list(Kept(path).outcomes) == runs[:1]
+    Kept(path).add(runs[2], outcome(0.5))
+    assert list(Kept(path).outcomes) == [runs[0], runs[2]]
+
+
+# --- what is found ---------------------------------------------------------------------------------
+def test_the_largest_batch_is_the_last_within_three_tenths_of_a_point():
+    tests = {("sgd", 256): 0.9, ("sgd", 512): 0.89, ("lamb", 256): 0.85, ("lamb", 512): 0.8971}
+    found = summarised(PLAN, played(PLAN, lambda run: tests[run.optimizer, run.batch] + 1e-5 * run.seed))
+    assert found.baseline.test == pytest.approx(0.90001)
+    assert found.largest("sgd").batch == 256
+    assert found.largest("lamb").batch == 512
+    lines = list(report.largest_rows(PLAN, found))
+    assert lines[1] == ["baseline: Nesterov SGD", "256", "1", "90.00%"]
+    assert lines[3] == ["LAMB, largest within 0.3 points", "512", "1", "89.71%"]
+    assert "90.00% (90.00-90.00)" in report.as_markdown(report.rows(PLAN, found))
+
+
+def test_none_is_the_largest_batch_where_none_is_good_enough():
+    found = summarised(PLAN, played(PLAN, lambda run: 0.9 if run.optimizer == "sgd" else 0.8))
+    assert list(report.largest_rows(PLAN, found))[-1] == ["LAMB, largest within 0.3 points", "none", "1", ""]
+
+
+# --- the whole -------------------------------------------------------------------------------------
+def job(plan: Plan, asked: dict[str, object]) -> None:
+    fleet.init(is_collective=True)
+    worker.study(plan, asked)
+
+
+def test_a_study_goes_on_where_it_was_stopped(ranks, images, tmp_path):
+    results = tmp_path / "results.jsonl"
+    asked = {"data": str(images), "results": str(results), "minutes": -1}
+    ranks.run(job, TINY, asked)
+    assert not results.exists(), "there was no time"
+    ranks.run(job, TINY, asked | {"minutes": 5})
+    lines = results.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["run"]["batch"] for line in lines] == [256, 256, 512, 512]
+    assert [json.loads(line)["outcome"]["updates"] for line in lines] == [2, 2, 1, 1]
+    assert all(json.loads(line)["outcome"]["loss"] for line in lines)
+
+    results.write_text("".join(lines[:3]))
+    ranks.run(job, TINY, asked | {"minutes": 5})
+    again = results.read_text().splitlines(keepends=True)
+    assert again[:3] == lines[:3]
+    first, second = (json.loads(line)["outcome"] | {"seconds": 0} for line in (lines[3], again[3]))
+    assert first == second, "the same run, bit for bit"
+
+
+def test_the_command_trains_and_reports(images, tmp_path):
+    arguments = ["--quick", "--optimizers", "sgd,lamb", "--batches", "256", "--epochs", "1", "--hold-out", str(HELD)]
+    arguments += ["--data", str(images), "--out", str(tmp_path / "out")]
+    made = subprocess.run(
+        [sys.executable, "-m", "benchmarks.large_batch", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert "0 runs, 0 min left" in made.stdout
+    assert "quick" in made.stdout
+    written = json.loads((tmp_path / "out" / "large_batch.json").read_text())
+    assert written["quick"] is True
+    assert written["incomplete"] is False
+    assert [cell["optimizer"] for cell in written["cells"]] == ["sgd", "lamb"]
+    assert {"cpu", "cores", "torch"} <= set(written["machine"])
+    assert "| batch | updates | Nesterov SGD | LAMB |" in (tmp_path / "out" / "large_batch.md").read_text()
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "out" / "large_batch.png").read_bytes()[:4] == b"\x89PNG"
+    else:
+        assert "matplotlib is not installed" in made.stdout
+
+
+@pytest.mark.parametrize(("option", "value", "words"), [
+    ("--batches", "256,300", "a multiple of 256"),
+    ("--batches", "many", "numbers with commas"),
+    ("--optimizers", "sgd,lion", "there is no 'lion'"),
+])  # fmt: skip
+def test_a_mistake_on_the_command_line_is_a_usage_error(option, value, words):
+    out = CliRunner().invoke(command.main, [option, value])
+    assert out.exit_code == 2
+    assert words in out.output
