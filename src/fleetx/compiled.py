@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _KINDS: dict[str, Any] = {"n": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double, "i": ctypes.c_int}
-VERSION = 1  # of the functions of all libraries and their arguments; in C it is fleetx_version()
+VERSION = 2  # of the functions of all libraries and their arguments; in C it is fleetx_version()
 _MISSING = (
     "the compiled kernels are not installed, as there was no working C compiler with OpenMP when fleetx was installed: "
     "reinstall it where there is one (pip install --no-cache-dir --force-reinstall --no-deps, and where fleetx is)"

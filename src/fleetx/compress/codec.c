@@ -396,4 +396,4 @@ end:
 }
 
 /* compiled.py compares it: a library that was built before the arguments changed must not be called. */
-int fleetx_version(void) { return 1; }
+int fleetx_version(void) { return 2; }

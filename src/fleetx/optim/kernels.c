@@ -6,7 +6,8 @@
      groups that fit in the cache, which also saves small tensors a barrier each; a group passes once, then, backwards,
      a second time, so that a thread meets first what it met last. A tensor that does not fit is a group of its own, and
      at least its tail is still there.
-   - The second pass of LAMB computes the direction u again from p, m and v: that is cheaper than to store it.
+   - The second pass of LAMB needs the direction u again. Where there is scratch it is kept: what a thread walked last, so
+     that it is still in the cache. The rest is computed once more from p, m and v, to the same bits.
    - A tensor whose step needs no norm is done in the first pass.
 
    The result does not depend on the number of threads: norms are summed per block of fixed size, then over the blocks
@@ -102,6 +103,30 @@ CLONES static void lamb_moments(const float *p, const float *g, float *m, float 
     norms[1] = uu;
 }
 
+/* The same, and u is kept. */
+CLONES static void lamb_moments_kept(const float *p, const float *g, float *m, float *v, float *kept, int64_t n,
+                                     lamb_numbers c, double *norms) {
+    double pp = 0, uu = 0;
+#pragma omp simd reduction(+ : pp, uu)
+    for (int64_t i = 0; i < n; i++) {
+        float w = p[i], d = g[i], x = c.beta1 * m[i] + c.first1 * d, y = c.beta2 * v[i] + c.first2 * (d * d);
+        float u = lamb_u(c, w, x, y);
+        double ww = w, wide = u;
+        m[i] = x;
+        v[i] = y;
+        kept[i] = u;
+        pp += ww * ww;
+        uu += wide * wide;
+    }
+    norms[0] = pp;
+    norms[1] = uu;
+}
+
+CLONES static void lamb_apply_kept(float *p, const float *kept, int64_t n, float rate) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) p[i] -= rate * kept[i];
+}
+
 CLONES static void lamb_apply(float *p, const float *m, const float *v, int64_t n,
                               lamb_numbers c, float rate) {
 #pragma omp simd
@@ -133,11 +158,15 @@ typedef struct job {
     const uint8_t *twice; /* does the step of this tensor need norms? */
     double lr, coeff, epsilon, beta1, beta2, sign;
     int nesterov;
-    void (*first)(const struct job *, int64_t tensor, int64_t start, int64_t n, double *norms);
-    void (*second)(const struct job *, int64_t tensor, int64_t start, int64_t n, const double *norms);
+    float *scratch; /* NULL, or room for this many elements of each thread */
+    int64_t room;
+    /* kept: NULL, or where the first pass leaves u of these elements for the second. */
+    void (*first)(const struct job *, int64_t tensor, int64_t start, int64_t n, float *kept, double *norms);
+    void (*second)(const struct job *, int64_t tensor, int64_t start, int64_t n, const float *kept, const double *norms);
 } job;
 
-static void lars_second(const job *j, int64_t t, int64_t start, int64_t n, const double *squared) {
+static void lars_second(const job *j, int64_t t, int64_t start, int64_t n, const float *kept, const double *squared) {
+    (void)kept;
     double decay = j->decays[t], local = j->lr;
     if (squared && squared[0] > 0 && squared[1] > 0) {
         double weight = sqrt(squared[0]);
@@ -147,11 +176,11 @@ static void lars_second(const job *j, int64_t t, int64_t start, int64_t n, const
                (float)j->beta1, j->nesterov);
 }
 
-static void lars_first(const job *j, int64_t t, int64_t start, int64_t n, double *norms) {
+static void lars_first(const job *j, int64_t t, int64_t start, int64_t n, float *kept, double *norms) {
     if (j->twice[t])
         lars_norms(j->p[t] + start, j->g[t] + start, n, norms);
     else
-        lars_second(j, t, start, n, NULL);
+        lars_second(j, t, start, n, kept, NULL);
 }
 
 static lamb_numbers numbers(const job *j, int64_t t) {
@@ -162,17 +191,22 @@ static lamb_numbers numbers(const job *j, int64_t t) {
     };
 }
 
-static void lamb_first(const job *j, int64_t t, int64_t start, int64_t n, double *norms) {
+static void lamb_first(const job *j, int64_t t, int64_t start, int64_t n, float *kept, double *norms) {
     float *p = j->p[t] + start, *m = j->a[t] + start, *v = j->b[t] + start;
-    if (j->twice[t])
+    if (j->twice[t] && kept)
+        lamb_moments_kept(p, j->g[t] + start, m, v, kept, n, numbers(j, t), norms);
+    else if (j->twice[t])
         lamb_moments(p, j->g[t] + start, m, v, n, numbers(j, t), norms);
     else
         lamb_at_once(p, j->g[t] + start, m, v, n, numbers(j, t), (float)j->lr);
 }
 
-static void lamb_second(const job *j, int64_t t, int64_t start, int64_t n, const double *squared) {
+static void lamb_second(const job *j, int64_t t, int64_t start, int64_t n, const float *kept, const double *squared) {
     double ratio = squared[0] > 0 && squared[1] > 0 ? sqrt(squared[0]) / sqrt(squared[1]) : 1;
-    lamb_apply(j->p[t] + start, j->a[t] + start, j->b[t] + start, n, numbers(j, t), (float)(j->lr * ratio));
+    if (kept)
+        lamb_apply_kept(j->p[t] + start, kept, n, (float)(j->lr * ratio));
+    else
+        lamb_apply(j->p[t] + start, j->a[t] + start, j->b[t] + start, n, numbers(j, t), (float)(j->lr * ratio));
 }
 
 /* ---- all blocks of all tensors ----------------------------------------------------------------------------------- */
@@ -239,6 +273,16 @@ static void total(const plan *s, int64_t tensor, double *norms) {
     }
 }
 
+/* What is kept of a share lies in the scratch of its thread: the share's last elements, as many as there is room for. */
+typedef struct {
+    float *scratch;
+    int64_t from; /* the first element that is kept, counted over all blocks */
+} keeping;
+
+static float *kept_of(keeping k, const block *b) {
+    return k.scratch && b->before >= k.from ? k.scratch + (b->before - k.from) : NULL;
+}
+
 /* The share of one thread: an equal part of each group, the same in both passes, so that its own cache helps. */
 static void walk(const job *j, const plan *s, int passes, const double *norms, int thread, int threads) {
     for (int64_t k = 0; k < s->groups; k++) {
@@ -246,11 +290,14 @@ static void walk(const job *j, const plan *s, int passes, const double *norms, i
         int64_t before = s->block[low].before, all = s->block[high].before - before;
         int64_t begin = split(s, low, high, before + all * thread / threads);
         int64_t end = split(s, low, high, before + all * (thread + 1) / threads);
+        int keep = j->scratch && passes == (FIRST | SECOND);
+        keeping kept = {keep ? j->scratch + thread * j->room : NULL, s->block[end].before - j->room};
+        if (kept.from < s->block[begin].before) kept.from = s->block[begin].before;
         if (passes & FIRST)
             for (int64_t i = begin; i < end; i++) {
                 block *b = &s->block[i];
                 double sums[2] = {0, 0};
-                j->first(j, b->tensor, b->start, b->n, sums);
+                j->first(j, b->tensor, b->start, b->n, kept_of(kept, b), sums);
                 memcpy(b->norms, sums, sizeof sums);
             }
         if (passes == (FIRST | SECOND)) {
@@ -266,7 +313,10 @@ static void walk(const job *j, const plan *s, int passes, const double *norms, i
                 const block *last = &s->block[i - 1];
                 int64_t t = last->tensor;
                 from = i - 1;
-                while (from > begin && i - from < SPAN && s->block[from - 1].tensor == t) from--;
+                int held = kept_of(kept, last) != NULL;
+                while (from > begin && i - from < SPAN && s->block[from - 1].tensor == t &&
+                       (kept_of(kept, &s->block[from - 1]) != NULL) == held)
+                    from--;
                 if (!j->twice[t]) continue;
                 if (norms)
                     memcpy(sums, norms + 2 * t, sizeof sums);
@@ -274,7 +324,7 @@ static void walk(const job *j, const plan *s, int passes, const double *norms, i
                     total(s, t, sums);
                 summed = t;
                 int64_t start = s->block[from].start;
-                j->second(j, t, start, last->start + last->n - start, sums);
+                j->second(j, t, start, last->start + last->n - start, kept_of(kept, &s->block[from]), sums);
             }
         }
     }
@@ -329,10 +379,10 @@ int fleetx_lars(int64_t n, const int64_t *counts, float *const *p, const float *
 
 int fleetx_lamb(int64_t n, const int64_t *counts, float *const *p, const float *const *g, float *const *m,
                 float *const *v, const double *decays, const uint8_t *twice, const double *unbias1,
-                const double *unbias2, double lr, double beta1, double beta2, double epsilon, int maximize, int passes,
-                double *norms, int threads) {
+                const double *unbias2, float *scratch, int64_t room, double lr, double beta1, double beta2,
+                double epsilon, int maximize, int passes, double *norms, int threads) {
     job j = {
-        .n = n, .counts = counts, .p = p, .g = g, .a = m, .b = v, .decays = decays, .twice = twice, .unbias1 = unbias1,
+        .scratch = room ? scratch : NULL, .room = room, .n = n, .counts = counts, .p = p, .g = g, .a = m, .b = v, .decays = decays, .twice = twice, .unbias1 = unbias1,
         .unbias2 = unbias2, .lr = lr, .epsilon = epsilon, .beta1 = beta1, .beta2 = beta2, .sign = maximize ? -1 : 1,
         .first = lamb_first, .second = lamb_second,
     };
@@ -340,4 +390,4 @@ int fleetx_lamb(int64_t n, const int64_t *counts, float *const *p, const float *
 }
 
 /* compiled.py compares it: a library that was built before the arguments changed must not be called. */
-int fleetx_version(void) { return 1; }
+int fleetx_version(void) { return 2; }

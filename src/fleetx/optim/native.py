@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from fleetx.compiled import Library
 
 Reduce = Callable[[Tensor], None]
 _FIRST, _SECOND = 1, 2
+_LITTLE = 1 << 16  # elements of scratch that need no thought
 _library = Library(
     Path(__file__).with_name("_kernels"),
     # The last three are passes, norms and threads.
     fleetx_lars="n" + "p" * 6 + "d" * 4 + "ii" + "ipi",
-    fleetx_lamb="n" + "p" * 9 + "d" * 4 + "i" + "ipi",
+    fleetx_lamb="n" + "p" * 9 + "pn" + "d" * 4 + "i" + "ipi",
 )
 available, reason = _library.available, _library.reason
 
@@ -76,7 +78,8 @@ def lamb(
         1 / (1 - beta1**step),
         1 / (1 - beta2**step),
     ]
-    numbers = (lr, beta1, beta2, epsilon, maximize)
+    scratch, room = _scratch(int(arrays[0].sum()))
+    numbers = (scratch.data_ptr(), room, lr, beta1, beta2, epsilon, maximize)
     _run(_library.loaded().fleetx_lamb, arrays, numbers, params, reduce)
 
 
@@ -102,6 +105,23 @@ def _run(
         call(_SECOND, norms.data_ptr())
     # torch cannot see that the parameters have changed; a backward through a graph from before must still be refused.
     increment_version(params)
+
+
+class _Kept(threading.local):
+    """Of this thread of Python: two optimizers may step at a time."""
+
+    scratch = torch.empty(0)
+
+
+_kept = _Kept()
+
+
+def _scratch(elements: int) -> tuple[Tensor, int]:
+    """Memory that stays from step to step, a twenty-fifth of the parameters, and how much each thread may use."""
+    wanted = max(min(elements, _LITTLE), elements // 25)
+    if _kept.scratch.numel() < wanted or _kept.scratch.numel() > 2 * wanted + _LITTLE:
+        _kept.scratch = torch.empty(wanted)
+    return _kept.scratch, _kept.scratch.numel() // torch.get_num_threads()
 
 
 def _counts(tensors: Sequence[Tensor]) -> NDArray:

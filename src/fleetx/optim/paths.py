@@ -27,7 +27,7 @@ class Path:
     reduce: Reduce | None  # sums squared norms in place over the ranks that hold the other shards
 
     def pick(self, values: list[Any]) -> list[Any]:
-        return [values[i] for i in self.where]
+        return values if len(values) == len(self.where) else [values[i] for i in self.where]
 
 
 def paths(*lists: list[Tensor]) -> Iterator[Path]:
@@ -35,8 +35,11 @@ def paths(*lists: list[Tensor]) -> Iterator[Path]:
     fast = _fast()
     found: dict[Any, list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
-        found.setdefault(_kind(tensors), []).append(i)
+        found.setdefault(_PLAIN if _plain(tensors) else _kind(tensors), []).append(i)
     for (flat, _, _, mesh, placements), where in found.items():
+        if len(found) == 1 and mesh is None:
+            yield Path(fast if flat else foreach, list(lists), where, None)
+            return
         chosen = [[values[i] for i in where] for values in lists]
         reduce = None
         if mesh is not None:
@@ -48,6 +51,21 @@ def paths(*lists: list[Tensor]) -> Iterator[Path]:
 
 def _fast() -> ModuleType:
     return native if native.available() else stock
+
+
+_FP32 = torch.float32
+_PLAIN = (True, torch.device("cpu"), _FP32, None, None)  # the `_kind` of what is plain
+
+
+def _plain(tensors: tuple[Tensor, ...]) -> bool:
+    """The common case, found with as few calls as can be: this is asked for every parameter in every step."""
+    n = tensors[0].numel()
+    for t in tensors:
+        if (type(t) is not Tensor and type(t) is not Parameter) or t.dtype is not _FP32 or not t.is_contiguous():
+            return False
+        if not t.is_cpu or t.numel() != n or t.is_neg() or t._is_zerotensor():
+            return False
+    return True
 
 
 def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, torch.device, torch.dtype, Any, Any]:
@@ -68,8 +86,6 @@ def _same_memory(tensors: tuple[Tensor, ...]) -> bool:
         return False
     if not all(_ordinary(t) for t in tensors):
         return False
-    if all(t.is_contiguous() for t in tensors):
-        return True
     strides = p.stride()
     return all(t.stride() == strides for t in tensors) and _dense(p)
 
