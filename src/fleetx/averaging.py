@@ -56,31 +56,45 @@ def _unpack(bucket: list[Tensor], future: Future[Tensor]) -> None:
 class Background:
     """A mean that is taken while training goes on: p <- p + mean(s) - s, where s is what p was when it began.
 
-    Each rank keeps what it did meanwhile, and gives up only its distance from the others.
+    Each rank keeps what it did meanwhile, and gives up only its distance from the others. It goes through groups of
+    its own: in one group whatever comes later waits, be it the sum of a single number.
     """
 
     def __init__(self, network: Network):
         self._network = network
-        self._sent: list[Tensor] = []
-        self._means: list[Future[Tensor]] = []
+        self._way: Network | None = None
+        self._under_way: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: what was sent, and its mean
 
-    def begin(self, tensors: list[Tensor]) -> None:
-        self._sent = [pack(bucket) for bucket in buckets(tensors)]
-        self._means = [self._network.mean(sent.clone(), number) for number, sent in enumerate(self._sent)]
+    def turn(self, tensors: list[Tensor]) -> None:
+        """Bring in the mean that is under way, and begin the next. Every rank must do so in the same round.
+
+        Bucket by bucket: while one is brought in, those behind it travel, and the link always has something to do.
+        """
+        if self._way is None:
+            self._way = self._network.beside()
+        before, self._under_way = self._under_way, []
+        for number, bucket in enumerate(buckets(tensors)):
+            if before:
+                _bring_in(bucket, *before[number])
+            sent = pack(bucket)
+            self._under_way.append((sent, self._way.mean(sent.clone(), number)))
 
     def finish(self, tensors: list[Tensor]) -> None:
-        """Wait for the mean, and bring it in. Every rank must do so in the same round."""
-        for bucket, (sent, mean) in zip(buckets(tensors) if self._sent else (), self.saved(), strict=True):
-            torch._foreach_add_([t.detach() for t in bucket], views(mean - sent, bucket))
-        self._sent, self._means = [], []
+        """Bring in the mean that is under way."""
+        for bucket, under_way in zip(buckets(tensors) if self._under_way else (), self._under_way, strict=True):
+            _bring_in(bucket, *under_way)
+        self._under_way = []
 
     def saved(self) -> list[list[Tensor]]:
         """What is under way, for a checkpoint: waits for it, and changes nothing."""
-        return [[sent, mean.wait()] for sent, mean in zip(self._sent, self._means, strict=True)]
+        return [[sent, mean.wait()] for sent, mean in self._under_way]
 
     def load(self, saved: list[list[Tensor]]) -> None:
-        self._sent = [sent for sent, _ in saved]
-        self._means = [done(mean) for _, mean in saved]
+        self._under_way = [(sent, done(mean)) for sent, mean in saved]
+
+
+def _bring_in(bucket: list[Tensor], sent: Tensor, mean: Future[Tensor]) -> None:
+    torch._foreach_add_([t.detach() for t in bucket], views(mean.wait() - sent, bucket))
 
 
 def done(value: Tensor) -> Future[Tensor]:

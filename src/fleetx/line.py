@@ -19,7 +19,10 @@ Work = Callable[[], Any]
 
 
 class Line:
-    """`ask(work)` returns at once; the future holds what the work returned, or raises what it raised."""
+    """`ask(work)` returns at once; the future holds what the work returned, or raises what it raised.
+
+    Work may hand over to another line, and return the future that it got there: then that one's end is the end.
+    """
 
     def __init__(self, name: str, device: torch.device):
         self._name, self._device = name, device
@@ -48,8 +51,13 @@ class Line:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            _do(work, future)
+            _do(lambda: _waited(work()), future)
         return future
+
+
+def _waited(result: Any) -> Any:
+    """On an accelerator that makes the stream wait, and not us."""
+    return result.wait() if isinstance(result, Future) else result
 
 
 def _do(work: Work, future: Future[Any]) -> None:
@@ -59,4 +67,11 @@ def _do(work: Work, future: Future[Any]) -> None:
     except Exception as error:
         future.set_exception(error)
     else:
+        _end(future, result)
+
+
+def _end(future: Future[Any], result: Any) -> None:
+    if not isinstance(result, Future):
         future.set_result(result)
+    else:
+        result.add_done_callback(lambda ended: _do(ended.value, future))

@@ -40,9 +40,7 @@ def average(part: Any, params: list[Tensor], moment: Moment) -> None:
     """End a period."""
     moment.state["last"] = moment.round
     if part.overlap:
-        background = _background(moment)
-        background.finish(params)
-        background.begin(params)
+        _background(moment).turn(params)
     elif _outer(part) and moment.world.size > 1:
         _outer_step(part, params, moment)
     else:

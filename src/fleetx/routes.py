@@ -6,7 +6,7 @@ of its number, so that the ranks agree without talking.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from fleetx.line import Line
 from fleetx.world import World
 
 Group = dist.ProcessGroup | None
+PIECE_BYTES = 4 * 1024 * 1024  # of a buffer that goes through a hierarchy
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Flat(Route):
 class Hierarchical(Route):
     """Reduce inside of each group of neighbours, all-reduce between their leaders, broadcast inside.
 
-    Each of the three has a line and a process group of its own, so that one buffer is between the leaders while the
-    next is being reduced inside: the slow link never waits.
+    Each of the three has a line and a process group of its own, and buffers go through them in pieces, so that one
+    piece is between the leaders while the next is being reduced inside: the slow link never waits.
     """
 
     def __init__(self, world: World, size: int, traffic: Traffic):
@@ -87,25 +88,31 @@ class Hierarchical(Route):
         return self._world.rank == self._leader
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
-        inside, between, back = self._lines
         done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+        *first, last = buffer.view(-1).split(max(1, PIECE_BYTES // buffer.element_size()))
+        for piece in first:
+            self._send(piece, done, lambda: None)
+        self._send(last, done, lambda: done.set_result(buffer))  # lines keep the order: the others have come back
+        return done
+
+    def _send(self, piece: Tensor, whole: Future[Tensor], end: Callable[[], None]) -> None:
+        inside, between, back = self._lines
 
         def reduce() -> None:
-            dist.reduce(buffer, dst=self._leader, group=self._inward)
-            _follow(between.ask(exchange), done)
+            dist.reduce(piece, dst=self._leader, group=self._inward)
+            _follow(between.ask(exchange), whole)
 
         def exchange() -> None:
             if self.leads:
-                self._traffic.sent += _ring(buffer, self._world.size // self._size)
-                dist.all_reduce(buffer, group=self._leaders)
-            _follow(back.ask(broadcast), done)
+                self._traffic.sent += _ring(piece, self._world.size // self._size)
+                dist.all_reduce(piece, group=self._leaders)
+            _follow(back.ask(broadcast), whole)
 
         def broadcast() -> None:
-            dist.broadcast(buffer, src=self._leader, group=self._outward)
-            done.set_result(buffer)
+            dist.broadcast(piece, src=self._leader, group=self._outward)
+            end()
 
-        _follow(inside.ask(reduce), done)
-        return done
+        _follow(inside.ask(reduce), whole)
 
     def gather(self, message: Tensor) -> list[Tensor]:
         """The leaders exchange what their groups have: a message crosses the link between two groups once."""
@@ -137,6 +144,7 @@ class Network:
         self.inside = 1  # ranks in a group of a hierarchy; 1: there is none
         self.messages = False  # will anything be gathered?
         self.traffic = Traffic()
+        self.line = Line("messages", world.device)  # for whoever gathers: one after the other, in the same order
         self._routes: list[Route] = []
 
     @property
@@ -149,12 +157,23 @@ class Network:
         if self.world.size > 1 and not self._routes:
             self._routes = [self._make(i) for i in range(self.communicators)]
 
-    def _make(self, number: int) -> Route:
+    def beside(self) -> Network:
+        """Another like this, with groups of its own: what takes long there keeps nobody waiting here.
+
+        Every rank must call it at the same place.
+        """
+        other = Network(self.world)
+        other.communicators, other.inside, other.traffic = self.communicators, self.inside, self.traffic
+        if self.world.size > 1:
+            other._routes = [other._make(i, apart=True) for i in range(self.communicators)]
+        return other
+
+    def _make(self, number: int, *, apart: bool = False) -> Route:
         if self.inside > 1:
             return Hierarchical(self.world, self.inside, self.traffic)
         # Messages go from a thread of their own, which must not share a group with whoever reduces meanwhile.
         messages = dist.new_group() if self.messages else None
-        return Flat(self.world, dist.new_group() if number else None, messages, self.traffic)
+        return Flat(self.world, dist.new_group() if number or apart else None, messages, self.traffic)
 
     def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         if self.world.size == 1:
@@ -210,6 +229,7 @@ def _follow(step: Future[None], done: Future[Tensor]) -> None:
         try:
             ended.value()
         except Exception as error:
-            done.set_exception(error)  # type: ignore[arg-type]
+            if not done.done():  # the pieces after one that failed fail too
+                done.set_exception(error)  # type: ignore[arg-type]
 
     step.add_done_callback(check)

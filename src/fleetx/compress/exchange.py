@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from fleetx.compress import decode_add, encode, header
 from fleetx.moment import Bucket
@@ -36,18 +37,23 @@ class Exchange:
     half: bool
     limit: float | None
 
-    def run(self, bucket: Bucket, network: Network) -> Tensor:
+    def run(self, bucket: Bucket, network: Network) -> Future[Tensor]:
+        """For a line. What travels does so on another: small tensors meanwhile, payloads while the next are made."""
         large = [t for t in self.tensors if isinstance(t, Carried)]
         small = [t for t in self.tensors if isinstance(t, Tensor)]
-        if small:
-            _mean_whole(small, network, bucket.index)
-        if large:
-            self._mean_sparse(large, network, bucket.index)
-        return bucket.buffer
+        whole = network.line.ask(lambda: _mean_whole(small, network, bucket.index)) if small else None
+        payloads = torch.cat([self._encode(t) for t in large]) if large else None
 
-    def _mean_sparse(self, large: list[Carried], network: Network, number: int) -> None:
-        payloads = [self._encode(t) for t in large]
-        messages = network.gather(torch.cat(payloads), number)
+        def finish() -> Tensor:
+            if whole is not None:
+                whole.wait()  # it was asked for before us: this only raises what it raised
+            if payloads is not None:
+                self._add_up(large, network.gather(payloads, bucket.index))
+            return bucket.buffer
+
+        return network.line.ask(finish)
+
+    def _add_up(self, large: list[Carried], messages: list[Tensor]) -> None:
         by_rank = [_split(message, len(large)) for message in messages]
         for i, t in enumerate(large):
             out = _in_memory_order(t.g, t.p).zero_()
