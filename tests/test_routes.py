@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fleetx import StrategyError, fleet, routes
+from fleetx import StrategyError, fleet
 from fleetx.line import Line
 from fleetx.routes import inside_hosts
 from rank_pool import Ranks
@@ -33,21 +33,6 @@ def test_every_way_equals_the_flat_one(four, way):
     data = batches(8, size=8)
     expected = train(data)
     for got in four.run(train_fleet, data, WAYS[way] | small):
-        assert_close(got, expected)
-
-
-def train_in_pieces(data, declared):
-    before, routes.PIECE_BYTES = routes.PIECE_BYTES, 64
-    try:
-        return train_fleet(data, declared)
-    finally:
-        routes.PIECE_BYTES = before
-
-
-def test_a_buffer_goes_through_a_hierarchy_in_pieces(four):
-    data = batches(8, size=8)
-    expected = train(data)
-    for got in four.run(train_in_pieces, data, WAYS["both"]):
         assert_close(got, expected)
 
 

@@ -26,10 +26,10 @@ def average(tensors: list[Tensor], network: Network) -> None:
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, as many as fit."""
+    """Of one dtype each, as many as fit."""
     bucket: list[Tensor] = []
     size = 0
-    for t in tensors:
+    for t in sorted(tensors, key=lambda t: str(t.dtype)):  # which keeps the order inside of a dtype
         bytes_ = t.numel() * t.element_size()
         if bucket and (size + bytes_ > BUCKET_BYTES or t.dtype is not bucket[0].dtype):
             yield bucket

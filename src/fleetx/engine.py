@@ -115,6 +115,7 @@ class Engine:
     def let_go(self) -> None:
         """Drop what holds the process group: the process ends."""
         self._reducer = None
+        self.network.close()
 
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:

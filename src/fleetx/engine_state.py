@@ -6,12 +6,13 @@ Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from fleetx.errors import UsageError
 from fleetx.stage import Stage
-from fleetx.structure import map_tensors
 
 if TYPE_CHECKING:
     from fleetx.engine import Engine
@@ -21,7 +22,7 @@ VERSION = 1
 
 def save(engine: Engine) -> dict[str, Any]:
     clock = {"version": VERSION, "round": engine.round, "merged": engine.merged}
-    return clock | engine.gradients.saved() | {"parts": {k: s for k, s in engine.state.items() if s}}
+    return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
 
 
 def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -57,4 +58,15 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     for key, state in saved["parts"].items():
         if key in engine.state:
             # A copy: the checkpoint stays the caller's.
-            engine.state[key] = map_tensors(lambda t: t.to(engine.device, copy=True), state)
+            engine.state[key] = _rebuilt(state, lambda t: t.to(engine.device, copy=True))
+    for notes in engine.notes.values():
+        notes.pop("under_way", None)  # of the training that was left
+
+
+def _rebuilt(value: Any, leaf: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
+    """The same in containers of its own, which nobody else goes on to change."""
+    if isinstance(value, dict):
+        return {k: _rebuilt(v, leaf) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_rebuilt(v, leaf) for v in value)
+    return leaf(value) if isinstance(value, Tensor) else value

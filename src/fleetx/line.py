@@ -16,6 +16,7 @@ import torch
 from torch.futures import Future
 
 Work = Callable[[], Any]
+_PATIENCE = 5.0  # seconds; whoever is not done then waits for a rank that is gone
 
 
 class Line:
@@ -26,7 +27,7 @@ class Line:
 
     def __init__(self, name: str, device: torch.device):
         self._name, self._device = name, device
-        self._asked: queue.SimpleQueue[tuple[Work, Future[Any]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def ask(self, work: Work) -> Future[Any]:
@@ -40,10 +41,15 @@ class Line:
         return future
 
     def _talk(self) -> None:
-        while True:
-            work, future = self._asked.get()
-            _do(work, future)
-            del work, future  # what they hold must not live until the next one comes
+        while (asked := self._asked.get()) is not None:
+            _do(*asked)
+            del asked  # what it holds must not live until the next one comes
+
+    def stop(self) -> None:
+        """Do what was asked so far, and no more. A thread inside of a collective when its group goes would abort."""
+        if self._thread is not None and self._thread.is_alive():
+            self._asked.put(None)
+            self._thread.join(timeout=_PATIENCE)
 
     def _on_stream(self, work: Work) -> Future[Any]:
         """An accelerator keeps the order by itself: its collectives are queued, and a wait makes the stream wait."""

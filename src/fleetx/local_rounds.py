@@ -65,7 +65,7 @@ def settle(part: Any, params: list[Tensor], moment: Moment, *, last: bool) -> No
 
 def _background(moment: Moment) -> averaging.Background:
     """The average that is under way, be it that of a checkpoint."""
-    background = moment.notes.setdefault("background", averaging.Background(moment.network))
+    background = moment.notes.setdefault("under_way", averaging.Background(moment.network))
     saved = moment.state.pop("under_way", None)
     if saved is not None and saved is not moment.notes.get("kept"):
         background.load(saved)
@@ -78,12 +78,16 @@ def _outer(part: Any) -> bool:
 
 def _anchor(moment: Moment) -> None:
     """Where the outer optimizer measures from: made before the first update, when the ranks are still equal."""
+    if moment.round:  # a checkpoint had none, and the ranks may have parted since their last average
+        averaging.average(list(moment.names), moment.network)
     moment.state["anchor"] = {name: p.detach().clone() for p, name in moment.names.items()}
     moment.state["outer"] = {name: torch.zeros_like(a) for name, a in moment.state["anchor"].items()}
 
 
 def _outer_step(part: Any, params: list[Tensor], moment: Moment) -> None:
     averaging.average(params, moment.network)
+    if "anchor" not in moment.state:
+        return
     names = [moment.names[p] for p in params]  # type: ignore[index]
     anchors = [moment.state["anchor"][name] for name in names]
     buffers = [moment.state["outer"][name] for name in names]

@@ -120,9 +120,21 @@ class Reducer:
 
         def hook(state, bucket):  # DDP compares annotations, which are strings here
             params = bucket.parameters()
-            return reduce(Bucket(bucket.buffer(), bucket.gradients(), [names[p] for p in params], bucket.index()))
+            views = _as_parameters(bucket.buffer(), params)
+            return reduce(Bucket(bucket.buffer(), views, [names[p] for p in params], bucket.index()))
 
         return hook
+
+
+def _as_parameters(buffer: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """The pieces of a bucket in the layouts of their parameters, as DDP fills them; its own views are contiguous."""
+    out, offset = [], buffer.storage_offset()
+    for p in params:
+        piece = buffer.as_strided((p.numel(),), (1,), offset)
+        dense = p.is_contiguous() or torch.empty_like(p, device="meta").stride() == p.stride()
+        out.append(piece.as_strided(p.shape, p.stride()) if dense else piece.view(p.shape))
+        offset += p.numel()
+    return out
 
 
 @contextmanager

@@ -6,7 +6,7 @@ of its number, so that the ranks agree without talking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from fleetx.line import Line
 from fleetx.world import World
 
 Group = dist.ProcessGroup | None
-PIECE_BYTES = 4 * 1024 * 1024  # of a buffer that goes through a hierarchy
 
 
 @dataclass
@@ -39,6 +38,9 @@ class Route:
     def gather(self, message: Tensor) -> list[Tensor]:
         """The messages (bytes) of all ranks, by rank. It waits: call it on a line."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """End its lines."""
 
     def sum_here(self, buffer: Tensor) -> None:
         """As `sum`, and wait for it: for a line, which must not use the group of the others."""
@@ -68,8 +70,8 @@ class Flat(Route):
 class Hierarchical(Route):
     """Reduce inside of each group of neighbours, all-reduce between their leaders, broadcast inside.
 
-    Each of the three has a line and a process group of its own, and buffers go through them in pieces, so that one
-    piece is between the leaders while the next is being reduced inside: the slow link never waits.
+    Each of the three has a line and a process group of its own, so that one buffer is between the leaders while the
+    next is being reduced inside: the slow link never waits.
     """
 
     def __init__(self, world: World, size: int, traffic: Traffic):
@@ -77,42 +79,40 @@ class Hierarchical(Route):
         self._world, self._size, self._traffic = world, size, traffic
         self._groups = len(groups)
         self._leader = world.rank // size * size
-        self._inward = _my_group(groups, world.rank)
-        self._outward = _my_group(groups, world.rank)
-        self._leaders = dist.new_group([group[0] for group in groups])
-        self._messages = _my_group(groups, world.rank), dist.new_group([group[0] for group in groups])
+        self._inward = _my_group(groups, world)
+        self._outward = _my_group(groups, world)
+        self._leaders = world.group([group[0] for group in groups])
+        self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
         self._lines = [Line(name, world.device) for name in ("inside", "between", "back")]
+
+    def close(self) -> None:
+        for line in self._lines:  # in the order in which work goes through them
+            line.stop()
 
     @property
     def leads(self) -> bool:
         return self._world.rank == self._leader
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
-        done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
-        *first, last = buffer.view(-1).split(max(1, PIECE_BYTES // buffer.element_size()))
-        for piece in first:
-            self._send(piece, done, lambda: None)
-        self._send(last, done, lambda: done.set_result(buffer))  # lines keep the order: the others have come back
-        return done
-
-    def _send(self, piece: Tensor, whole: Future[Tensor], end: Callable[[], None]) -> None:
         inside, between, back = self._lines
+        done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
 
         def reduce() -> None:
-            dist.reduce(piece, dst=self._leader, group=self._inward)
-            _follow(between.ask(exchange), whole)
+            dist.reduce(buffer, dst=self._leader, group=self._inward)
+            _follow(between.ask(exchange), done)
 
         def exchange() -> None:
             if self.leads:
-                self._traffic.sent += _ring(piece, self._world.size // self._size)
-                dist.all_reduce(piece, group=self._leaders)
-            _follow(back.ask(broadcast), whole)
+                self._traffic.sent += _ring(buffer, self._world.size // self._size)
+                dist.all_reduce(buffer, group=self._leaders)
+            _follow(back.ask(broadcast), done)
 
         def broadcast() -> None:
-            dist.broadcast(piece, src=self._leader, group=self._outward)
-            end()
+            dist.broadcast(buffer, src=self._leader, group=self._outward)
+            done.set_result(buffer)
 
-        _follow(inside.ask(reduce), whole)
+        _follow(inside.ask(reduce), done)
+        return done
 
     def gather(self, message: Tensor) -> list[Tensor]:
         """The leaders exchange what their groups have: a message crosses the link between two groups once."""
@@ -146,6 +146,7 @@ class Network:
         self.traffic = Traffic()
         self.line = Line("messages", world.device)  # for whoever gathers: one after the other, in the same order
         self._routes: list[Route] = []
+        self._beside: list[Network] = []
 
     @property
     def plain(self) -> bool:
@@ -157,6 +158,14 @@ class Network:
         if self.world.size > 1 and not self._routes:
             self._routes = [self._make(i) for i in range(self.communicators)]
 
+    def close(self) -> None:
+        """Before the process group is left."""
+        for other in self._beside:
+            other.close()
+        self.line.stop()
+        for route in self._routes:
+            route.close()
+
     def beside(self) -> Network:
         """Another like this, with groups of its own: what takes long there keeps nobody waiting here.
 
@@ -166,14 +175,15 @@ class Network:
         other.communicators, other.inside, other.traffic = self.communicators, self.inside, self.traffic
         if self.world.size > 1:
             other._routes = [other._make(i, apart=True) for i in range(self.communicators)]
+            self._beside.append(other)
         return other
 
     def _make(self, number: int, *, apart: bool = False) -> Route:
         if self.inside > 1:
             return Hierarchical(self.world, self.inside, self.traffic)
         # Messages go from a thread of their own, which must not share a group with whoever reduces meanwhile.
-        messages = dist.new_group() if self.messages else None
-        return Flat(self.world, dist.new_group() if number or apart else None, messages, self.traffic)
+        messages = self.world.group() if self.messages else None
+        return Flat(self.world, self.world.group() if number or apart else None, messages, self.traffic)
 
     def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         if self.world.size == 1:
@@ -199,9 +209,9 @@ def inside_hosts(hosts: Sequence[Any]) -> int:
     return size if even and len(set(hosts)) == len(hosts) // size else 0
 
 
-def _my_group(groups: list[list[int]], rank: int) -> Group:
-    made = [dist.new_group(ranks) for ranks in groups]  # every rank must take part in making every group
-    return made[next(i for i, ranks in enumerate(groups) if rank in ranks)]
+def _my_group(groups: list[list[int]], world: World) -> Group:
+    made = [world.group(ranks) for ranks in groups]  # every rank must take part in making every group
+    return made[next(i for i, ranks in enumerate(groups) if world.rank in ranks)]
 
 
 def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[Tensor]:
@@ -229,7 +239,6 @@ def _follow(step: Future[None], done: Future[Tensor]) -> None:
         try:
             ended.value()
         except Exception as error:
-            if not done.done():  # the pieces after one that failed fail too
-                done.set_exception(error)  # type: ignore[arg-type]
+            done.set_exception(error)  # type: ignore[arg-type]
 
     step.add_done_callback(check)

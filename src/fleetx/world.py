@@ -28,6 +28,7 @@ class World:
 
     place: Place
     device: torch.device
+    timeout: timedelta = TIMEOUT
 
     @property
     def rank(self) -> int:
@@ -61,6 +62,10 @@ class World:
         if self.size > 1 and values and group is not None:
             dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, 0)
 
+    def group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Another process group, of some or all ranks, with the timeout of the first. Every rank must take part."""
+        return dist.new_group(ranks, timeout=self.timeout)
+
     def hosts(self) -> list[int]:
         """For each rank a number that stands for its host. Every rank must ask."""
         # Endpoints tell hosts apart that share a name; names tell them apart where a launcher gave no endpoints.
@@ -88,7 +93,7 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
         _meet(place, device, timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return World(place, device)
+    return World(place, device, timeout)
 
 
 def device_of(place: Place, env: Mapping[str, str]) -> torch.device:

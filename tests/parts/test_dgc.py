@@ -277,3 +277,36 @@ def test_contradictions(declared, message):
 def test_alone_and_allowed_it_is_plain_sgd():
     alone = train_fleet(data(), {"dgc": {"allow_single": True}}, make=wide, optimizer=sgd)
     assert_equal(alone, train(data(), make=wide, optimizer=sgd))
+
+
+# --- what a review found ----------------------------------------------------------------------------
+def channels_last(optimizer, declared):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(32, 64, 3), nn.Flatten(), nn.Linear(64, 3)).to(memory_format=torch.channels_last)
+
+    g = torch.Generator().manual_seed(1)
+    images = [(torch.randn(8, 32, 3, 3, generator=g), torch.randn(8, 3, generator=g)) for _ in range(6)]
+    if declared is None:
+        return train(images, make=make, optimizer=optimizer)
+    return train_fleet(images, declared, make=make, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("more", [{}, {"rampup_begin_step": 2}], ids=str)
+def test_the_memory_format_does_not_matter(ranks, more):
+    expected = channels_last(decayed, None)
+    for got in ranks.run(channels_last, decayed, {"dgc": {"sparsity": [0.0], **more}}):
+        assert_close(got, expected)
+
+
+def second_backward():
+    model, _ = build({"dgc": {"sparsity": [0.99]}})
+    x, y = data(1)[0]
+    mse_loss(model(x), y).backward()
+    with pytest.raises((UsageError, RuntimeError), match="second backward came before"):
+        mse_loss(model(x), y).backward()
+    return True
+
+
+def test_a_second_backward_before_the_step_is_refused(ranks):
+    assert all(ranks.run(second_backward))

@@ -264,3 +264,33 @@ def test_bad_settings(settings, message):
 def test_two_reducers():
     with pytest.raises(StrategyError, match=r"FP16AllReduce.send and LocalSGD.keep each want the REDUCE stage"):
         fleet.DistributedStrategy(localsgd=True, fp16_allreduce=True).plan()
+
+
+def twice_loaded():
+    """Where the last average was, after each step, in two trainings that go on from one checkpoint."""
+    model, optimizer = build({"localsgd": {"k_steps": 3}})
+    data = share(batches(8), fleet.worker_index(), 2)
+    for x, y in data[:2]:
+        zero_last(model, optimizer, x, y)
+    saved = optimizer.state_dict()
+    out = []
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        last = []
+        for x, y in data[2:]:
+            zero_last(model, optimizer, x, y)
+            last.append(fleet._engine(model).state["LocalSGD"]["last"])
+        out.append(last)
+    return out
+
+
+def test_a_checkpoint_stays_the_callers(ranks):
+    for first, second in ranks.run(twice_loaded):
+        assert first == second == [1, 4, 4, 4, 7, 7]
+
+
+def test_parameters_of_several_dtypes_travel_in_few_buckets():
+    from fleetx.averaging import buckets
+
+    mixed = [torch.zeros(3, dtype=d) for _ in range(10) for d in (torch.float32, torch.bfloat16)]
+    assert [len(b) for b in buckets(mixed)] == [10, 10]

@@ -71,7 +71,7 @@ class AdaptiveLocalSGD(Part):
         """average the parameters over the ranks at the end of a period that follows loss and rate"""
         state = moment.state
         follows = self.max_k_steps > 1  # else there is nothing to choose, and the loss need not be seen
-        if follows and moment.round == 1:
+        if follows and not (state["loss"] and state["lr"]):  # in round 1, unless its rate was 0
             state["loss"], state["lr"] = moment.loss(), moment.lr
         if moment.round <= self.begin_step or moment.round - state["last"] >= state["k"]:
             local_rounds.average(self, params, moment)

@@ -11,6 +11,7 @@ from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
 from fleetx.compress import exchange
+from fleetx.errors import UsageError
 from fleetx.line import Line
 from fleetx.moment import Bucket, Moment
 from fleetx.optim.carried import CarriedMomentum
@@ -67,6 +68,9 @@ class DGC(Part):
         for option in ("nesterov", "dampening", "maximize", "differentiable"):
             if any(group[option] for group in optimizer.param_groups):
                 yield f"dgc has no {option}: leave it out of SGD"
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if loose := [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
+            yield f"dgc: {', '.join(loose[:3])} need a gradient and are in no group of the optimizer: freeze them"
         if sparse := sparse_modules(model):
             yield f"dgc cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
@@ -88,6 +92,7 @@ class DGC(Part):
         """gather momentum and residual on each rank, send the largest values, add up what comes"""
         if moment.round < self.rampup_begin_step:
             return moment.network.mean(bucket.buffer, bucket.index)
+        self._note_sent(bucket, moment)
         work = exchange.Exchange(
             tensors=[self._tensor(name, g, moment) for name, g in zip(bucket.names, bucket.gradients, strict=True)],
             sparsity=self.share(moment.round),
@@ -108,12 +113,26 @@ class DGC(Part):
     def settle_residuals(self, params: list[Tensor], moment: Moment) -> None:
         """keep the new residuals, or the old ones where the update was skipped"""
         new = moment.notes.pop("new", {})
+        moment.notes["rounds"] = moment.notes.get("rounds", 0) + 1
+        lost = [name for name in moment.notes.get("under_way", ()) if moment.notes["params"][name].grad is None]
+        if lost and moment.updated and moment.round > self.rampup_begin_step:
+            raise UsageError(f"dgc has sent values of {lost[0]!r}, which no rank had used: freeze it before distribute")
         if moment.updated:
             for name, (u, v) in new.items():
                 moment.notes.setdefault("spare", {})[name] = moment.state["u"][name], moment.state["v"][name]
                 moment.state["u"][name], moment.state["v"][name] = u, v
         else:
             moment.notes.setdefault("spare", {}).update(new)
+
+    def _note_sent(self, bucket: Bucket, moment: Moment) -> None:
+        """What was sent carries momentum and has left the residuals: no other gradient can be added to it."""
+        sent = moment.notes.setdefault("under_way", {})
+        if any(sent.get(name) == moment.round for name in bucket.names):
+            raise UsageError(
+                "under dgc a second backward came before optimizer.step(), and the first one has been sent already: "
+                "merge backwards with strategy.gradient_merge, and take a step after each"
+            )
+        sent.update(dict.fromkeys(bucket.names, moment.round))
 
     # --- numbers ----------------------------------------------------------------------------------
     def share(self, round: int) -> float:
@@ -128,6 +147,9 @@ class DGC(Part):
         p = moment.notes["params"][name]
         if not _compressed(p):
             return g
+        for kept in (moment.state["u"], moment.state["v"]):
+            if kept[name].stride() != p.stride():  # saved by a model in another memory format
+                kept[name] = torch.zeros_like(p).copy_(kept[name])
         u, v = moment.state["u"][name], moment.state["v"][name]
         state = moment.optimizer.state.get(p, {})
         if (velocity := state.pop("momentum_buffer", None)) is not None:
@@ -140,9 +162,11 @@ class DGC(Part):
         return exchange.Carried(g, p, u, v, new, group["momentum"], group["weight_decay"])
 
     def remarks(self, moment: Moment | None) -> Iterator[str]:
-        if moment is not None and moment.round and moment.world.size > 1:
-            sent = moment.network.traffic.sent / moment.round
+        if moment is not None and moment.notes.get("rounds") and moment.world.size > 1:
+            sent = moment.network.traffic.sent / moment.notes["rounds"]
             dense = sum(p.numel() * p.element_size() for p in moment.names if p.requires_grad)
+            if whole := [n for p, n in moment.names.items() if p.numel() >= SMALLEST and p.dtype is not torch.float32]:
+                yield f"{len(whole)} large parameters are not in float32 and travel whole ({whole[0]} ...)"
             yield f"{sent / 1e6:.3g} MB sent in a round by this rank; whole gradients are {dense / 1e6:.3g} MB"
 
 
