@@ -1,0 +1,131 @@
+"""python -m benchmarks.slow_network: measure, print the tables, plot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.frame import CannotRunError, machine
+from benchmarks.netlab import LabError
+from benchmarks.slow_network import report, steps, study, task
+
+OUT = Path(__file__).parents[1] / "out" / "slow_network"
+FLAT = ["ddp", "dense", "hierarchical"]
+TWO = [way.name for way in steps.STEPS if way.name not in ("dense", "hierarchical")]  # dense is ddp
+FULL = {
+    "steps": steps.Plan({"resnet": 3, "bert": 2}, ["100mbit", "1gbit", None], ways=TWO),
+    "hierarchy": steps.Plan({"resnet": 2}, ["100mbit", "1gbit", None], ways=FLAT),
+    "task": task.Plan(),
+}
+QUICK = {
+    "steps": steps.Plan({"resnet": 1}, ["1gbit", None], ways=TWO),
+    "hierarchy": steps.Plan({"resnet": 1}, ["1gbit", None], ways=FLAT),
+    "task": task.Plan(steps=129, rate="1gbit", ways=["ddp", "power4", "dgc16", "local8", "local8_overlap"]),
+}
+TOGETHER = 6  # ways in the same processes
+MODULES = {"steps": "steps", "hierarchy": "steps", "task": "task"}
+
+
+def names(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
+    found = value.split(",") if value else [*FULL]
+    if unknown := [x for x in found if x not in FULL]:
+        raise click.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(FULL)}")
+    return found
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--quick", is_flag=True, help="A few minutes: ResNet-50 alone, 1 Gbit/s, one block, a short training.")
+@click.option("--only", callback=names, help=f"Some of {','.join(FULL)}.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help="The folder for all files.  [default: benchmarks/out/slow_network, quick/ in it]")  # fmt: skip
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
+def main(quick: bool, only: list[str], out: Path | None, only_report: bool) -> None:
+    """Dense DDP, its fp16 and PowerSGD hooks, fp16_allreduce, dgc and localsgd on a slow link, side by side.
+
+    Two hosts in network namespaces. What is measured anew takes the place of what OUT has of it. About half an hour on
+    two idle cores; needs root, Debian's iproute2, and for the task its dataset-fashion-mnist.
+    """
+    out = out or (OUT / "quick" if quick else OUT)
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "slow_network.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for name in [] if only_report else only:
+        try:
+            results |= measured(name, (QUICK if quick else FULL)[name], results.get("notes", {}), out)
+        except (CannotRunError, LabError) as error:
+            raise click.ClickException(str(error)) from None
+        file.write_text(_compact(results))
+    show(results, out)
+
+
+def measured(name: str, plan: Any, notes: dict[str, Any], out: Path) -> dict[str, Any]:
+    before = machine.load()
+    workers = 2 if name == "hierarchy" else 1
+    rows = []
+    for number, part in enumerate(parted(plan)):
+        rows += study.run(MODULES[name], asdict(part), workers=workers, results=out / f"{name}.{number}.jsonl")
+    about = {
+        "plan": asdict(plan),
+        "load_before": before,
+        "load_after": machine.load(),
+        "commit": machine.commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return {name: rows, "notes": notes | {name: about, "machine": machine.machine(), "malloc": study.MALLOC}}
+
+
+def parted(plan: Any) -> list[Any]:
+    """Some ways in the same processes, no more: what DDP and its hooks hold is not freed."""
+    if not isinstance(plan, steps.Plan) or not plan.ways:
+        return [plan]
+    together = [plan.ways[i : i + TOGETHER] for i in range(0, len(plan.ways), TOGETHER)]
+    return [
+        replace(plan, blocks={model: 1}, first=block, ways=ways)
+        for model, blocks in plan.blocks.items()
+        for block in range(blocks)
+        for ways in (together if block % 2 == 0 else reversed(together))
+    ]
+
+
+def _compact(results: dict[str, Any]) -> str:
+    """A line for each row."""
+    parts = []
+    for name, value in results.items():
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
+        else:
+            text = json.dumps(value, indent=1)
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def show(results: dict[str, Any], out: Path) -> None:
+    console = Console()
+    console = Console(width=max(console.width, 150))  # also where it goes into a file
+    page = []
+    for title, lines in report.tables(results):
+        head, *rest = lines
+        table = Table(title=title, title_justify="left")
+        for i, word in enumerate(head):
+            table.add_column(word, justify="left" if i == 0 else "right")
+        for line in rest:
+            table.add_row(*line)
+        console.print(table)
+        page.append(f"## {title}\n\n{report.as_markdown(iter([head, *rest]))}")
+    (out / "tables.md").write_text("\n".join(page))
+    try:
+        report.plots(out, results)
+    except ImportError:
+        console.print("no plots: matplotlib is not installed (pip install matplotlib)")
+    console.print(f"all of it is in {out}", highlight=False)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.slow_network")

@@ -1,0 +1,50 @@
+"""Samples of one way at one rate."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.netlab import counters
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of the slowest rank. `sent` is what the interface of the busiest host counted, for each step."""
+
+    seconds: list[float]  # a step
+    sent: float
+
+
+def sampled(
+    step: Callable[[], object], *, samples: int, period: int, lead: int, settle: Callable[[], object] | None = None
+) -> Samples:
+    """So many periods without a pause between them, after `lead` steps that are counted and not timed.
+
+    settle: waits for what is under way in the background. Nothing is when we begin, so no bytes of what was before are
+    counted, and none are missed at the end.
+    """
+    dist.barrier()
+    before = counters.here()
+    for _ in range(lead):
+        step()
+    if settle is None:
+        dist.barrier()
+    marks = [time.perf_counter()]
+    for _ in range(samples):
+        for _ in range(period):
+            step()
+        marks.append(time.perf_counter())
+    if settle is not None:
+        settle()
+    dist.barrier()  # behind the last bytes
+    sent = (counters.here() - before).sent / (lead + samples * period)
+    seconds = [(b - a) / period for a, b in itertools.pairwise(marks)]
+    found = torch.tensor([*seconds, sent], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return Samples(found[:-1].tolist(), found[-1].item())

@@ -1,0 +1,39 @@
+"""The rate of a lab's links, changed while processes run on it, so that one run sees all rates.
+
+What needs no slow link, such as the broadcast that begins every DDP, need not wait for one either.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from benchmarks.netlab import Lab, link
+from benchmarks.netlab.counters import INTERFACE
+from benchmarks.netlab.namespaces import tool
+
+End = tuple[str, str]  # a namespace and the interface in it that is shaped
+
+
+def ends(lab: Lab) -> list[End]:
+    """Of every cable both: a host must neither send nor receive faster than the rate."""
+    switch = lab.name(0).removesuffix("host0") + "switch"
+    return [end for host in range(lab.hosts) for end in ((lab.name(host), INTERFACE), (switch, f"port{host}"))]
+
+
+class Shaping:
+    """In the workers: `to(rate)` must be called by all of them, and rank 0 does it."""
+
+    def __init__(self, ends: list[End]):
+        self._ends, self._rate = [*ends], None
+
+    def to(self, rate: str | None) -> None:
+        """None: as fast as the machine. What is under way goes on at the new rate."""
+        if rate == self._rate:
+            return
+        self._rate = rate
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for namespace, interface in self._ends:
+                words = ["tc", "-n", namespace, "qdisc", "replace" if rate else "del", "dev", interface, "root"]
+                tool(*words, *(link.shaper(rate) if rate else ()), need="tbf")
+        dist.barrier()

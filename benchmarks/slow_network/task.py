@@ -1,0 +1,181 @@
+"""What the workers run to train Fashion-MNIST on a slow link: python -m benchmarks.slow_network.task REQUEST.
+
+All ways see the same images in the same order at the same learning rates. The parameters are copied every EVERY steps,
+which costs a millisecond, and judged after the clock has stopped: of ranks that differ, their mean.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import vector_to_parameters
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.large_batch.data import FOLDER, Images, load
+from benchmarks.netlab import counters
+from benchmarks.slow_network import ways
+from benchmarks.slow_network.shaping import Shaping
+from benchmarks.slow_network.ways import WALK, H, Way, ours
+from fleetx import fleet
+
+EVERY = 32  # a multiple of every fixed period: just after an average, and so no better than it is
+GLANCE = 1000  # images at once where nothing is learned
+JUDGED = 8192  # training images that the loss is taken of
+
+
+@dataclass(frozen=True)
+class Plan:
+    steps: int = 417
+    batch: int = 128  # of a worker
+    width: int = 704  # of two hidden layers: a million parameters
+    learning_rate: float = 0.2  # the best of 0.05, 0.1 and 0.2 for dense gradients
+    rate: str = "100mbit"
+    data: str = str(FOLDER)
+    ways: list[str] | None = None
+
+
+def local(period: int, **more: Any) -> Way:
+    words = "".join(f", {word}" for word in more)
+    name = "_".join([f"local{period}", *more])
+    return Way(name, f"localsgd k={period}{words}", ours(localsgd={"k_steps": period, **more}))
+
+
+def adaptive(first: int, **more: Any) -> Way:
+    words = "".join(f", {word}" for word in more)
+    settings = {"init_k_steps": first, "max_k_steps": max(16, first), **more}
+    return Way("_".join([f"adaptive{first}", *more]), f"adaptive_localsgd from k={first}{words}",
+               ours(adaptive_localsgd=settings))  # fmt: skip
+
+
+def all_ways(steps: int) -> list[Way]:
+    walk = {"sparsity": WALK, "rampup_step": max(1, steps // 5)}
+    return [
+        Way("ddp", "DDP, fp32 (H=1)", ways.ddp()),
+        Way("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
+        local(2), local(4), local(H), local(16),
+        local(H, overlap=True), adaptive(16), adaptive(32), adaptive(16, overlap=True),
+        Way("power1", "DDP, torch's PowerSGD, rank 1", ways.power(1)),
+        Way("power4", "DDP, torch's PowerSGD, rank 4", ways.power(4)),
+        Way("dgc16", "dgc 0.999, values in fp16", ways.dgc("float16", **walk)),
+        Way("dgc32", "dgc 0.999, values in fp32", ways.dgc("float32", **walk)),
+    ]  # fmt: skip
+
+
+def main(request: Path) -> None:
+    asked = json.loads(request.read_text())
+    torch.set_num_threads(1)
+    fleet.init(is_collective=True)
+    plan = Plan(**asked["plan"])
+    shaping = Shaping([tuple(end) for end in asked["ends"]])
+    split = load(Path(plan.data), hold_out=0)
+    pixels = split.train.normalised().flatten(1)  # once: a network of two layers is too quick for more
+    for way in all_ways(plan.steps):
+        if plan.ways is None or way.name in plan.ways:
+            row = {"way": way.name, "title": way.title, "rate": plan.rate}
+            row |= trained(way, plan, pixels, split.train.labels, split.test, shaping)
+            keep(Path(asked["results"]), row)
+    fleet.barrier_worker()
+
+
+def network(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    hidden = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
+
+
+def trained(
+    way: Way, plan: Plan, pixels: Tensor, labels: Tensor, test: Images, shaping: Shaping
+) -> dict[str, Any]:  # fmt: skip
+    model = network(plan.width)
+    loop = way.arm(model, ways.sgd(model, plan.learning_rate))
+    schedule = LambdaLR(loop.optimizer, lambda step: 1 - step / plan.steps)
+    mine = order(len(labels), plan)[:, fleet.worker_index()]
+    snapshots: list[tuple[int, float, Tensor]] = []
+    shaping.to(plan.rate)
+    dist.barrier()
+    before, began = counters.here(), time.perf_counter()
+    for step, which in enumerate(mine, start=1):
+        loop.step(lambda model, which=which: cross_entropy(model(pixels[which]), labels[which]))
+        schedule.step()
+        if step % EVERY == 1:
+            snapshots.append((step, time.perf_counter() - began, ways.flat(model)))
+    if way.ours:
+        fleet.flush(optimizer=loop.optimizer)
+    ended = time.perf_counter() - began
+    snapshots.append((plan.steps, ended, ways.flat(model)))
+    dist.barrier()
+    sent = (counters.here() - before).sent / plan.steps
+    shaping.to(None)
+    steps, seconds, copies = zip(*snapshots, strict=True)
+    judged = [judge(network(plan.width), c, pixels, labels, test) for c in ways.mean_over_ranks([*copies])]
+    del loop, model, schedule
+    gc.collect()
+    moments = [asdict(m) for m in map(Moment, steps, slowest(seconds), *zip(*judged, strict=True))]
+    return {"moments": moments, "sent": slowest([sent])[0], "bytes": 4 * copies[0].numel()}
+
+
+@dataclass(frozen=True)
+class Moment:
+    step: int
+    seconds: float
+    accuracy: float
+    loss: float | None  # None: it was no number any more
+
+
+def order(images: int, plan: Plan) -> Tensor:
+    """Which images each worker sees in each step: (steps, workers, batch)."""
+    wanted = plan.steps * fleet.worker_num() * plan.batch
+    epochs = -(-wanted // images)
+    generator = torch.Generator().manual_seed(1)
+    every = torch.cat([torch.randperm(images, generator=generator) for _ in range(epochs)])
+    return every[:wanted].view(plan.steps, fleet.worker_num(), plan.batch)
+
+
+@torch.no_grad()
+def judge(
+    model: nn.Module, parameters: Tensor, pixels: Tensor, labels: Tensor, test: Images
+) -> tuple[float, float | None]:
+    """Accuracy on the test images and loss on the training images; each worker looks at its share."""
+    vector_to_parameters(parameters, model.parameters())
+    rank, size = fleet.worker_index(), fleet.worker_num()
+    judged = min(JUDGED, len(labels))
+    found = torch.zeros(2, dtype=torch.float64)
+    share = test[slice(rank, None, size)]
+    for some in range(0, len(share), GLANCE):
+        part = share[slice(some, some + GLANCE)]
+        found[0] += (model(part.normalised()).argmax(1) == part.labels).sum() / len(test)
+    for some in range(rank * GLANCE, judged, size * GLANCE):
+        end = min(some + GLANCE, judged)
+        found[1] += cross_entropy(model(pixels[some:end]), labels[some:end], reduction="sum") / judged
+    dist.all_reduce(found)
+    return found[0].item(), found[1].item() if found[1].isfinite() else None
+
+
+def slowest(values: Iterable[float]) -> list[float]:
+    found = torch.tensor([*values], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def keep(results: Path, row: dict[str, Any]) -> None:
+    if fleet.is_first_worker():
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        last = row["moments"][-1]
+        print(f"{row['title']:40} {last['seconds']:6.1f} s, {last['accuracy']:.2%}, loss {last['loss']}, "
+              f"{row['sent'] / 1e6:.3f} MB a step", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
