@@ -1,4 +1,4 @@
-"""The mean of many tensors over the ranks, in flat buckets: never a call per tensor, never a copy of all of them."""
+"""The mean of many tensors over the ranks, in flat buckets: never a call per tensor. `Background` copies them all."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_period_is_that_of_the_formula(ranks, rates):
     assert len({k for _, k in periods}) > 1
 
 
-def blind():
+def test_a_loss_that_cannot_be_seen_is_said():
     fleet.init()
     model = net()
     model, optimizer = fleet.distribute(
@@ -65,10 +65,6 @@ def blind():
     mse_loss(model(x), y).backward()
     with pytest.raises(UsageError, match=r"call fleet.backward\(loss\)"):
         optimizer.step()
-
-
-def test_a_loss_that_cannot_be_seen_is_said():
-    blind()
 
 
 def test_the_choice_is_logged(caplog):

@@ -26,6 +26,7 @@ class Layerwise(Optimizer):
     # Where a strategy decides the `own` options, and not whoever makes a group or a checkpoint: how it finds them.
     decide: Callable[[Group], Group] | None = None
     declared: list[Group] | None = None  # what it found, group by group
+    _patterns: Sequence[str] = ()  # of names that are excluded, where no strategy decides
 
     def __init__(self, params: Any, defaults: Group, *, exclude: Sequence[str], differentiable: bool):
         if differentiable:
@@ -59,12 +60,11 @@ class Layerwise(Optimizer):
         if self.decide is not None and self.declared is not None:
             self.declared.append(self.decide(group))
             group.update(self.declared[-1])
-        elif getattr(self, "_patterns", None) and "param_names" not in group:
+        elif self._patterns and "param_names" not in group:
             raise ValueError("exclude_from_weight_decay needs names: pass model.named_parameters()")
         elif "excluded" not in group:
             named = enumerate(group.get("param_names", ()))
-            patterns = getattr(self, "_patterns", ())
-            group["excluded"] = [i for i, name in named if any(pattern in name for pattern in patterns)]
+            group["excluded"] = [i for i, name in named if any(pattern in name for pattern in self._patterns)]
 
     @staticmethod
     def check(group: Group) -> None:
@@ -121,7 +121,7 @@ class Layerwise(Optimizer):
                     self.state[p][name] = value.detach().clone().to(p.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"declared": self.declared, "_patterns": getattr(self, "_patterns", [])}
+        return super().__getstate__() | {"declared": self.declared, "_patterns": self._patterns}
 
 
 def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[Group], Group]) -> Layerwise:

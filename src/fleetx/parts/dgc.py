@@ -114,7 +114,9 @@ class DGC(Part):
         """keep the new residuals, or the old ones where the update was skipped"""
         new = moment.notes.pop("new", {})
         moment.notes["rounds"] = moment.notes.get("rounds", 0) + 1
-        lost = [name for name in moment.notes.get("under_way", ()) if moment.notes["params"][name].grad is None]
+        named = moment.notes["params"]
+        sent = [name for name in moment.notes.get("under_way", ()) if _compressed(named[name])]
+        lost = [name for name in sent if named[name].grad is None]
         if lost and moment.updated and moment.round > self.rampup_begin_step:
             raise UsageError(f"dgc has sent values of {lost[0]!r}, which no rank had used: freeze it before distribute")
         if moment.updated:
