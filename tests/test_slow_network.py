@@ -91,10 +91,12 @@ def test_a_training_on_made_up_images(permitted, tmp_path):
         x[np.arange(n), 2 * y + 4] = 255
         (tmp_path / pixels).write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, n, 28, 28) + x.tobytes()))
         (tmp_path / labels).write_bytes(gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, n) + y.tobytes()))
-    plan = {"steps": 40, "batch": 16, "width": 32, "learning_rate": 0.05, "rate": RATE, "data": str(tmp_path)}
+    plan = {"steps": 40, "batch": 16, "width": 32, "learning_rates": [0.05, 0.01], "hold_out": 100}
+    plan |= {"rate": RATE, "data": str(tmp_path)}
     rows = study.run("task", plan | {"ways": ["ddp", "dgc16", "local8_overlap", "adaptive16"]}, quiet=True)
     assert [row["way"] for row in rows] == ["ddp", "local8_overlap", "adaptive16", "dgc16"]
     for row in rows:
+        assert row["tried"][str(row["learning_rate"])] == max(row["tried"].values())
         assert [m["step"] for m in row["moments"]] == [1, 33, 40]
         assert row["moments"][-1]["accuracy"] > 0.5, row["title"]
         assert row["moments"][-1]["loss"] < row["moments"][0]["loss"]
@@ -103,7 +105,15 @@ def test_a_training_on_made_up_images(permitted, tmp_path):
 def training(way: str, *accuracies: float) -> dict[str, object]:
     """One look a second; the loss falls as the accuracy rises."""
     moments = [{"step": i, "seconds": float(i), "accuracy": a, "loss": 1 - a} for i, a in enumerate(accuracies)]
-    return {"way": way, "title": way, "rate": RATE, "moments": moments, "sent": 1e6, "bytes": 4_000_000}
+    return {
+        "way": way,
+        "title": way,
+        "rate": RATE,
+        "learning_rate": 0.1,
+        "moments": moments,
+        "sent": 1e6,
+        "bytes": 4_000_000,
+    }
 
 
 def test_when_a_training_got_there():

@@ -67,14 +67,14 @@ def of_task(rows: Rows) -> Iterator[Goal]:
     accuracy, loss = target_accuracy(rows), target_loss(rows)
     power = [t for w in ("power1", "power4") if w in by_name and (t := reached(by_name[w], "accuracy", accuracy))]
     last = [by_name[w]["moments"][-1]["seconds"] for w in ("power1", "power4") if w in by_name]
-    for way in ("dgc16", "local8"):
+    for way in ("dgc16", "local8", "local16_overlap", "local32_overlap", "adaptive16"):
         if way in by_name and last:
             ours = reached(by_name[way], "accuracy", accuracy)
             # PowerSGD that never got there took at least as long as it ran.
             yield Goal(f"task: {by_name[way]['title']}, time to {accuracy:.2%} / the better PowerSGD's"
                        f"{'' if power else ' whole run, which never got there'}",
                        ours and ours / min(power or last), 1.0)  # fmt: skip
-    for way in ("dgc16", "dgc32", "local8", "local8_overlap", "adaptive16", "adaptive32"):
+    for way in ("dgc16", "dgc32", "local8", *(f"local{k}_overlap" for k in (8, 16, 32)), "adaptive16", "adaptive32"):
         if way in by_name:
             behind = dense["accuracy"] - by_name[way]["moments"][-1]["accuracy"]
             yield Goal(f"task: {by_name[way]['title']}, points behind dense", 100 * behind, 100 * NEAR)

@@ -17,7 +17,7 @@ Lines = Iterator[list[str]]
 WAYS = {way.name: way for way in STEPS}
 TIMES = ["step, ms", "least-most (n)"]
 STEP_HEAD = ["", *TIMES, "MB sent", "bytes / bandwidth, ms", "against fp32 DDP", "against fp16 hook"]
-TASK_HEAD = ["", "whole run, s", "ms a step", "MB sent a step", "accuracy", "loss"]
+TASK_HEAD = ["", "learning rate", "whole run, s", "ms a step", "MB sent a step", "accuracy", "loss"]
 HIERARCHY_HEAD = ["", "link", *TIMES, "MB sent by a host", "/ (its bytes / bandwidth)", "/ (gradients / bandwidth)"]
 
 
@@ -53,8 +53,13 @@ def task_rows(rows: Rows) -> Lines:
     for row in sorted(rows, key=lambda row: row["moments"][-1]["seconds"]):
         last = row["moments"][-1]
         when = [reached(row, "accuracy", accuracy), reached(row, "loss", loss)]
-        figures = [f"{last['seconds']:.1f}", f"{1e3 * last['seconds'] / last['step']:.0f}", f"{row['sent'] / 1e6:.3f}"]
-        figures += [f"{last['accuracy']:.2%}", "diverged" if last["loss"] is None else f"{last['loss']:.4f}"]
+        rate = f"{row['learning_rate']:g}"
+        figures = [rate, f"{last['seconds']:.1f}", f"{1e3 * last['seconds'] / last['step']:.0f}"]
+        figures += [
+            f"{row['sent'] / 1e6:.3f}",
+            f"{last['accuracy']:.2%}",
+            "diverged" if last["loss"] is None else f"{last['loss']:.4f}",
+        ]
         yield [row["title"], *figures, *("never" if seconds is None else f"{seconds:.1f}" for seconds in when)]
 
 

@@ -54,14 +54,16 @@ def _unpack(bucket: list[Tensor], future: Future[Tensor]) -> None:
 
 
 class Background:
-    """A mean that is taken while training goes on: p <- p + mean(s) - s, where s is what p was when it began.
+    """A mean that is taken while training goes on: p <- p + share * (mean(s) - s), s being what p was when it began.
 
-    Each rank keeps what it did meanwhile, and gives up only its distance from the others. It goes through groups of
-    its own: in one group whatever comes later waits, be it the sum of a single number.
+    Each rank keeps what it did meanwhile, and gives up only its distance from the others. Where a period leaves r of a
+    distance, which is 0 in steep directions and 1 in flat ones, it is r - share after this: 1/2 halves it everywhere,
+    1 throws the steep ones to the other side. It goes through groups of its own: in one group whatever comes later
+    waits, be it the sum of a single number.
     """
 
-    def __init__(self, network: Network):
-        self._network = network
+    def __init__(self, network: Network, share: float):
+        self._network, self._share = network, share
         self._way: Network | None = None
         self._under_way: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: what was sent, and its mean
 
@@ -75,14 +77,14 @@ class Background:
         before, self._under_way = self._under_way, []
         for number, bucket in enumerate(buckets(tensors)):
             if before:
-                _bring_in(bucket, *before[number])
+                self._bring_in(bucket, *before[number])
             sent = pack(bucket)
             self._under_way.append((sent, self._way.mean(sent.clone(), number)))
 
     def finish(self, tensors: list[Tensor]) -> None:
         """Bring in the mean that is under way."""
         for bucket, under_way in zip(buckets(tensors) if self._under_way else (), self._under_way, strict=True):
-            _bring_in(bucket, *under_way)
+            self._bring_in(bucket, *under_way)
         self._under_way = []
 
     def saved(self) -> list[list[Tensor]]:
@@ -92,9 +94,8 @@ class Background:
     def load(self, saved: list[list[Tensor]]) -> None:
         self._under_way = [(sent, done(mean)) for sent, mean in saved]
 
-
-def _bring_in(bucket: list[Tensor], sent: Tensor, mean: Future[Tensor]) -> None:
-    torch._foreach_add_([t.detach() for t in bucket], views(mean.wait() - sent, bucket))
+    def _bring_in(self, bucket: list[Tensor], sent: Tensor, mean: Future[Tensor]) -> None:
+        torch._foreach_add_([t.detach() for t in bucket], views(mean.wait() - sent, bucket), alpha=self._share)
 
 
 def done(value: Tensor) -> Future[Tensor]:

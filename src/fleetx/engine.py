@@ -59,6 +59,7 @@ class Engine:
         self.updated = False  # did the last step apply an update?
         self.reducer_settings: dict[str, Any] | None = None
         self.network = Network(world)
+        weakref.finalize(self, self.network.close).atexit = False  # at the end fleet leaves the world in its own order
         self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
         self._differentiable = False  # was a backward itself made differentiable since the last step?

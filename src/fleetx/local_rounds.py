@@ -20,6 +20,8 @@ def problems(part: Any) -> Iterator[str]:
         yield "overlap and an outer optimizer exclude each other: keep one of overlap and outer_lr / outer_momentum"
     if part.overlap and part.average_momentum:
         yield "overlap and average_momentum exclude each other: keep one"
+    if not part.overlap and part.overlap_share != type(part)().overlap_share:
+        yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
 
 
 def misfits(switch: str, part: Any, world: World) -> Iterator[str]:
@@ -40,7 +42,7 @@ def average(part: Any, params: list[Tensor], moment: Moment) -> None:
     """End a period."""
     moment.state["last"] = moment.round
     if part.overlap:
-        _background(moment).turn(params)
+        _background(part, moment).turn(params)
     elif _outer(part) and moment.world.size > 1:
         _outer_step(part, params, moment)
     else:
@@ -54,18 +56,18 @@ def settle(part: Any, params: list[Tensor], moment: Moment, *, last: bool) -> No
     """At the end of training, bring in what is under way and average what was done since; or keep it for later."""
     if last:
         if part.overlap:
-            _background(moment).finish(params)
+            _background(part, moment).finish(params)
             averaging.average(params, moment.network)  # what an average in the background leaves are small distances
             _buffers(part, moment)
         elif moment.round > moment.state["last"]:
             average(part, params, moment)
     elif part.overlap:
-        moment.notes["kept"] = moment.state["under_way"] = _background(moment).saved()
+        moment.notes["kept"] = moment.state["under_way"] = _background(part, moment).saved()
 
 
-def _background(moment: Moment) -> averaging.Background:
+def _background(part: Any, moment: Moment) -> averaging.Background:
     """The average that is under way, be it that of a checkpoint."""
-    background = moment.notes.setdefault("under_way", averaging.Background(moment.network))
+    background = moment.notes.setdefault("under_way", averaging.Background(moment.network, part.overlap_share))
     saved = moment.state.pop("under_way", None)
     if saved is not None and saved is not moment.notes.get("kept"):
         background.load(saved)

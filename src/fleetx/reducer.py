@@ -5,6 +5,7 @@ torch's composable `replicate` stands on the same seam: `_pre_forward` and `_pos
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -117,11 +118,15 @@ class Reducer:
 
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
         names = self._names
+        # DDP keeps its hook where the garbage collector cannot look: a strong one would keep the engine for ever.
+        weak = weakref.WeakMethod(reduce)
 
         def hook(state, bucket):  # DDP compares annotations, which are strings here
             params = bucket.parameters()
             views = _as_parameters(bucket.buffer(), params)
-            return reduce(Bucket(bucket.buffer(), views, [names[p] for p in params], bucket.index()))
+            alive = weak()
+            assert alive is not None  # whoever runs a backward holds the model, which holds the engine
+            return alive(Bucket(bucket.buffer(), views, [names[p] for p in params], bucket.index()))
 
         return hook
 

@@ -144,7 +144,8 @@ class Network:
         self.inside = 1  # ranks in a group of a hierarchy; 1: there is none
         self.messages = False  # will anything be gathered?
         self.traffic = Traffic()
-        self.line = Line("messages", world.device)  # for whoever gathers: one after the other, in the same order
+        self._lines: list[Line] = []
+        self.line = self.new_line("messages")  # for whoever gathers: one after the other, in the same order
         self._routes: list[Route] = []
         self._beside: list[Network] = []
 
@@ -162,7 +163,8 @@ class Network:
         """Before the process group is left."""
         for other in self._beside:
             other.close()
-        self.line.stop()
+        for line in reversed(self._lines):  # the later ones hand over to the first
+            line.stop()
         for route in self._routes:
             route.close()
 
@@ -177,6 +179,11 @@ class Network:
             other._routes = [other._make(i, apart=True) for i in range(self.communicators)]
             self._beside.append(other)
         return other
+
+    def new_line(self, name: str) -> Line:
+        """A thread that ends with this network."""
+        self._lines.append(Line(name, self.world.device))
+        return self._lines[-1]
 
     def _make(self, number: int, *, apart: bool = False) -> Route:
         if self.inside > 1:

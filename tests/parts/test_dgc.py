@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
 import io
+import threading
+import weakref
 
 import pytest
 import torch
@@ -310,3 +313,23 @@ def second_backward():
 
 def test_a_second_backward_before_the_step_is_refused(ranks):
     assert all(ranks.run(second_backward))
+
+
+def let_go():
+    fleet.init()
+    model = wide()
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(dgc=True))
+    for x, y in share(data(2), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    engine = weakref.ref(fleet._engine(optimizer))
+    running = [t.name for t in threading.enumerate() if t.name.startswith("fleetx-")]
+    del model, optimizer
+    gc.collect()
+    return engine() is None, running, [t.name for t in threading.enumerate() if t.name.startswith("fleetx-")]
+
+
+def test_a_model_that_is_let_go_takes_its_engine_and_threads_with_it(ranks):
+    for gone, before, after in ranks.run(let_go):
+        assert gone
+        assert before
+        assert not after

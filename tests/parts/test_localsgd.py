@@ -208,7 +208,7 @@ def test_an_average_that_overlaps_is_brought_in_with_the_next(ranks):
                 if sent is not None:
                     for m, mine in zip(models, sent, strict=True):
                         for p, s, *all_ in zip(m.parameters(), mine, *sent, strict=True):
-                            p.add_(torch.stack(all_).mean(0) - s)
+                            p.add_(torch.stack(all_).mean(0) - s, alpha=0.5)
                     now = [[p.clone() for p in m.parameters()] for m in models]
                 sent = now
     for (got, final), model in zip(results, models, strict=True):
@@ -252,6 +252,7 @@ def test_one_worker_has_nothing_to_communicate():
     [
         ({"overlap": True, "outer_momentum": 0.9}, "overlap and an outer optimizer exclude each other"),
         ({"overlap": True, "average_momentum": True}, "overlap and average_momentum"),
+        ({"overlap_share": 0.25}, "overlap_share has no effect without overlap"),
         ({"k_steps": 0}, "k_steps"),
         ({"outer_momentum": 1.0}, "outer_momentum"),
     ],

@@ -40,6 +40,8 @@ class AdaptiveLocalSGD(Part):
     """Average BatchNorm's statistics; without it every rank takes those of rank 0."""
     overlap: bool = False
     """Take the average while the next rounds run, and bring it in with the following one."""
+    overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """How much of the distance to such an average, which is a period old, is brought in."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
     """The rate of the outer optimizer."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0

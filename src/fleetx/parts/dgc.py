@@ -12,7 +12,6 @@ from torch.optim import SGD, Optimizer
 
 from fleetx.compress import exchange
 from fleetx.errors import UsageError
-from fleetx.line import Line
 from fleetx.moment import Bucket, Moment
 from fleetx.optim.carried import CarriedMomentum
 from fleetx.optim.layerwise import become
@@ -83,7 +82,7 @@ class DGC(Part):
     def prepare(self, model: nn.Module, moment: Moment) -> nn.Module:
         """open a way for messages of unequal length"""
         moment.network.messages = True
-        moment.notes["line"] = Line("dgc", moment.device)
+        moment.notes["line"] = moment.network.new_line("dgc")
         moment.notes["params"] = {name: p for p, name in moment.names.items()}
         return model
 
@@ -156,12 +155,21 @@ class DGC(Part):
         state = moment.optimizer.state.get(p, {})
         if (velocity := state.pop("momentum_buffer", None)) is not None:
             u.copy_(velocity)  # of the rounds before compression
-        group = next(group for group in moment.optimizer.param_groups if any(p is q for q in group["params"]))
+        group = self._groups(moment)[p]
         new = None
         if moment.scaled:  # an overflow may be found later, on another rank: the old ones are kept until then
             new = moment.notes.setdefault("spare", {}).pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
             moment.notes.setdefault("new", {})[name] = new
         return exchange.Carried(g, p, u, v, new, group["momentum"], group["weight_decay"])
+
+    def _groups(self, moment: Moment) -> dict[Tensor, dict[str, Any]]:
+        """The group of each parameter, found anew when groups were added."""
+        groups = moment.optimizer.param_groups
+        known = moment.notes.get("groups")
+        if known is None or known[0] != len(groups) or known[1] is not groups[0]:
+            known = len(groups), groups[0], {p: group for group in groups for p in group["params"]}
+            moment.notes["groups"] = known
+        return known[2]
 
     def remarks(self, moment: Moment | None) -> Iterator[str]:
         if moment is not None and moment.notes.get("rounds") and moment.world.size > 1:
