@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from fleetx import StrategyError, fleet
 from fleetx.line import Line
@@ -43,6 +44,30 @@ def test_merged_and_with_clip_and_amp(four, way):
     expected = train_fleet(big(data, 2), {"clip": {"clip_norm": 0.5}})
     for got in four.run(train_fleet, data, WAYS[way] | declared | small):
         assert_close(got, expected)
+
+
+def wide():
+    """One tensor that DGC compresses, and small ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(160, 128), nn.Tanh(), nn.Linear(128, 3))
+
+
+def compressed(declared, sparsity):
+    g = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 160, generator=g), torch.randn(8, 3, generator=g)) for _ in range(6)]
+    return train_fleet(data, {"dgc": {"sparsity": [sparsity]}} | declared, make=wide, optimizer=momentum)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.99])
+@pytest.mark.parametrize("way", WAYS)
+def test_dgc_along_every_way(four, way, sparsity):
+    flat = four.run(compressed, {}, sparsity)
+    for got in four.run(compressed, WAYS[way] | small, sparsity):
+        assert_close(got, flat[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -60,7 +60,8 @@ def task_rows(rows: Rows) -> Lines:
             f"{last['accuracy']:.2%}",
             "diverged" if last["loss"] is None else f"{last['loss']:.4f}",
         ]
-        yield [row["title"], *figures, *("never" if seconds is None else f"{seconds:.1f}" for seconds in when)]
+        title = row["title"] + (", at the rate of dense" if row.get("same_rate") else "")
+        yield [title, *figures, *("never" if seconds is None else f"{seconds:.1f}" for seconds in when)]
 
 
 def hierarchy_rows(rows: Rows) -> Lines:

@@ -33,6 +33,7 @@ from fleetx import fleet
 EVERY = 32  # a multiple of every fixed period: just after an average, and so no better than it is
 GLANCE = 1000  # images at once where nothing is learned
 JUDGED = 8192  # training images that the loss is taken of
+COMPARED = ("local2", "local4", "local8", "local16", "adaptive16", "adaptive32")  # by loss, at the rate of dense too
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,20 @@ def main(request: Path) -> None:
     def accuracies(way: Way, learning_rate: float, rate: str | None, judged_on: Images) -> dict[str, Any]:
         return trained(way, plan, learning_rate, rate, pixels, split.train.labels, judged_on, shaping)
 
+    shared = None  # the rate that serves the first way, which is dense
     for way in all_ways(plan.steps):
         if plan.ways is None or way.name in plan.ways:
-            tried = {lr: accuracies(way, lr, None, split.choose)["moments"][-1]["accuracy"]
-                     for lr in plan.learning_rates} if len(plan.learning_rates) > 1 else {}  # fmt: skip
+            tried = {}
+            if len(plan.learning_rates) > 1:
+                found = {lr: accuracies(way, lr, None, split.choose) for lr in plan.learning_rates}
+                tried = {lr: one["moments"][-1]["accuracy"] for lr, one in found.items()}
             best = max(tried, key=lambda lr: tried[lr]) if tried else plan.learning_rates[0]
+            shared = shared or best
             row = {"way": way.name, "title": way.title, "rate": plan.rate, "learning_rate": best, "tried": tried}
             keep(Path(asked["results"]), row | accuracies(way, best, plan.rate, split.test))
+            if best != shared and way.name in COMPARED:
+                row |= {"learning_rate": shared, "tried": {}, "same_rate": True}
+                keep(Path(asked["results"]), row | accuracies(way, shared, plan.rate, split.test))
     fleet.barrier_worker()
 
 
