@@ -130,7 +130,7 @@ def test_every_subset_of_the_built_parts_composes(n):
 
 class _Moment:
     def __init__(self, state):
-        self.state, self.merged, self.device = state, 4, torch.device("cpu")
+        self.state, self.divisor, self.device = state, 4.0, torch.device("cpu")
 
     def anywhere(self, found):
         return bool(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fleetx.errors import StrategyError
+from fleetx.errors import StrategyError, UsageError
 from fleetx.strategy import DistributedStrategy
 from fleetx.world import World
 
@@ -51,6 +51,19 @@ def _ranks(some: list[int]) -> str:
 
 def _bytes(data: bytes, world: World) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
+
+
+def check_weights(used: bool | None, n: float, world: World) -> tuple[bool | None, list[float]]:
+    """Do all ranks use `fleet.weight`, or none? None: nobody knows yet. And what they gave, where it is not 0."""
+    known = -1.0 if used is None else float(used)
+    answers = world.gather(torch.tensor([known, n], dtype=torch.float64, device=world.device)).tolist()
+    using = [rank for rank, (yes, _) in enumerate(answers) if yes == 1]
+    others = [rank for rank, (yes, _) in enumerate(answers) if yes == 0]
+    if using and others:
+        raise UsageError(
+            f"fleet.weight was called on {_ranks(using)} and not on {_ranks(others)}: call it on every rank or on none"
+        )
+    return bool(using) if using or others else None, [given for _, given in answers if given]
 
 
 def join(loader: Iterable[Any], world: World) -> Iterator[Any]:

@@ -6,7 +6,7 @@
                       bucket by bucket, while backward runs: REDUCE -> network
     optimizer.step()  before: gate shut: take p.grad away. Gate open: GRADIENT; an overflow withholds the update
                       after:  PARAMETER
-    state_dict()      adds {"fleetx": {version, round, merged, withheld, parts}}; parameters by name
+    state_dict()      adds {"fleetx": {version, round, merged, withheld, weights, parts}}; parameters by name
 
 An update is skipped by withholding the gradient (p.grad = None), never by skipping a call: PyTorch's optimizers change
 neither a parameter without a gradient nor its state. So the user's optimizer stays the user's.
@@ -35,9 +35,10 @@ from fleetx.part import Part
 from fleetx.reducer import Reducer
 from fleetx.refusals import refuse
 from fleetx.routes import Network
-from fleetx.stage import Fact, Stage
+from fleetx.stage import Stage
 from fleetx.structure import loss_of, map_tensors, plain_name
 from fleetx.taps import tap
+from fleetx.weights import Weights
 from fleetx.world import World
 
 
@@ -57,7 +58,9 @@ class Engine:
         self.merged = 0  # steps since the last round ended, this one included
         self.loss: Tensor | None = None  # of the last step, where it could be seen
         self.updated = False  # did the last step apply an update?
+        self.inputs: Any = None  # of the forward that is running
         self.reducer_settings: dict[str, Any] | None = None
+        self.weights = Weights(plan, world)
         self.network = Network(world)
         weakref.finalize(self, self.network.close).atexit = False  # at the end fleet leaves the world in its own order
         self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
@@ -126,11 +129,12 @@ class Engine:
         stack = ExitStack()
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
+        self.inputs = args, kwargs
         for call, moment in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(moment)))
         if not torch.is_grad_enabled() or not outermost:
             return None
-        if self._calls[Stage.LOSS]:
+        if self._calls[Stage.LOSS] or (self._watching and self.weights.used is not False):  # None: it may come yet
             args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
         if self._reducer is not None:
             stack.enter_context(self._reducer.active())
@@ -140,6 +144,7 @@ class Engine:
         if model is not self.model or not self._forwards:  # none: another hook raised before ours
             return None
         stack, finish = self._forwards.pop()
+        self.inputs = None
         with stack:  # leaves the contexts
             for function in finish:
                 if callable(function) and out is not None:  # None: the forward raised
@@ -150,13 +155,13 @@ class Engine:
             return out
         if self._reducer is not None:
             out = self._reducer.after_forward(out, communicate=self._opens(self.merged + 1))
-        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=bool(self._calls[Stage.LOSS]))
+        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """The FORWARD contexts once more, for a part that runs a piece of the forward again."""
+    def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
+        """The FORWARD contexts once more, for a part that runs a piece of the forward again, or (`first`) alone."""
         stack = ExitStack()
         for act, (call, moment) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
-            if act.claim.replay:
+            if act.claim.replay or first:
                 stack.enter_context(call(moment))
         return stack
 
@@ -168,14 +173,25 @@ class Engine:
                 self._check_penalty()
                 self._begin_backward()
             self._differentiable = self._differentiable or torch.is_grad_enabled()  # as with create_graph=True
-        return grad if self._scaled_at_loss else grad * self._factor if self._calls[Stage.LOSS] else grad
+        if self.weights.empty:
+            return torch.zeros_like(grad)
+        return grad if self._scaled_at_loss or not self._scales else grad * self._factor
 
     def _leave_backward(self, grad: Tensor) -> Tensor:
         """What is before the model gets its gradient as if the model were plain."""
-        return grad if self._scaled_at_loss else grad / self._factor
+        plain = self._scaled_at_loss or not self._scales or self.weights.empty
+        return grad if plain else grad / self._factor
+
+    @property
+    def _scales(self) -> bool:
+        return bool(self._calls[Stage.LOSS] or self.weights.used)
 
     @property
     def _factor(self) -> float:
+        return self._loss_scale * self.weights.factor
+
+    @property
+    def _loss_scale(self) -> float:
         return math.prod(call(moment) for call, moment in self._calls[Stage.LOSS])
 
     def _reaches_parameters(self) -> bool:
@@ -187,7 +203,7 @@ class Engine:
 
     def _check_penalty(self) -> None:
         """A loss on gradients of the model reaches its parameters by a way on which the scale cancels out."""
-        if self._calls[Stage.LOSS] and self._differentiable and not self._scaled_at_loss:
+        if self._scales and self._differentiable and not self._scaled_at_loss:
             raise UsageError(
                 "this loss contains a gradient that was made with create_graph=True, and would be scaled in part only: "
                 "call fleet.backward(loss) instead of loss.backward()"
@@ -196,11 +212,13 @@ class Engine:
     def _begin_backward(self) -> None:
         """Once for each backward that enters through the output and reaches parameters."""
         self._tapped = True
+        opens = self._opens(self.merged + 1)
+        self.weights.begin(opens=opens)
         self.gradients.check_before_backward()
         self.gradients.put_back()
         if self._unfinished:
             self.gradients.watch()
-        if self._reducer is not None and self._opens(self.merged + 1):
+        if self._reducer is not None and opens:
             self._reducer.begin_backward()
 
     def backward(self, loss: Tensor) -> None:
@@ -208,7 +226,8 @@ class Engine:
         before, self._scaled_at_loss = self._backward, True
         self.loss = loss.detach()
         try:
-            (loss * self._factor if self._calls[Stage.LOSS] else loss).backward()
+            self.weights.begin(opens=self._opens(self.merged + 1))
+            (loss * self._factor if self._scales else loss).backward()
         finally:
             self._scaled_at_loss = self._differentiable = False
         if self._backward == before:  # it did not touch the model's output at all
@@ -224,8 +243,7 @@ class Engine:
 
     def gradient_factor(self) -> float:
         """Of the gradient that is being reduced."""
-        averaged = any(Fact.SUMMED in act.claim.ends for act in self.plan.acts)
-        return self._factor * (self._collected or self.merged + 1 if averaged else 1)
+        return self._loss_scale * self.weights.divisor(self._collected or self.merged + 1)
 
     # --- optimizer.step() -------------------------------------------------------------------------
     def _opens(self, steps: int) -> bool:
@@ -235,7 +253,8 @@ class Engine:
         Engine.stepped = weakref.ref(self)
         changed = run_closure(self.optimizer, args, kwargs) if self._active else None
         self._opened = self.updated = False
-        if not self._check_origin():
+        known = self.names if self._reducer is None else self._reducer.known
+        if self._watching and not self.gradients.check_before_step(known, tapped=self._tapped):
             return changed
         steps = self.merged if self._flushing else self.merged + 1
         opens = self._flushing or self._opens(steps)
@@ -252,6 +271,7 @@ class Engine:
 
     def _after_step(self) -> None:
         self.gradients.end_step()
+        self.weights.end_step(opened=self._opened, steps=self.merged)
         self._differentiable = False
         if self._opened:
             self.round += 1
@@ -260,29 +280,6 @@ class Engine:
                 call(params, moment)
             self.merged = 0
         self._tapped = False
-
-    def _check_origin(self) -> bool:
-        """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones.
-
-        False for a step that is none: torch.distributed.checkpoint takes one at rate 0 with gradients of zero, to make
-        the optimizer's state.
-        """
-        if not self._watching:
-            return True
-        self.gradients.check_restored()
-        grads = [] if self._tapped else self.gradients.present()
-        nothing = not any(g.any() for g in grads)  # zeros that zero_grad(set_to_none=False) left: a skipped batch
-        if grads and nothing and not any(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups):
-            return False
-        if not nothing:
-            raise UsageError(
-                "these gradients did not come through the model's output, so the strategy could not act on them: call "
-                "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
-                "for a loss that reads parameters past the output use fleet.backward(loss)"
-            )
-        self.gradients.check_untouched()
-        self.gradients.check_known(self.names if self._reducer is None else self._reducer.known)
-        return True
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT over the gradients of this round; False withholds the update."""
@@ -316,6 +313,7 @@ class Engine:
     def _collect(self, steps: int) -> None:
         """Put the withheld gradients of so many steps back and reduce them, where no backward does."""
         self.gradients.put_back()
+        self.weights.collect()
         if self._reducer is not None:
             self._collected = steps
             self._reducer.reduce_now([p for p in self.gradients.params() if p.requires_grad], self._reduce)

@@ -1,4 +1,5 @@
-"""What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts}.
+"""What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts},
+and where `fleet.weight` is used, weights.
 
 Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
 """
@@ -21,7 +22,9 @@ VERSION = 1
 
 
 def save(engine: Engine) -> dict[str, Any]:
-    clock = {"version": VERSION, "round": engine.round, "merged": engine.merged}
+    clock: dict[str, Any] = {"version": VERSION, "round": engine.round, "merged": engine.merged}
+    if engine.weights.used:
+        clock["weights"] = engine.weights.saved()
     return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
 
 
@@ -55,6 +58,7 @@ def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
 def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.gradients.load(saved)
     engine.round, engine.merged = saved["round"], saved["merged"]
+    engine.weights.load(saved.get("weights"), inside=engine.merged > 0)
     for key, state in saved["parts"].items():
         if key in engine.state:
             # A copy: the checkpoint stays the caller's.

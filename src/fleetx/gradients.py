@@ -105,6 +105,27 @@ class Gradients:
         pairs = ((p.grad, seen) for p, *seen in self._seen)
         return [g for g, seen in pairs if g is not None and [id(g), g._version] != seen]
 
+    def check_before_step(self, known: Collection[nn.Parameter], *, tapped: bool) -> bool:
+        """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones.
+
+        tapped: did a backward come through the model's output? Returns False for a step that is none:
+        torch.distributed.checkpoint takes one at rate 0 with gradients of zero, to make the optimizer's state.
+        """
+        self.check_restored()
+        grads = [] if tapped else self.present()
+        nothing = not any(g.any() for g in grads)  # zeros that zero_grad(set_to_none=False) left: a skipped batch
+        if grads and nothing and not any(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups):
+            return False
+        if not nothing:
+            raise UsageError(
+                "these gradients did not come through the model's output, so the strategy could not act on them: call "
+                "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
+                "for a loss that reads parameters past the output use fleet.backward(loss)"
+            )
+        self.check_untouched()
+        self.check_known(known)
+        return True
+
     def check_untouched(self) -> None:
         """Before a step."""
         if self._touched():

@@ -15,6 +15,7 @@ from fleetx.errors import UsageError
 from fleetx.stage import Fact
 
 if TYPE_CHECKING:
+    from fleetx.compose import Plan
     from fleetx.engine import Engine
     from fleetx.routes import Network
     from fleetx.world import World
@@ -91,14 +92,23 @@ class Moment:
         return self._engine.round
 
     @property
-    def merged(self) -> int:
-        """How many steps the gradient of this round was summed over."""
-        return self._engine.merged
+    def divisor(self) -> float:
+        """What makes a mean of the sum over merged steps: their number, or what `fleet.weight` says."""
+        return self._engine.weights.divisor(self._engine.merged)
 
     @property
     def forward(self) -> Callable[[], AbstractContextManager[Any]]:
         """Makes the FORWARD contexts anew, for a part that runs a piece of the forward again."""
         return self._engine.forward_context
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the forward that begins was called with."""
+        return self._engine.inputs
+
+    @property
+    def plan(self) -> Plan:
+        return self._engine.plan
 
     @property
     def network(self) -> Network:
@@ -122,7 +132,7 @@ class Moment:
 
     @property
     def factor(self) -> float:
-        """By what the gradient in hand is multiplied: the loss scale, and the number of steps that it is a sum of."""
+        """By what the gradient in hand is multiplied: the loss scale, and the divisor of the steps it is a sum of."""
         return self._engine.gradient_factor()
 
     def replicate(self, *, bucket_cap_mb: float, find_unused_parameters: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
 from fleetx import fleet
@@ -59,6 +60,26 @@ def test_without_avg_the_update_takes_the_sum():
     data = batches()
     merged = train_fleet(data, {"gradient_merge": {"k_steps": 2, "avg": False}}, optimizer=_sgd(0.1))
     assert_close(merged, train(big(data, 2), optimizer=_sgd(0.2)))
+
+
+def test_without_avg_merged_sums_equal_the_sum_over_the_big_batch(ranks):
+    """Between ranks it is still the mean that is taken, so that two of them halve it."""
+    data = batches()
+    want = train(big(data, 2), optimizer=_sgd(0.01), loop=summed)
+    assert_close(_merge_sums(data, 0.01), want)
+    found = ranks.run(_merge_sums, data, 0.02)
+    assert_equal(found[0], found[1])
+    assert_close(found[0], want)
+
+
+def summed(model, optimizer, x, y):
+    mse_loss(model(x), y, reduction="sum").backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _merge_sums(data, lr):
+    return train_fleet(data, {"gradient_merge": {"k_steps": 2, "avg": False}}, optimizer=_sgd(lr), loop=summed)
 
 
 def _sgd(lr):

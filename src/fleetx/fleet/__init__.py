@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from fleetx.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_enviro
 from fleetx.strategy import DistributedStrategy
 from fleetx.structure import loss_of
 from fleetx.world import TIMEOUT, World
+
+if TYPE_CHECKING:
+    from fleetx.memory.batch import Batch
 
 __all__ = [
     "DistributedStrategy",
@@ -48,8 +51,10 @@ __all__ = [
     "is_first_worker",
     "is_worker",
     "join",
+    "largest_batch",
     "local_rank",
     "updated",
+    "weight",
     "worker_endpoints",
     "worker_index",
     "worker_num",
@@ -242,6 +247,15 @@ def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
     _engine(optimizer).backward(loss)
 
 
+def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
+    """Say, before the backward of a step, that its loss is a mean over `n` items, such as tokens or samples.
+
+    The update then takes sum(n * gradient) / sum(n) over merged steps and ranks: what the big batch would give, however
+    unequal its shares. Every step on every rank says so, or none; 0 is a share that does not count.
+    """
+    _engine(optimizer).weights.give(n)
+
+
 def join(loader: Iterable[Any]) -> Iterator[Any]:
     """`for batch in fleet.join(loader)`: go on as long as every rank has a batch, and stop together.
 
@@ -257,6 +271,33 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
     Returns whether an update was applied. Call it where the data ends, or the tail waits for the next epoch.
     """
     return _engine(optimizer).flush()
+
+
+def largest_batch(
+    model: nn.Module,
+    sample: Any,
+    *,
+    memory: str | int,
+    strategy: DistributedStrategy | None = None,
+    optimizer: Optimizer | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    global_batch: int | None = None,
+    ranks: int | None = None,
+    trial: bool = True,
+) -> Batch:
+    """How many samples fit into `memory` ("8GiB") at a time, before the model is distributed.
+
+    `sample` is a batch of any size: a dict goes into the model as keywords, a tuple or list as positions; with
+    `loss_fn` it is (inputs, targets). Without an optimizer AdamW is counted. The answer is predicted, then one step is
+    tried in a process of its own (`trial`). With `global_batch` it is such that global = micro x merge x ranks.
+    """
+    from fleetx.memory import batch  # the planner is of no use to most
+
+    size = ranks or (_world.size if _world is not None else 1)
+    return batch.of_strategy(
+        model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
+        global_batch=global_batch, ranks=size, trial=trial,
+    )  # fmt: skip
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:

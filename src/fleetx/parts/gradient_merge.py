@@ -20,7 +20,8 @@ class GradientMerge(Part):
     """Update once in `k_steps` steps, with the mean of their gradients, reduced between ranks once.
 
     g = (g_1 + ... + g_m) / m, where m is the true number of steps in the window (smaller than k_steps after `flush`).
-    Neutral: k_steps=1. Equals one batch k_steps times as large, for losses that are means over equal batches.
+    Neutral: k_steps=1. Equals one batch k_steps times as large, for losses that are means over equal batches; over
+    unequal ones with `fleet.weight`.
     """
 
     k_steps: Annotated[int, Field(ge=1)] = 1
@@ -43,4 +44,4 @@ class GradientMerge(Part):
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
     def mean(self, grads: list[Tensor], moment: Moment) -> None:
         """divide the summed gradient by the number of steps in it"""
-        torch._foreach_div_(grads, float(moment.merged))
+        torch._foreach_div_(grads, moment.divisor)
