@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 
 os.environ["FLEETX_DEVICE"] = "cpu"
+os.environ["FLEETX_CACHE"] = ""  # nothing is stored, unless a test says where
 os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis

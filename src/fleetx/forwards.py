@@ -43,7 +43,7 @@ def wrap(module: nn.Module, layer: Layer, around: Around) -> None:
     layers = module.__dict__.setdefault(_AROUND, _Layers())
     layers.append((layer, around))
     layers.sort(key=lambda pair: pair[0])
-    if len(layers) == 1:
+    if not _installed(module):
         _install(module)
 
 
@@ -54,6 +54,11 @@ def unwrap(model: nn.Module) -> None:
             before = module.__dict__.pop("forward").__func__.before
             if before is not None:
                 module.forward = before
+
+
+def _installed(module: nn.Module) -> bool:
+    """A copy of a wrapped module has nothing around it, and the forward that looks for it."""
+    return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), "before")
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -70,7 +75,7 @@ def _install(module: nn.Module) -> None:
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = functools.partial(plain, self)
-        for _, around in self.__dict__[_AROUND]:
+        for _, around in self.__dict__.get(_AROUND, ()):
             call = functools.partial(_around, around, self, call)
         return call(*args, **kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ def misfits(switch: str, part: Any, world: World) -> Iterator[str]:
             f"{switch}: there is one worker, so there is nothing to communicate: start more with fleetrun, or set "
             f"strategy.{switch}_configs['allow_single'] = True for debugging"
         )
+
+
+def keeps(part: Any, params: Iterable[Tensor]) -> int:
+    """Two copies: what was sent and its mean, or the anchor and the momentum of the outer optimizer."""
+    return 2 * sum(p.nbytes for p in params) if part.overlap or _outer(part) else 0
 
 
 def keep(part: Any, bucket: Bucket, moment: Moment) -> Future[Tensor]:

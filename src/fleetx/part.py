@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
@@ -50,6 +50,10 @@ class Part:
     neutral: ClassVar[Mapping[str, Any] | None] = None
     # Does its state belong to its rank, so that another rank cannot go on with it?
     personal: ClassVar[bool] = False
+    # Does it act on the forward of its own rank alone, so that its memory is seen where the step is run without others?
+    local: ClassVar[bool] = False
+    # Does it cut the forward into segments that are run again?
+    segments: ClassVar[bool] = False
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
@@ -64,6 +68,13 @@ class Part:
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """The state that this part carries across steps: the engine makes, saves, loads and hands it back."""
         return {}
+
+    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
+        """Bytes that it keeps from step to step, besides gradients and what the optimizer gathers.
+
+        scaled: is there a loss scale, so that an update may have to be undone?
+        """
+        return 0
 
     def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
         """Finish what is under way: a checkpoint is taken, or (`last`) the training ends. Ranks call it together."""

@@ -12,30 +12,44 @@ from torch.utils import _pytree as pytree
 
 from fleetx.errors import UsageError
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[[Any], Any]
+Kind = type | tuple[type, ...]
 
 
-def map_tensors(function: Function, value: Any, *, strict: bool = False) -> Any:
+def map_tensors(function: Function, value: Any, *, strict: bool = False, kind: Kind = Tensor) -> Any:
     """The same structure with every tensor replaced; what torch's pytree does not know is copied field by field.
 
     Where nothing was replaced, the very same object is returned: the model may write into its arguments.
 
     `strict`: an object that hides a tensor with a gradient is an error instead of being passed over.
+    `kind`: what is replaced, where it is not tensors.
     """
-    return _map(function, value, strict, ())
+    return _map(function, value, strict, kind, ())
 
 
-def _map(function: Function, value: Any, strict: bool, above: tuple[int, ...]) -> Any:
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a structure, in order."""
+    found: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(see, value)
+    return found
+
+
+def _map(function: Function, value: Any, strict: bool, kind: Kind, above: tuple[int, ...]) -> Any:
     leaves, structure = pytree.tree_flatten(value)
-    mapped = [_leaf(function, leaf, strict, above) for leaf in leaves]
+    mapped = [_leaf(function, leaf, strict, kind, above) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(mapped, structure)
 
 
-def _leaf(function: Function, leaf: Any, strict: bool, above: tuple[int, ...]) -> Any:
+def _leaf(function: Function, leaf: Any, strict: bool, kind: Kind, above: tuple[int, ...]) -> Any:
     """`above` are the objects around this one: a structure may contain itself."""
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, kind):
         return function(leaf)
     record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
     if (record or isinstance(leaf, dict)) and id(leaf) not in above:  # a subclass of dict is a leaf to pytree
@@ -43,7 +57,7 @@ def _leaf(function: Function, leaf: Any, strict: bool, above: tuple[int, ...]) -
         items = (
             dict(leaf) if isinstance(leaf, dict) else {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
         )
-        mapped = {key: _map(function, item, strict, above) for key, item in items.items()}
+        mapped = {key: _map(function, item, strict, kind, above) for key, item in items.items()}
         if all(mapped[key] is items[key] for key in items):
             return leaf
         out: Any = copy.copy(leaf)  # not `dataclasses.replace`: it would run __init__ and __post_init__ again

@@ -72,12 +72,13 @@ def test_two_ranks_train_the_same_with_and_without_it(ranks):
     assert_equal(with_it[0], without[0])
 
 
-def test_it_costs_one_more_forward_of_the_named_modules_up_to_the_last_value_that_backward_needs():
-    """In exact FLOPs: backward needs the inputs of `down` and not its output, so `down` itself is not run again."""
-    model = Tower()
-    with FlopCounterMode(display=False) as counter:
-        model.blocks[1].up(torch.randn(5, 6))
-    assert _flops(["blocks.1"]) - _flops([]) == counter.get_total_flops()
+def test_it_costs_one_more_forward_of_each_segment_up_to_the_last_value_that_backward_needs():
+    """In exact FLOPs: backward needs the inputs of `down` and not its output: at the end of a segment it is not run."""
+    up = down = 2 * 5 * 6 * 24
+    assert _flops(["blocks.0"]) - _flops([]) == up
+    assert _flops(["blocks.1"]) - _flops([]) == up + down + up  # one segment of two blocks
+    assert _flops(["blocks.0", "blocks.1"]) - _flops([]) == up + up
+    assert _flops(["blocks.*"]) - _flops([]) == 3 * up  # and nothing of what follows the last
 
 
 def _flops(names):
@@ -136,7 +137,9 @@ def test_a_copy_of_the_model_runs_its_own_weights():
     ("settings", "message"),
     [
         (True, "checkpoints is empty"),
-        ({"checkpoints": ["blocks.0"], "enable_offload": True}, "enable_offload = True: not available yet"),
+        ({"memory_budget": "1GiB", "checkpoints": ["blocks.0"]}, "exclude each other"),
+        ({"memory_budget": "much"}, "'much' is not a number of bytes such as '6GiB'.* nor 'min'"),
+        ({"memory_budget": 1.5}, "memory_budget"),
     ],
 )
 def test_what_would_do_nothing_is_refused(settings, message):
@@ -243,7 +246,9 @@ def test_patterns_go_level_by_level_and_containers_are_refused():
         with pytest.raises(StrategyError, match=r"'blocks' has no forward of its own.*write 'blocks.\*'"):
             fleet.distribute(model, sgd(model), strategy)
     fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]}))
-    assert [n for n, m in model.named_modules() if "forward" in vars(m)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [n for n, m in model.named_modules() if "forward" in vars(m)] == [
+        *("blocks.0", "blocks.1", "blocks.2", "head")
+    ]
 
 
 def test_a_filled_cache_is_refused():

@@ -71,7 +71,7 @@ def _plain(tensors: tuple[Tensor, ...]) -> bool:
 def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, torch.device, torch.dtype, Any, Any]:
     """What must be alike for tensors to be computed together."""
     p: Any = tensors[0]
-    simple = p.dtype is torch.float32 and p.device.type == "cpu"
+    simple = p.dtype is torch.float32 and p.device.type == "cpu" and not hasattr(p, "fake_mode")  # which has no memory
     if hasattr(p, "device_mesh"):
         # The ranks of a mesh must choose alike, or they would wait for each other in different places: nothing that
         # only this rank knows, such as the layout of its shard, may matter here.

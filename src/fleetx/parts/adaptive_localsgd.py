@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -62,6 +62,9 @@ class AdaptiveLocalSGD(Part):
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0, "k": self.init_k_steps, "loss": 0.0, "lr": 0.0}
+
+    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
+        return local_rounds.keeps(self, params)
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:

@@ -72,6 +72,7 @@ class AMP(Part):
     """The half precision. float16 is Paddle's."""
 
     no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it belongs to use_pure_fp16"}
+    local: ClassVar[bool] = True
     costs: ClassVar[str] = "time: casts at the borders; gains where the device computes in half precision"
 
     # --- what cannot be ---------------------------------------------------------------------------

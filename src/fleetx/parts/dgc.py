@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -76,6 +76,9 @@ class DGC(Part):
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         large = {name: p for name, p in params.items() if _compressed(p)}
         return {part: {name: torch.zeros_like(p) for name, p in large.items()} for part in ("u", "v")}
+
+    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
+        return (4 if scaled else 2) * sum(p.nbytes for p in params if _compressed(p))
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)

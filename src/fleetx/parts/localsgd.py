@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -54,6 +54,9 @@ class LocalSGD(Part):
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}
+
+    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
+        return local_rounds.keeps(self, params)
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
