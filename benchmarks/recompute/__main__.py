@@ -1,0 +1,95 @@
+"""python -m benchmarks.recompute: measure, print the tables, plot."""
+
+from __future__ import annotations
+
+import gc
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.frame import CannotRunError, machine
+from benchmarks.recompute import batches, compiled, report, trade
+
+OUT = Path(__file__).parents[1] / "out" / "recompute"
+PARTS = ("trade", "batches", "compiled")
+LARGEST = ["bert_large", "bert", "resnet"]
+TRADED = ["resnet", "bert", "gpt2", "vit"]
+
+
+def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
+    found = value.split(",") if value else list(PARTS)
+    if unknown := [x for x in found if x not in PARTS]:
+        raise click.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
+    return found
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--only", callback=_chosen, help=f"Some of {','.join(PARTS)}.")
+@click.option("--models", help="Some models, such as resnet,bert.")
+@click.option("--memory", default="8GiB", show_default=True, help="The limit for the largest batch.")
+@click.option("--rounds", default=4, show_default=True, help="Steps of each way, in turn.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
+def main(only: list[str], models: str | None, memory: str, rounds: int, out: Path, only_report: bool) -> None:
+    """What recomputation by a budget costs and gains, beside torch's own ways. Half an hour on two idle cores."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "recompute.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for part in [] if only_report else only:
+        begun = {"load_before": machine.load(), "commit": machine.commit(), "threads": torch.get_num_threads()}
+        try:
+            results[part] = [_shown(row) for row in _rows(part, models, memory, rounds)]
+        except CannotRunError as error:
+            raise click.ClickException(str(error)) from None
+        notes = results.setdefault("notes", {"machine": machine.machine()})
+        notes[part] = begun | {"load_after": machine.load(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        file.write_text(json.dumps(results, indent=1) + "\n")
+    show(results, out)
+
+
+def _rows(part: str, models: str | None, memory: str, rounds: int) -> Any:
+    if part == "compiled":
+        yield from compiled.rows(max(rounds, 8))
+        return
+    for name in models.split(",") if models else LARGEST if part == "batches" else TRADED:
+        yield from batches.rows(name, memory) if part == "batches" else trade.rows(name, rounds)
+        gc.collect()
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A line as soon as it is there."""
+    what = row.get("title") or row.get("setting")
+    seconds = " ".join(f"{s:.2f}" for s in row["seconds"])
+    print(f"{row.get('model', '')} {what}: {row['peak'] / 2**20:,.1f} MiB, {seconds} s", flush=True)
+    return row
+
+
+def show(results: dict[str, Any], out: Path) -> None:
+    console = Console()
+    console = Console(width=max(console.width, 150))
+    page = []
+    for title, (head, *rest) in report.tables(results):
+        table = Table(title=title, title_justify="left")
+        for i, word in enumerate(head):
+            table.add_column(word, justify="left" if i == 0 else "right")
+        for line in rest:
+            table.add_row(*line)
+        console.print(table)
+        page.append(f"## {title}\n\n{report.as_markdown([head, *rest])}")
+    (out / "tables.md").write_text("\n".join(page))
+    try:
+        if results.get("trade"):
+            report.plot(out, results)
+    except ImportError:
+        console.print("no plot: matplotlib is not installed (pip install matplotlib)")
+    console.print(f"all of it is in {out}", highlight=False)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.recompute")

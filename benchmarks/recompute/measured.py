@@ -1,0 +1,68 @@
+"""Seconds and bytes of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.recompute.ways import Active, Way
+from fleetx.memory import measure
+from fleetx.memory.tracker import bytes_of
+
+Inputs = dict[str, Tensor]
+
+
+def adamw(module: nn.Module) -> Optimizer:
+    return AdamW(module.parameters(), lr=1e-5)
+
+
+def forward_backward(module: nn.Module, inputs: Inputs, active: Active, *, bf16: bool = False) -> None:
+    with active(), torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+        out = module(**inputs)
+    out.loss.backward()
+
+
+def peak(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool = False) -> int:
+    """The most bytes that the allocator had given out during a step, with what is always there."""
+
+    def step() -> None:
+        forward_backward(module, inputs, active, bf16=bf16)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if not optimizer.state:
+        step()
+    state = [s for values in optimizer.state.values() for s in values.values() if isinstance(s, Tensor)]
+    fixed = bytes_of([*module.parameters(), *module.buffers(), *inputs.values(), *state])
+    return fixed + measure.peak(step, torch.device("cpu"))
+
+
+def seconds(module: nn.Module, inputs: Inputs, ways: Sequence[Way], rounds: int) -> dict[str, list[float]]:
+    """Forward and backward, the ways in turn, forwards and backwards."""
+    found: dict[str, list[float]] = {way.name: [] for way in ways}
+    for number in range(rounds + 1):
+        for way in ways if number % 2 else reversed(ways):
+            begun = time.perf_counter()
+            forward_backward(module, inputs, way.active)
+            if number:  # the first is to warm up
+                found[way.name].append(time.perf_counter() - begun)
+            module.zero_grad()
+    return found
+
+
+def once(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool) -> float:
+    """Seconds of a whole step."""
+    begun = time.perf_counter()
+    forward_backward(module, inputs, active, bf16=bf16)
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begun
+
+
+Row = dict[str, Any]

@@ -1,0 +1,73 @@
+"""Ways to recompute. All of them are put into one model, and one is active at a time: they can be timed in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.recompute.models import Model
+from fleetx.forwards import Layer, wrap
+from fleetx.recompute import blocks, budget
+from fleetx.recompute.chain import Chain
+from fleetx.structure import named_modules
+
+Active = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    title: str
+    active: Active  # around each forward
+    predicted: int | None = None  # peak bytes
+    limit: int | None = None
+    added: float | None = None  # seconds more a step, predicted
+
+
+def plain() -> Way:
+    return Way("plain", "no recomputation", nullcontext)
+
+
+def every_block(model: Model, module: nn.Module) -> Way:
+    """What torch's documentation says: `checkpoint` around each block."""
+    on = False
+
+    def around(_: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs) if on else inner(*args, **kwargs)
+
+    modules = dict(named_modules(module))
+    for name in blocks.named(module, model.blocks):
+        wrap(modules[name], Layer.REPLAY, around)
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        nonlocal on
+        on = True
+        try:
+            yield
+        finally:
+            on = False
+
+    return Way("every", "torch's checkpoint, every block", active)
+
+
+def square_root(model: Model, module: nn.Module) -> Way:
+    """As torch's checkpoint_sequential: the square root of their number of equal segments, the last of them kept."""
+    names = blocks.named(module, model.blocks)
+    groups = max(2, round(math.sqrt(len(names))))
+    ends = [names[len(names) * (i + 1) // groups - 1] for i in range(groups - 1)]
+    modules = dict(named_modules(module))
+    chain = Chain({name: modules[name] for name in names}, blocks.Named(ends), nullcontext)
+    return Way("sqrt", f"{groups} equal segments, as checkpoint_sequential", chain.forward)
+
+
+def ours(module: nn.Module, planner: budget.Planner, limit: str, title: str) -> Way:
+    choice = planner.choose(limit)
+    active: Active = choice.arm(module, nullcontext) if choice.tree else nullcontext
+    return Way(f"ours {title}", f"memory_budget, {title}", active, choice.peak, choice.limit, choice.added)
