@@ -18,7 +18,7 @@ from benchmarks.recompute import batches, compiled, report, trade
 
 OUT = Path(__file__).parents[1] / "out" / "recompute"
 PARTS = ("trade", "batches", "compiled")
-LARGEST = ["bert_large", "bert", "resnet"]
+LARGEST = ["bert_large", "resnet", "bert"]
 TRADED = ["resnet", "bert", "gpt2", "vit"]
 
 
@@ -32,7 +32,7 @@ def _chosen(context: click.Context, option: click.Parameter, value: str | None) 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--only", callback=_chosen, help=f"Some of {','.join(PARTS)}.")
 @click.option("--models", help="Some models, such as resnet,bert.")
-@click.option("--memory", default="8GiB", show_default=True, help="The limit for the largest batch.")
+@click.option("--memory", default="7GiB", show_default=True, help="The limit for the largest batch.")
 @click.option("--rounds", default=4, show_default=True, help="Steps of each way, in turn.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
 @click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
@@ -44,7 +44,10 @@ def main(only: list[str], models: str | None, memory: str, rounds: int, out: Pat
     for part in [] if only_report else only:
         begun = {"load_before": machine.load(), "commit": machine.commit(), "threads": torch.get_num_threads()}
         try:
-            results[part] = [_shown(row) for row in _rows(part, models, memory, rounds)]
+            results[part] = []
+            for row in _rows(part, models, memory, rounds):
+                results[part].append(_shown(row))
+                file.write_text(json.dumps(results, indent=1) + "\n")  # what there is, if it is stopped
         except CannotRunError as error:
             raise click.ClickException(str(error)) from None
         notes = results.setdefault("notes", {"machine": machine.machine()})

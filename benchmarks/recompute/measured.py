@@ -28,19 +28,24 @@ def forward_backward(module: nn.Module, inputs: Inputs, active: Active, *, bf16:
     out.loss.backward()
 
 
-def peak(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool = False) -> int:
-    """The most bytes that the allocator had given out during a step, with what is always there."""
-
-    def step() -> None:
-        forward_backward(module, inputs, active, bf16=bf16)
-        optimizer.step()
-        optimizer.zero_grad()
-
+def peak(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active) -> int:
     if not optimizer.state:
-        step()
+        once(module, optimizer, inputs, active)
+    return peak_and_seconds(module, optimizer, inputs, active)[0]
+
+
+def peak_and_seconds(
+    module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool = False
+) -> tuple[int, float]:
+    """The most bytes that the allocator had given out during a step, with what is always there; and its seconds."""
+    took: list[float] = []
     state = [s for values in optimizer.state.values() for s in values.values() if isinstance(s, Tensor)]
     fixed = bytes_of([*module.parameters(), *module.buffers(), *inputs.values(), *state])
-    return fixed + measure.peak(step, torch.device("cpu"))
+
+    def step() -> None:
+        took.append(once(module, optimizer, inputs, active, bf16=bf16))
+
+    return fixed + measure.peak(step, torch.device("cpu")), took[0]
 
 
 def seconds(module: nn.Module, inputs: Inputs, ways: Sequence[Way], rounds: int) -> dict[str, list[float]]:
@@ -56,7 +61,7 @@ def seconds(module: nn.Module, inputs: Inputs, ways: Sequence[Way], rounds: int)
     return found
 
 
-def once(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool) -> float:
+def once(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool = False) -> float:
     """Seconds of a whole step."""
     begun = time.perf_counter()
     forward_backward(module, inputs, active, bf16=bf16)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleetx.recompute.blocks import matches
+
 
 @dataclass(frozen=True)
 class Model:
@@ -18,6 +20,11 @@ class Model:
     inputs: Callable[[int], dict[str, Tensor]]  # of a batch
     blocks: tuple[str, ...]  # patterns of what people call the blocks of this model
     batch: int  # for the trade-off and the accounts
+
+    def present(self) -> list[str]:
+        """Those of the patterns that the model has."""
+        names = [name for name, _ in self.make().named_modules()]
+        return [pattern for pattern in self.blocks if matches(pattern, names)]
 
 
 def _tokens(words: int, length: int) -> Callable[[int], dict[str, Tensor]]:
