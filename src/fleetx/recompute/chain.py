@@ -92,9 +92,9 @@ class Chain:
         if not torch.is_grad_enabled() or not self._running:
             return inner(*args, **kwargs)
         begin, end = self.guide.step(name)
+        args, kwargs = without_caches(args, kwargs)  # also of a block that is kept: another would find it filled
         if not begin and not self._open:
             return inner(*args, **kwargs)
-        args, kwargs = tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
         conditions = Conditions(buffers, self._context, (args, kwargs), writes=self._writes.get(name, True))
         given = [(t, t._version) for t in tensors_of((args, kwargs))]
         with conditions.first():
@@ -297,8 +297,12 @@ def _last_uses(calls: Sequence[_Call]) -> dict[tuple[int, int], int]:
     return found
 
 
-def _no_cache(value: Any) -> Any:
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Leave out the key-value cache of a transformers model: a second pass would append to it again."""
+    return tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
+
+
+def _no_cache(value: Any) -> Any:
     if not any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__):
         return value
     if value.get_seq_length() > 0:

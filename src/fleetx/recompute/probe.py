@@ -22,6 +22,7 @@ from fleetx.forwards import Layer, unwrap, wrap
 from fleetx.memory.insides import Insides, made_up
 from fleetx.memory.trace import Fakes, Step, random_kept, without_hooks
 from fleetx.memory.tracker import Tracker, bytes_of
+from fleetx.recompute.chain import without_caches
 from fleetx.recompute.solver import Block
 from fleetx.structure import map_tensors, named_modules, tensors_of
 
@@ -93,6 +94,7 @@ def _calls(fakes: Fakes) -> Call:
     def around(name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # what is called without gradients is in no segment
             return inner(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs)
         given = tensors_of((args, kwargs))
         versions = [t._version for t in given]
         call = Call(name, module, args=args, kwargs=kwargs)
