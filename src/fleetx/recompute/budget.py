@@ -30,6 +30,7 @@ Shapes = list[tuple[tuple[int, ...], Any, bool]]
 log = logging.getLogger(__name__)
 TRIES = 8  # predictions of the whole step, to find how many bytes the blocks may have
 FACTORS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)  # of the least bytes for the blocks, to find the least of the step
+ROOM = 1.5  # of the bytes that seem to be free: how many a table is made for
 CLOSE = 0.995  # of the bytes that are allowed: near enough
 
 
@@ -97,10 +98,13 @@ class Planner:
         nothing = Choice([], [], [], limit or plain, plain, plain, 0.0, 0.0)
         if limit is not None and plain <= limit:
             return nothing
-        found = [choice for probe, table in self._tables for choice in self._tried(probe, table, limit)]
+        found: list[Choice] = []
+        if limit is not None:
+            top = ROOM * max(limit - self.plain.fixed, 0)
+            found = [choice for probe in self._probes for choice in self._tried(probe, self._table(probe, top), limit)]
         fitting = [choice for choice in found if limit is not None and choice.peak <= limit]
         if not fitting:
-            found += [choice for probe, table in self._tables for choice in self._fewest(probe, table, limit)]
+            found += [choice for probe in self._probes for choice in self._fewest(probe, limit)]
             fitting = [choice for choice in found if limit is None or choice.peak <= limit]
         if limit is not None and not fitting:
             raise StrategyError(self._impossible(limit, min((choice.peak for choice in found), default=plain)))
@@ -112,19 +116,20 @@ class Planner:
         return chosen
 
     @cached_property
-    def _tables(self) -> list[tuple[Probe, Table]]:
-        out = []
-        for probe in probes(self._step, timed=self._timed):
-            kept = sum(block.takes + block.saved for block in probe.blocks)
-            behind = max(self.plain.activations - kept, 0)  # besides, between forward and backward: the loss
-            turn = Block("", 0.0, 0.0, input=0, takes=0, saved=0, passing=behind, keeping=behind, undoing=0)
-            out.append((probe, Table([*probe.blocks, turn], max(2 * self.plain.activations, 1))))
-        return out
+    def _probes(self) -> list[Probe]:
+        return probes(self._step, timed=self._timed)
 
-    def _tried(self, probe: Probe, table: Table, limit: int | None) -> Iterator[Choice]:
+    def _table(self, probe: Probe, top: float) -> Table:
+        """For so many bytes at most. It counts them in steps, so a table for many more would round everything up."""
+        kept = sum(block.takes + block.saved for block in probe.blocks)
+        behind = max(self.plain.activations - kept, 0)  # besides, between forward and backward: the loss
+        turn = Block("", 0.0, 0.0, input=0, takes=0, saved=0, passing=behind, keeping=behind, undoing=0)
+        return Table([*probe.blocks, turn], max(int(top), 1))
+
+    def _tried(self, probe: Probe, table: Table, limit: int) -> Iterator[Choice]:
         """Trees with more, or with fewer, bytes for the blocks, until the whole step fits just so."""
         least = table.least()
-        if least is None or limit is None:
+        if least is None:
             return
         low, high = least, None  # bytes for the blocks with which the step fits, and with which it does not
         free = max(least, limit - self.plain.fixed)
@@ -140,9 +145,14 @@ class Planner:
             if high is not None and high - low <= table.slot:
                 return
 
-    def _fewest(self, probe: Probe, table: Table, limit: int | None) -> Iterator[Choice]:
+    def _fewest(self, probe: Probe, limit: int | None) -> Iterator[Choice]:
         """What the blocks need least is not quite what the step does: look around it."""
-        least = table.least()
+        table = self._table(probe, 2 * self.plain.activations)
+        while (least := table.least()) is not None and ROOM * FACTORS[-1] * least < table.slot * table.slots:
+            finer = self._table(probe, FACTORS[-1] * least)
+            if finer.least() is None:
+                break
+            table = finer
         for factor in FACTORS if least is not None else ():
             assert least is not None
             yield self._choice(probe, table, int(least * factor), limit)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fleetx.recompute.blocks import Tree
 
-SLOTS = 400  # steps in which bytes are counted, rounded up
+CELLS = 100_000  # blocks times steps in which bytes are counted, rounded up: the programme takes about a second
 Numbers = NDArray[np.float64]
 Cuts = NDArray[np.int32]
 
@@ -50,8 +50,8 @@ class Block:
 class Table:
     """The answers for every number of bytes up to a limit."""
 
-    def __init__(self, blocks: Sequence[Block], limit: int, slots: int = SLOTS):
-        self.blocks, self.slots = blocks, slots
+    def __init__(self, blocks: Sequence[Block], limit: int, slots: int | None = None):
+        self.blocks, self.slots = blocks, (slots := slots or max(400, CELLS // len(blocks)))
         self.slot = max(limit / slots, 1.0)  # bytes
         self._gradients = [0, *accumulate(block.gradients for block in blocks)]
         self._loose = [0, *accumulate(block.loose for block in blocks)]
