@@ -3,7 +3,8 @@
 models.py     the models, from config, and their batches
 ways.py       ours and the peers', put into one and the same model, of which one is active at a time
 trade.py      the trade-off: peak bytes and time of a step, of all ways in turn
-accounts.py   predicted against measured peaks
+compiled.py   torch.compile's budget beside ours
+measured.py   seconds and bytes of a step
 batches.py    the largest batch under one limit, and samples a second
 report.py     tables and plots
 """

@@ -38,7 +38,8 @@ def batches(rows: Sequence[Row]) -> Lines:
         plain = next(r for r in rows if r["model"] == row["model"])
         rate, before = (r["batch"] / min(r["seconds"]) for r in (row, plain))
         figures = [str(row["batch"]), f"{row['batch'] / plain['batch']:.1f}", f"{rate:.3g}", f"{before / rate:.2f}"]
-        figures += [f"{row['peak'] / MIB:,.0f}", f"{row['predicted'] / row['peak'] - 1:+.2%}"]
+        predicted = f"{row['predicted'] / row['peak'] - 1:+.2%}" if row["predicted"] else ""
+        figures += [f"{row['peak'] / MIB:,.0f}", predicted]
         out.append([MODELS[row["model"]].title, row["setting"], *figures])
     return out
 
