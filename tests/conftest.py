@@ -30,3 +30,11 @@ def _fresh():
     forget(fleet)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Four ranks, for the whole run."""
+    pool = Ranks(4)
+    yield pool
+    pool.stop()

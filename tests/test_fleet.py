@@ -112,8 +112,8 @@ def test_parameter_servers_are_refused():
 
 
 def test_a_wrong_strategy_is_refused_at_init_before_anybody_is_met():
-    with pytest.raises(StrategyError, match="pipeline: not available yet"):
-        fleet.init(strategy=fleet.DistributedStrategy(pipeline=True))
+    with pytest.raises(StrategyError, match="auto: not available yet"):
+        fleet.init(strategy=fleet.DistributedStrategy(auto=True))
     assert fleet._world is None
 
 

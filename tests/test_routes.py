@@ -9,16 +9,7 @@ from torch import nn
 from fleetx import StrategyError, fleet
 from fleetx.line import Line
 from fleetx.routes import inside_hosts
-from rank_pool import Ranks
 from training import adam, assert_close, batches, big, net, train, train_fleet
-
-
-@pytest.fixture(scope="module")
-def four():
-    pool = Ranks(4)
-    yield pool
-    pool.stop()
-
 
 WAYS = {
     "hierarchical": {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2},

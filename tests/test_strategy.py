@@ -240,14 +240,13 @@ def test_all_problems_come_at_once():
     with pytest.raises(StrategyError) as caught:
         DistributedStrategy(ampp=True, gradient_merge={"k_steps": 0, "k_step": 1, "avg": 3}, clip="yes")
     assert len(caught.value.problems) == 5
-    strategy = DistributedStrategy(sharding=True, pipeline=True, amp={"use_pure_fp16": True})
+    strategy = DistributedStrategy(auto=True, pipeline={"schedule_mode": "1F2B"}, amp={"use_pure_fp16": True})
     strategy.recompute_configs = {"checkpoints": ["a"]}
     with pytest.raises(StrategyError) as caught:
         strategy.plan()
     text = str(caught.value)
     assert text.startswith("4 problems in the strategy:")
-    missing = ("sharding: not available yet", "pipeline: not available yet")
-    for name in (*missing, "use_pure_fp16", "recompute_configs is set, but"):
+    for name in ("auto: not available yet", "did you mean '1F1B'", "use_pure_fp16", "recompute_configs is set, but"):
         assert name in text
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import engine_state
+from fleetx import engine_state, holding
 from fleetx.compose import Plan
 from fleetx.errors import StrategyError, UsageError
 from fleetx.forwards import unwrap
@@ -35,9 +35,10 @@ from fleetx.part import Part
 from fleetx.reducer import Reducer
 from fleetx.refusals import refuse
 from fleetx.routes import Network
+from fleetx.shards import ANOTHER_WAY, renamed
 from fleetx.stage import Stage
-from fleetx.structure import loss_of, map_tensors, plain_name
-from fleetx.taps import tap
+from fleetx.structure import LossFn, loss_by, loss_of, map_tensors, plain_name
+from fleetx.taps import PENALTY, reaches, tap
 from fleetx.weights import Weights
 from fleetx.world import World
 
@@ -51,6 +52,7 @@ class Engine:
         self.plan, self.model, self.optimizer, self.world = plan, model, optimizer, world
         self.names = {p: plain_name(n) for n, p in model.named_parameters()}
         refuse(plan, model, optimizer, world, self.names)
+        self.holding = holding.of(plan.parts, model, world)
         self.device = next((p.device for p in self.names), world.device)
         self.state = self.initial_state()
         self.notes: dict[str, dict[str, Any]] = {_key(p): {} for p in plan.parts}
@@ -60,8 +62,8 @@ class Engine:
         self.updated = False  # did the last step apply an update?
         self.inputs: Any = None  # of the forward that is running
         self.reducer_settings: dict[str, Any] | None = None
-        self.weights = Weights(plan, world)
-        self.network = Network(world)
+        self.weights = Weights(plan, self.holding.axis)
+        self.network = Network(self.holding.axis)
         weakref.finalize(self, self.network.close).atexit = False  # at the end fleet leaves the world in its own order
         self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
@@ -84,8 +86,9 @@ class Engine:
     def _arm(self) -> None:
         for call, moment in self._calls[Stage.MODEL]:
             self.model = call(self.model, moment)
-        if {p: plain_name(n) for n, p in self.model.named_parameters()} != self.names:
-            raise StrategyError("a MODEL act changed the parameters or their names")
+        self.names = renamed(self.names, self.model, self.optimizer)
+        if self.holding.reduced and not self.network.plain:
+            raise StrategyError(ANOTHER_WAY)
         self.network.open()
         for call, moment in self._calls[Stage.UPDATE]:
             self.optimizer = call(self.optimizer, moment)
@@ -106,11 +109,12 @@ class Engine:
         self.optimizer.register_load_state_dict_post_hook(self._load)
 
     def _make_reducer(self) -> Reducer | None:
-        if self.world.size == 1 or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
+        alone = self.holding.reduced or self.holding.axis.size == 1
+        if alone or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
             return None
         hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
         moved = self.gradients.look_again
-        return Reducer(self.model, self.names, self.world, hook, moved=moved, **self.reducer_settings)
+        return Reducer(self.model, self.names, self.holding.axis, hook, moved=moved, **self.reducer_settings)
 
     def moment_of(self, part: Part) -> Moment:
         """For what a part says about itself outside of a step."""
@@ -169,7 +173,7 @@ class Engine:
     def _enter_backward(self, grad: Tensor) -> Tensor:
         if self._backward != (number := torch._C._current_graph_task_id()):
             self._backward = number
-            if self._reaches_parameters():
+            if self.holding.reduced or reaches(self.gradients.params()):  # FSDP's leaves are others
                 self._check_penalty()
                 self._begin_backward()
             self._differentiable = self._differentiable or torch.is_grad_enabled()  # as with create_graph=True
@@ -194,20 +198,10 @@ class Engine:
     def _loss_scale(self) -> float:
         return math.prod(call(moment) for call, moment in self._calls[Stage.LOSS])
 
-    def _reaches_parameters(self) -> bool:
-        """Not so in torch.autograd.grad with respect to inputs, or in torch.func: these are no training backwards."""
-        if torch._C._are_functorch_transforms_active():
-            return False
-        edges = (torch.autograd.graph.get_gradient_edge(p) for p in self.gradients.params() if p.requires_grad)
-        return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
-
     def _check_penalty(self) -> None:
         """A loss on gradients of the model reaches its parameters by a way on which the scale cancels out."""
         if self._scales and self._differentiable and not self._scaled_at_loss:
-            raise UsageError(
-                "this loss contains a gradient that was made with create_graph=True, and would be scaled in part only: "
-                "call fleet.backward(loss) instead of loss.backward()"
-            )
+            raise UsageError(PENALTY)
 
     def _begin_backward(self) -> None:
         """Once for each backward that enters through the output and reaches parameters."""
@@ -220,6 +214,12 @@ class Engine:
             self.gradients.watch()
         if self._reducer is not None and opens:
             self._reducer.begin_backward()
+
+    def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
+        """Both at once, in the form that works under every strategy."""
+        loss = loss_by(self.model, inputs, target, loss_fn)
+        self.backward(loss)
+        return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
@@ -284,8 +284,10 @@ class Engine:
     def _finish_gradient(self) -> bool:
         """Run GRADIENT over the gradients of this round; False withholds the update."""
         self.gradients.check_none_left()
-        grads = self.gradients.present()
-        return bool(grads) and all(call(grads, moment) is not False for call, moment in self._calls[Stage.GRADIENT])
+        grads = self.gradients.present  # anew for each: an act may bring one that another rank has
+        # Of a divided model other ranks wait for this one, whatever it has.
+        there = bool(grads()) or self.holding.pieces is not None
+        return there and all(call(grads(), moment) is not False for call, moment in self._calls[Stage.GRADIENT])
 
     def flush(self) -> bool:
         """Apply a window that is not full, with its true number of steps. Every rank must call it."""

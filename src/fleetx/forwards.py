@@ -36,15 +36,20 @@ class Layer(IntEnum):
     MATHEMATICS = 0
     PRECISION = 1
     REPLAY = 2
+    STAGE = 3
 
 
-def wrap(module: nn.Module, layer: Layer, around: Around) -> None:
-    """From now on `module(...)` is `around(module, inner, args, kwargs)`, where `inner` is what it was before."""
+def wrap(module: nn.Module, layer: Layer, around: Around) -> Callable[[], None]:
+    """From now on `module(...)` is `around(module, inner, args, kwargs)`, where `inner` is what it was before.
+
+    What it returns takes this one off again.
+    """
     layers = module.__dict__.setdefault(_AROUND, _Layers())
     layers.append((layer, around))
     layers.sort(key=lambda pair: pair[0])
     if not _installed(module):
         _install(module)
+    return lambda: layers.remove((layer, around))
 
 
 def unwrap(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.errors import UsageError
+from fleetx.shards import local, shard_of
 from fleetx.stage import Fact
 from fleetx.world import World
 
@@ -29,11 +30,12 @@ class Gradients:
         self._versions: list[int] = []  # of the parameters, when a step began that must not change them
 
     def params(self) -> list[nn.Parameter]:
-        """Of all groups, also of groups that were added later."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        """Of all groups, also of groups that were added later; but for what only other ranks hold."""
+        return [p for group in self._optimizer.param_groups for p in group["params"] if not p.is_meta]
 
     def present(self) -> list[Tensor]:
-        return [p.grad for p in self.params() if p.grad is not None]
+        """What this rank holds of each, to be changed in place."""
+        return [local(p.grad) for p in self.params() if p.grad is not None]
 
     def take_away(self, *, keep: bool) -> None:
         for p in self.params():
@@ -91,15 +93,15 @@ class Gradients:
     def watch(self) -> None:
         """Called inside of a backward: remember what it leaves behind."""
         # A callback that queues another runs after the one by which DDP ends its reduction.
-        _at_end_of_backward(lambda: _at_end_of_backward(self._look))
+        _at_end_of_backward(lambda: _at_end_of_backward(self.look))
 
-    def _look(self) -> None:
+    def look(self) -> None:
         self._seen = [(p, id(p.grad), p.grad._version) for p in self.params() if p.grad is not None]
 
     def look_again(self) -> None:
         """The reducer has moved the gradients, which may be between a backward and its step."""
         if self._seen:
-            self._look()
+            self.look()
 
     def _touched(self) -> list[Tensor]:
         pairs = ((p.grad, seen) for p, *seen in self._seen)
@@ -162,7 +164,7 @@ class Gradients:
     def saved(self) -> dict[str, Any]:
         if self._restored:
             raise UsageError("a checkpoint between backward() and step() would lose a merge window: save after step()")
-        withheld = {self._names[p]: g for p, g in self._withheld}
+        withheld = {self._names[p]: local(g) for p, g in self._withheld}
         return {"withheld": withheld, "facts": self._facts, "rank": self._world.rank, "ranks": self._world.size}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -170,7 +172,7 @@ class Gradients:
         params = {n: p for p, n in self._names.items()}
         withheld = saved["withheld"]
         for name, grad in withheld.items():
-            if name not in params or grad.shape != params[name].shape:
+            if name not in params or grad.shape != local(params[name]).shape:
                 raise UsageError(
                     f"the checkpoint holds a gradient of {name!r} {tuple(grad.shape)}, which the model has not"
                 )
@@ -188,7 +190,8 @@ class Gradients:
     def load(self, saved: Mapping[str, Any]) -> None:
         params = {n: p for p, n in self._names.items()}
         # Copies: the checkpoint stays the caller's, and accumulating into it would change it behind his back.
-        self._withheld = [(params[n], g.to(params[n].device, copy=True)) for n, g in saved["withheld"].items()]
+        copies = {n: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
+        self._withheld = [(params[n], shard_of(params[n], g)) for n, g in copies.items()]
         self._restored, self._seen = [], []
 
 

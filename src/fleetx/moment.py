@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from fleetx.errors import UsageError
 from fleetx.stage import Fact
+from fleetx.structure import LossFn, arguments, loss_by, map_tensors
+from fleetx.taps import tap
 
 if TYPE_CHECKING:
     from fleetx.compose import Plan
@@ -29,6 +31,29 @@ class Bucket:
     gradients: list[Tensor]
     names: list[str]
     index: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What `fleet.forward_backward` was given, and what the loss must be multiplied by before its backward."""
+
+    inputs: Any
+    target: Any
+    loss_fn: LossFn | None
+    factor: float = 1.0
+    weight: float | None = None  # of `fleet.weight`
+
+    def loss(self, model: Any) -> Tensor:
+        return loss_by(model if self.factor else _stopped(model), self.inputs, self.target, self.loss_fn)
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments(self.inputs)
+
+
+def _stopped(model: Callable[..., Any]) -> Callable[..., Any]:
+    """For a batch that counts for nothing: no gradient enters, where 0 times what the loss has may be nan."""
+    return lambda *args, **kwargs: map_tensors(lambda t: tap(t, torch.zeros_like), model(*args, **kwargs))
 
 
 class Moment:
@@ -49,7 +74,24 @@ class Moment:
 
     @property
     def world(self) -> World:
+        """The ranks that hold the same piece of the model as this one: where nothing divides it, all of them."""
+        return self._engine.holding.axis
+
+    @property
+    def everyone(self) -> World:
+        """All ranks, whatever they hold."""
         return self._engine.world
+
+    def divide(self, group: World, *, reduces: bool = False) -> None:
+        """Say at MODEL that these ranks hold one copy of the model together.
+
+        reduces: do gradients come out of backward reduced between all ranks already?
+        """
+        self._engine.holding.pieces, self._engine.holding.reduced = group, reduces
+
+    def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
+        """Say which parameters this rank counts in a sum over the whole model, and which names only others hold."""
+        self._engine.holding.counts, self._engine.holding.absent = counts, frozenset(absent)
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +132,11 @@ class Moment:
     def round(self) -> int:
         """Rounds that ended so far: equal on all ranks by construction."""
         return self._engine.round
+
+    @property
+    def clock(self) -> tuple[int, int]:
+        """The round, and the steps in it so far: equal on all ranks, and after a resume."""
+        return self._engine.round, self._engine.merged
 
     @property
     def divisor(self) -> float:
@@ -144,6 +191,10 @@ class Moment:
 
     def anywhere(self, found: Tensor) -> bool:
         """Is this true on any rank? Costs a collective only where ranks may see different gradients."""
-        if self._facts & {Fact.LOCAL, Fact.PARTED}:
-            self.world.maximum(found)
+        if self._facts & {Fact.LOCAL, Fact.PARTED, Fact.STAGED}:
+            self._engine.world.maximum(found)
         return bool(found.item())
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        """The 2-norm of the whole gradient, wherever its pieces are."""
+        return self._engine.holding.norm(grads, self._engine.gradients.params())

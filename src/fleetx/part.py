@@ -54,6 +54,8 @@ class Part:
     local: ClassVar[bool] = False
     # Does it cut the forward into segments that are run again?
     segments: ClassVar[bool] = False
+    # Does it divide the model between ranks, so that a state_dict() is only what one of them holds?
+    divides: ClassVar[bool] = False
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
@@ -64,6 +66,10 @@ class Part:
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         """Why this part cannot serve this model and optimizer, a sentence each. Nothing may be changed here."""
         return iter(())
+
+    def span(self, model: nn.Module, world: World) -> int:
+        """How many neighbouring ranks hold one copy of the model together."""
+        return 1
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """The state that this part carries across steps: the engine makes, saves, loads and hands it back."""

@@ -24,7 +24,44 @@ from fleetx.world import World
 Reduce = Callable[[Bucket], Future[Tensor]]
 
 
-class Reducer:
+class LateReducer:
+    """Reduces the gradients between ranks when it is asked to, after backward."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str], world: World, bucket_cap_mb: float):
+        self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
+        self.known = frozenset(p for p in names if p.requires_grad)
+
+    def check_finished(self) -> None:
+        """It always has."""
+
+    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+        """Reduce gradients that no backward reduced. One bucket at a time: no copy as large as the model."""
+        if not params:  # nor has any other rank that holds this piece of the model
+            return
+        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
+        self._world.maximum(used)  # a gradient that exists on one rank only is a zero on the others
+        live = [p for p, u in zip(params, used.tolist(), strict=True) if u]
+        for index, group in enumerate(self._buckets(live)):
+            flat = torch.cat([_gradient(p).reshape(-1) for p in group])
+            views = [v.view_as(p) for p, v in zip(group, flat.split([p.numel() for p in group]), strict=True)]
+            reduced = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
+            for p, v in zip(group, reduced.split([p.numel() for p in group]), strict=True):
+                p.grad = _gradient(p).copy_(v.view_as(p))
+
+    def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        out: list[list[nn.Parameter]] = []
+        room = 0.0
+        for p in reversed(params):  # the order in which backward fills them
+            size = p.numel() * p.element_size()
+            if not out or room < size or out[-1][0].dtype is not p.dtype:
+                out.append([])
+                room = self._cap
+            out[-1].append(p)
+            room -= size
+        return out
+
+
+class Reducer(LateReducer):
     """Reduces the gradients of a model between ranks while backward runs, or at once when asked to."""
 
     def __init__(
@@ -38,8 +75,7 @@ class Reducer:
         bucket_cap_mb: float,
         find_unused_parameters: bool,
     ):
-        self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
-        self.known = frozenset(p for p in names if p.requires_grad)
+        super().__init__(names, world, bucket_cap_mb)
         device = next(iter(self.known)).device
         self._ddp = DistributedDataParallel(
             model,
@@ -91,30 +127,6 @@ class Reducer:
                 f"the reduction between ranks did not end, because {', '.join(unused[:5]) or 'a parameter'} got no "
                 "gradient: set strategy.find_unused_parameters = True, or freeze it before fleet.distribute"
             ) from error
-
-    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
-        """Reduce gradients that no backward reduced. One bucket at a time: no copy as large as the model."""
-        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
-        self._world.maximum(used)  # a gradient that exists on one rank only is a zero on the others
-        live = [p for p, u in zip(params, used.tolist(), strict=True) if u]
-        for index, group in enumerate(self._buckets(live)):
-            flat = torch.cat([_gradient(p).reshape(-1) for p in group])
-            views = [v.view_as(p) for p, v in zip(group, flat.split([p.numel() for p in group]), strict=True)]
-            reduced = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
-            for p, v in zip(group, reduced.split([p.numel() for p in group]), strict=True):
-                p.grad = _gradient(p).copy_(v.view_as(p))
-
-    def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        out: list[list[nn.Parameter]] = []
-        room = 0.0
-        for p in reversed(params):  # the order in which backward fills them
-            size = p.numel() * p.element_size()
-            if not out or room < size or out[-1][0].dtype is not p.dtype:
-                out.append([])
-                room = self._cap
-            out[-1].append(p)
-            room -= size
-        return out
 
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
         names = self._names

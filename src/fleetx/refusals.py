@@ -29,8 +29,6 @@ def refuse(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World, nam
 def _model(plan: Plan, model: nn.Module) -> Iterator[str]:
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         yield f"the model is wrapped in {type(model).__name__} already: pass the model itself"
-    for act in plan.at(Stage.SCHEDULE):
-        yield f"{act.name}: schedules are not available yet"
 
 
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:

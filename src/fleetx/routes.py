@@ -79,6 +79,7 @@ class Hierarchical(Route):
         self._world, self._size, self._traffic = world, size, traffic
         self._groups = len(groups)
         self._leader = world.rank // size * size
+        self._root = world.number(self._leader)
         self._inward = _my_group(groups, world)
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
@@ -98,7 +99,7 @@ class Hierarchical(Route):
         done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
 
         def reduce() -> None:
-            dist.reduce(buffer, dst=self._leader, group=self._inward)
+            dist.reduce(buffer, dst=self._root, group=self._inward)
             _follow(between.ask(exchange), done)
 
         def exchange() -> None:
@@ -108,7 +109,7 @@ class Hierarchical(Route):
             _follow(back.ask(broadcast), done)
 
         def broadcast() -> None:
-            dist.broadcast(buffer, src=self._leader, group=self._outward)
+            dist.broadcast(buffer, src=self._root, group=self._outward)
             done.set_result(buffer)
 
         _follow(inside.ask(reduce), done)
@@ -125,9 +126,9 @@ class Hierarchical(Route):
         sizes = torch.zeros(self._groups, dtype=torch.int64, device=message.device)
         if self.leads:
             sizes.copy_(torch.tensor([m.numel() for m in everything]))
-        dist.broadcast(sizes, src=self._leader, group=group)
+        dist.broadcast(sizes, src=self._root, group=group)
         whole = torch.cat(everything) if self.leads else message.new_empty(int(sizes.sum()))
-        dist.broadcast(whole, src=self._leader, group=group)
+        dist.broadcast(whole, src=self._root, group=group)
         return [m for part in whole.split(sizes.tolist()) for m in self._parted(part)]
 
     def _parted(self, part: Tensor) -> list[Tensor]:
@@ -190,7 +191,7 @@ class Network:
             return Hierarchical(self.world, self.inside, self.traffic)
         # Messages go from a thread of their own, which must not share a group with whoever reduces meanwhile.
         messages = self.world.group() if self.messages else None
-        return Flat(self.world, self.world.group() if number or apart else None, messages, self.traffic)
+        return Flat(self.world, self.world.group() if number or apart else self.world.members, messages, self.traffic)
 
     def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         if self.world.size == 1:

@@ -13,7 +13,7 @@ The stages in the order of a step, what an act is given (a `moment` besides, alw
     GRADIENT   the gate is open, before the update         list of gradients -> False withholds the update
     UPDATE     once, at set-up                             optimizer -> optimizer
     PARAMETER  after each round                            list of parameters -> None
-    SCHEDULE   replaces forward and backward               (inputs, targets, loss_fn) -> loss
+    SCHEDULE   replaces forward and backward               Batch -> loss
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Fact(Enum):
     MOMENTUM = "that carries momentum already"
     LOCAL = "that differs between ranks"
     PARTED = "of which this rank holds only a part"
+    STAGED = "beside which other ranks hold those of other stages"
+    SPREAD = "of which another rank holds a summand"
 
 
 @dataclass(frozen=True)

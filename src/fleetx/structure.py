@@ -14,6 +14,7 @@ from fleetx.errors import UsageError
 
 Function = Callable[[Any], Any]
 Kind = type | tuple[type, ...]
+LossFn = Callable[..., Tensor]
 
 
 def map_tensors(function: Function, value: Any, *, strict: bool = False, kind: Kind = Tensor) -> Any:
@@ -84,6 +85,24 @@ def loss_of(out: Any) -> Tensor | None:
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     found = out if isinstance(out, Tensor) else loss
     return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def loss_by(model: Callable[..., Any], inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
+    """The loss of a batch. A dict goes into the model as keywords, a tuple or list as positions."""
+    args, kwargs = arguments(inputs)
+    out = model(*args, **kwargs)
+    loss: Any = loss_of(out)
+    if loss_fn is not None:
+        loss = loss_fn(out) if target is None else loss_fn(out, target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError("forward_backward needs a loss of one number: pass loss_fn=..., or let the model return it")
+    return loss
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def plain_name(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Call = Callable[[Tensor], Tensor]
 
@@ -34,3 +34,17 @@ class _Tap(torch.autograd.Function):
 def tap(x: Tensor, call: Call) -> Tensor:
     """The same tensor; `call` sees, and may change, the gradient that comes back to it."""
     return _Tap.apply(x, call) if x.requires_grad else x
+
+
+def reaches(params: list[nn.Parameter]) -> bool:
+    """Not so in torch.autograd.grad with respect to inputs, or in torch.func: these are no training backwards."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    edges = (torch.autograd.graph.get_gradient_edge(p) for p in params if p.requires_grad)
+    return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+
+
+PENALTY = (
+    "this loss contains a gradient that was made with create_graph=True, and would be scaled in part only: call "
+    "fleet.backward(loss) instead of loss.backward()"
+)

@@ -94,6 +94,11 @@ class Weights:
         return self._given / self._unit if self._given else 0.0
 
     @property
+    def given(self) -> float | None:
+        """n of the step that is under way."""
+        return self._given
+
+    @property
     def empty(self) -> bool:
         """Does this step count for nothing? The mean over no items is nan, and would stay so if multiplied by 0."""
         return self._begun and self._given == 0

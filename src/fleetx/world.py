@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -29,6 +29,8 @@ class World:
     place: Place
     device: torch.device
     timeout: timedelta = TIMEOUT
+    members: dist.ProcessGroup | None = None  # None: every process
+    siblings: tuple[tuple[int, ...], ...] = ()  # all of several worlds alike, of which this is one
 
     @property
     def rank(self) -> int:
@@ -41,30 +43,74 @@ class World:
     # --- collectives on whole tensors, in place; each does nothing in a world of one --------------
     def maximum(self, value: Tensor) -> None:
         if self.size > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.members)
 
     def sum(self, value: Tensor) -> None:
         if self.size > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.members)
 
     def gather(self, value: Tensor) -> Tensor:
         """The values of all ranks, stacked: (size, *value.shape)."""
         out = value.new_empty(self.size * value.numel())
         if self.size > 1:
-            dist.all_gather_single(out, value.reshape(-1))
+            dist.all_gather_single(out, value.reshape(-1), group=self.members)
         else:
             out.copy_(value.reshape(-1))
         return out.view(self.size, *value.shape)
 
     def broadcast(self, values: list[Tensor]) -> None:
         """Overwrite with the values of rank 0, in few large messages."""
-        group = dist.group.WORLD
+        group = self.members or dist.group.WORLD
         if self.size > 1 and values and group is not None:
             dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, 0)
 
     def group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Another process group, of some or all ranks, with the timeout of the first. Every rank must take part."""
-        return dist.new_group(ranks, timeout=self.timeout)
+        """Another process group, of some or all ranks, with the timeout of the first. Every rank must take part.
+
+        Of a world that is one of several alike, those of the others take part too, each for its own: torch numbers its
+        groups by how many a process has seen, and waits for ever where two processes count differently.
+        """
+        everyone = tuple(range(self.size))
+        for sibling in self.siblings or (everyone,):
+            made = dist.new_group([sibling[r] for r in ranks or everyone], timeout=self.timeout)
+            if not self.siblings or self.number(self.rank) in sibling:
+                mine = made
+        return mine
+
+    def number(self, rank: int) -> int:
+        """What torch calls this rank, counted over all processes."""
+        return rank if self.members is None else dist.get_global_rank(self.members, rank)
+
+    def parted(self, parts: list[list[int]]) -> World:
+        """One of several worlds alike, of which this rank is in one. Every rank must call it with the same parts."""
+        if len(parts) == 1:
+            return self
+        made = [dist.new_group(part, timeout=self.timeout) if len(part) > 1 else None for part in parts]
+        mine = next(i for i, part in enumerate(parts) if self.rank in part)
+        return replace(self._place(parts[mine]), members=made[mine], siblings=tuple(map(tuple, parts)))
+
+    def subset(self, ranks: list[int]) -> World | None:
+        """Some of the ranks; None for whoever is not among them. Every rank must call it, those of siblings too."""
+        group = self.group(ranks)
+        return replace(self._place(ranks), members=group, siblings=()) if self.rank in ranks else None
+
+    def _place(self, ranks: list[int]) -> World:
+        endpoints = self.place.endpoints
+        known = tuple(endpoints[r] for r in ranks) if len(endpoints) == self.size else ()
+        return replace(self, place=replace(self.place, rank=ranks.index(self.rank), size=len(ranks), endpoints=known))
+
+    def said_by_first(self, text: bytes) -> bytes:
+        """What rank 0 says, on all ranks."""
+        if self.size == 1:
+            return text
+        length = torch.tensor([len(text)], device=self.device)
+        self.broadcast([length])
+        buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if self.rank == 0:
+            buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        buffer = buffer.to(self.device)
+        self.broadcast([buffer])
+        return bytes(buffer.tolist())
 
     def hosts(self) -> list[int]:
         """For each rank a number that stands for its host. Every rank must ask."""
@@ -76,7 +122,7 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.members)
 
 
 def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] = os.environ) -> World:

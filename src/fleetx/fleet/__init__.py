@@ -1,9 +1,4 @@
-"""The facade: everything that a training script calls.
-
-fleet.init(is_collective=True)
-strategy = fleet.DistributedStrategy(amp=True, gradient_merge={"k_steps": 4})
-model, optimizer = fleet.distribute(model, optimizer, strategy)
-"""
+"""The facade: everything that a training script calls."""
 
 from __future__ import annotations
 
@@ -11,8 +6,9 @@ import atexit
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +21,11 @@ from fleetx.engine import Engine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.explain import Explanation
 from fleetx.fleet import base
+from fleetx.pipeline.placement import device_guard
 from fleetx.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
+from fleetx.scheduled import ScheduledEngine
+from fleetx.stage import Stage
 from fleetx.strategy import DistributedStrategy
-from fleetx.structure import loss_of
 from fleetx.world import TIMEOUT, World
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ __all__ = [
     "barrier_worker",
     "base",
     "device",
+    "device_guard",
     "distribute",
     "distributed_model",
     "distributed_optimizer",
@@ -52,7 +51,11 @@ __all__ = [
     "is_worker",
     "join",
     "largest_batch",
+    "load",
     "local_rank",
+    "replica_index",
+    "replica_num",
+    "save",
     "updated",
     "weight",
     "worker_endpoints",
@@ -130,6 +133,16 @@ def local_rank() -> int:
     return _here().place.local_rank
 
 
+def replica_index(model: nn.Module | None = None) -> int:
+    """Which of the replicas of the model this worker belongs to: what a DistributedSampler takes for its rank."""
+    return _engine(model).holding.axis.rank
+
+
+def replica_num(model: nn.Module | None = None) -> int:
+    """How many replicas of the model train; workers of one replica (the stages of a pipeline) take the same batches."""
+    return _engine(model).holding.axis.size
+
+
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
     """The addresses of all workers, as a list or joined by commas."""
     endpoints = list(_here().place.endpoints)
@@ -161,7 +174,8 @@ def distribute(
         if engine.model is model or engine.optimizer is optimizer:
             raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
     agreement.check_strategy(strategy, _here())
-    engine = Engine(plan, model, optimizer, _here())
+    kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
+    engine = kind(plan, model, optimizer, _here())
     departures.watch(_here(), _rounds)
     atexit.unregister(_let_go)
     atexit.register(_let_go)
@@ -225,21 +239,7 @@ def forward_backward(
     A dict goes into the model as keywords, a tuple or list as positions. Without `loss_fn` the model must return its
     loss: a tensor, or an output with a `loss`.
     """
-    engine = _engine(model)
-    out = _call(engine.model, inputs)
-    loss: Any = loss_of(out)
-    if loss_fn is not None:
-        loss = loss_fn(out) if target is None else loss_fn(out, target)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError("forward_backward needs a loss of one number: pass loss_fn=..., or let the model return it")
-    engine.backward(loss)
-    return loss.detach()
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    return _engine(model).forward_backward(inputs, target, loss_fn)
 
 
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
@@ -298,6 +298,24 @@ def largest_batch(
         model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
         global_batch=global_batch, ranks=size, trial=trial,
     )  # fmt: skip
+
+
+def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
+    """Write a checkpoint of model, optimizer and strategies into a folder. Every worker must call it.
+
+    Any other number of workers, stages or shards can go on from it. What was there before is replaced when the new one
+    is complete.
+    """
+    from fleetx import checkpoint  # torch.distributed.checkpoint takes a while to import
+
+    checkpoint.save(_engine(model), Path(folder))
+
+
+def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
+    """Go on from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
+    from fleetx import checkpoint
+
+    checkpoint.load(_engine(model), Path(folder))
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:

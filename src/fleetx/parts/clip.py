@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fleetx.moment import Moment
@@ -34,10 +33,10 @@ class Clip(Part):
         if sparse := sparse_modules(model):
             yield f"clip cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
-    @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.PARTED})
+    @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD})
     def shrink(self, grads: list[Tensor], moment: Moment) -> None:
         """scale the gradient down to clip_norm where it is longer"""
-        norm = get_total_norm(grads)
+        norm = moment.norm(grads)
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         # A tensor, not a number: no wait for the device.
         if all(g.device == factor.device for g in grads):

@@ -15,7 +15,7 @@ from fleetx.part import Names, Part, settings
 from fleetx.recompute import blocks
 from fleetx.recompute.chain import Chain
 from fleetx.recompute.offload import Host
-from fleetx.stage import Stage, at
+from fleetx.stage import Fact, Stage, at
 from fleetx.world import World
 
 
@@ -67,15 +67,22 @@ class Recompute(Part):
     def segment(self, model: nn.Module, moment: Moment) -> nn.Module:
         """cut the model into segments that keep their inputs alone, and run again during backward"""
         names = blocks.named(model, self.checkpoints)
-        guide = blocks.Named(names)
+        staged = any(Fact.STAGED in act.claim.makes for act in moment.plan.acts)
+        guide = blocks.Named(names, elsewhere=staged)
         moment.notes["guide"] = guide
         moment.notes["chain"] = Chain(blocks.around(model, names), guide, moment.forward, self._host(moment))
         return model
 
-    @at(Stage.FORWARD, replay=False)
+    @at(Stage.FORWARD, replay=False, when=lambda self: self.memory_budget is None)
     def count(self, moment: Moment) -> AbstractContextManager[Any]:
         """count the calls of the modules, to tell the segments apart"""
-        if self.memory_budget is not None and torch.is_grad_enabled():
+        chain: Chain = moment.notes["chain"]
+        return chain.forward()
+
+    @at(Stage.FORWARD, replay=False, bars={Fact.PARTED, Fact.STAGED}, when=lambda self: self.memory_budget is not None)
+    def fit(self, moment: Moment) -> AbstractContextManager[Any]:
+        """choose the segments that fit into memory_budget, for a model that each rank holds whole"""
+        if torch.is_grad_enabled():
             moment.notes["chain"] = self._planned(moment)
         chain = moment.notes.get("chain")
         return chain.forward() if chain is not None else nullcontext()

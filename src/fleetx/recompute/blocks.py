@@ -72,8 +72,9 @@ def around(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 class Named:
     """A segment ends with each named module, and the next one begins behind it. None begins behind the last."""
 
-    def __init__(self, names: Sequence[str]):
-        self._names = frozenset(names)
+    def __init__(self, names: Sequence[str], *, elsewhere: bool = False):
+        """elsewhere: may other ranks run some of these modules?"""
+        self._names, self._elsewhere = frozenset(names), elsewhere
         self._expected = len(self._names)  # calls of named modules in a forward; what the forward before had
         self._calls = 0
         self._inside = False
@@ -96,7 +97,7 @@ class Named:
 
     def end(self) -> None:
         self._expected = max(self._calls, 1)
-        if self._names - self._called != self.missed:
+        if not self._elsewhere and self._names - self._called != self.missed:
             self.missed = self._names - self._called
             if self.missed:
                 log.warning("recompute: %s took no part in this forward", ", ".join(sorted(self.missed)))

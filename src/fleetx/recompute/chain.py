@@ -97,6 +97,8 @@ class Chain:
             return inner(*args, **kwargs)
         conditions = Conditions(buffers, self._context, (args, kwargs), writes=self._writes.get(name, True))
         given = [(t, t._version) for t in tensors_of((args, kwargs))]
+        if hasattr(module, "unshard"):
+            inner = partial(_gathered, module, inner)
         with conditions.first():
             out = _run(self._open, inner, args, kwargs, conditions, begin, end, self._host)
         if written := [t for t, version in given if t._version != version]:
@@ -111,6 +113,12 @@ class Chain:
                 f"recompute: {name!r} writes in place to one of several arguments that share memory, which a second "
                 "pass would be given apart: pass copies, or keep it out of the segments"
             )
+
+
+def _gathered(module: Any, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+    """FSDP gathers the parameters of a module in a hook around its call, which a second pass does not come through."""
+    module.unshard()
+    return inner(*args, **kwargs)
 
 
 class Conditions:

@@ -1,0 +1,190 @@
+"""A pipeline as one rank sees it: the cut at the first batch, then one schedule for each shape of batch."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fleetx.errors import UsageError
+from fleetx.moment import Batch, Moment
+from fleetx.pipeline import balance, micro, modes, placement, survey, timeline
+from fleetx.pipeline.cut import Cut, buffers_elsewhere, own_buffers
+from fleetx.pipeline.stages import Runner
+from fleetx.structure import tensors_of
+
+if TYPE_CHECKING:
+    from fleetx.parts.pipeline import Pipeline
+
+
+KEPT = 8  # shapes of batches for which a schedule is kept, with what it receives into
+
+
+class Pipe:
+    """Of one model."""
+
+    def __init__(self, part: Pipeline, stages: int, ranks: int, moment: Moment):
+        world = moment.everyone
+        self._part, self._stages, self._moment = part, stages, moment
+        self.group = world.parted([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
+        moment.divide(self.group)
+        world.broadcast([t.detach() for t in (*moment.model.parameters(), *moment.model.buffers())])
+        self.cut: Cut | None = None
+        self._runners: dict[Any, Runner] = {}
+        self._last: Runner | None = None
+        self._seed = self.group.said_by_first(str(torch.initial_seed()).encode())
+
+    @property
+    def _mine(self) -> list[int]:
+        return modes.stages_of(self.group.rank, self.group.size, self._stages, self._part.schedule_mode)
+
+    # --- a step -----------------------------------------------------------------------------------
+    def step(self, batch: Batch) -> Tensor:
+        """The mean loss over the micro-batches, on every rank."""
+        size = micro.size_of(batch.inputs, batch.target)
+        least, multiple = modes.least(self._part.schedule_mode, self.group.size, self._stages)
+        if self.group.size == 1:
+            least, multiple = 1, 1
+        number = micro.count(size, self._part.number, self._part.micro_batch_size, self._stages, least, multiple)
+        inputs, targets = (micro.split(value, size, number) for value in (batch.inputs, batch.target))
+        batches = [replace(batch, inputs=x, target=y) for x, y in zip(inputs, targets, strict=True)]
+        if self.group.size == 1:
+            return self._alone(batches)
+        self._check_same(batch)
+        if self.cut is None:
+            self._cut(batches[0])
+        runner = self._last = self._runner(batches[0], number)
+        runner.step(batches)
+        loss = torch.zeros(1, dtype=torch.float64, device=self.group.device)
+        if runner.losses:
+            loss += torch.stack(runner.losses).double().mean()
+        self.group.sum(loss)  # the last stage has it, the others nothing
+        return loss.float().reshape(())
+
+    def _alone(self, batches: list[Batch]) -> Tensor:
+        """One rank has all stages: the micro-batches one after the other."""
+        losses = []
+        for batch in batches:
+            loss = batch.loss(self._moment.model)
+            losses.append(loss.detach())
+            if torch.is_grad_enabled():
+                (loss * (batch.factor / len(batches))).backward()
+        return torch.stack(losses).mean()
+
+    def _check_same(self, batch: Batch) -> None:
+        """Each stage takes from the batch what it needs, so the ranks of a pipeline must have the same one."""
+        mine = micro.digest((batch.inputs, batch.target), (batch.weight, _others(batch)), self.group.device)
+        found = self.group.gather(mine).flatten().tolist()
+        if len(set(found)) > 1:
+            first = self._moment.everyone.rank - self.group.rank
+            ranks = f"{first} to {first + self.group.size - 1}"
+            raise UsageError(
+                f"ranks {ranks} are one pipeline and were given different batches, or weights of them: every stage "
+                "needs the same. Let the sampler use fleet.replica_index() of fleet.replica_num() instead of ranks, "
+                "and one seed"
+            )
+
+    # --- at the first batch -----------------------------------------------------------------------
+    def _cut(self, batch: Batch) -> None:
+        model = self._moment.model
+
+        def call() -> None:  # for real: the whole model is still here
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), own_buffers(model):
+                _run(batch, model)
+
+        if self._part.stages:
+            units = survey.units(model, self._part.stages, call)
+        elif placed := placement.placements(model):
+            units = survey.units(model, placed.get, call)
+            survey.check_placement(units, placed, self._stages)
+        else:
+            units = self._balanced(batch, call)
+        mode = self._part.schedule_mode
+        ranks = lambda stage: modes.rank_of(stage, self.group.size, self._stages, mode)  # noqa: E731
+        self.cut = Cut(model, units, ranks, self.group)
+        self._survey(batch)  # what cannot be is said before anything is dropped
+        self.cut.drop(self._moment.optimizer)
+        elsewhere = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
+        self._moment.hold(self.cut.counts, [*elsewhere, *buffers_elsewhere(model, units, self._mine)])
+
+    def _balanced(self, batch: Batch, call: Callable[[], Any]) -> survey.Units:
+        """The first rank measures while the others wait; all of them cut where it says."""
+        text = b""
+        if self._moment.everyone.rank == 0:
+            text = json.dumps(balance.starts(self._moment, batch, self._stages)).encode()
+        starts = json.loads(self._moment.everyone.said_by_first(text))
+        return survey.units(self._moment.model, starts, call)
+
+    # --- one schedule for each shape of batch -----------------------------------------------------
+    def _runner(self, batch: Batch, number: int) -> Runner:
+        train = torch.is_grad_enabled()
+        like = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of((batch.inputs, batch.target))]
+        key = (*like, _others(batch), number, train, tuple(m.training for m in self._moment.model.modules()))
+        if key in self._runners:
+            self._runners[key] = self._runners.pop(key)  # the last one used is the last to go
+        else:
+            assert self.cut is not None
+            if len(self._runners) == KEPT:
+                self._runners.pop(next(iter(self._runners)))
+            self._runners[key] = Runner(
+                self._survey(batch), self.cut.units, self._part.schedule_mode, number, self.group,
+                self.cut.params, self._forward, self._noise, train=train,
+            )  # fmt: skip
+        return self._runners[key]
+
+    def _noise(self, micro_batch: int) -> int:
+        """The seed of what code between modules draws: the same in all stages, another for each micro-batch."""
+        return zlib.crc32(repr((self._seed, self._moment.clock, micro_batch)).encode())
+
+    def _survey(self, batch: Batch) -> survey.Survey:
+        assert self.cut is not None
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            return survey.borders(self.cut.units, self._moment.device, lambda v: self._forward(v, batch, _run))
+
+    def _forward(self, visitor: survey.Visitor, batch: Batch, call: Any = Batch.loss) -> Tensor:
+        assert self.cut is not None
+        self.cut.visitor = visitor
+        try:
+            loss: Tensor = call(batch, self._moment.model)
+            return loss
+        finally:
+            self.cut.visitor = None
+
+    def tie(self) -> None:
+        if self.cut is not None:
+            self.cut.tie()
+
+    # --- explain ----------------------------------------------------------------------------------
+    def remarks(self) -> Iterator[str]:
+        replicas = self._moment.everyone.size // self.group.size
+        yield (
+            f"{self._stages} stages on {self.group.size} ranks, {replicas} such pipeline{'s' if replicas > 1 else ''}; "
+            f"this is rank {self.group.rank} of one, with stage {' and '.join(map(str, self._mine))}"
+        )
+        if self.cut is None:
+            yield "the model is cut at the first batch"
+            return
+        yield f"stages begin with {', '.join(self.cut.units.starts)}"
+        for world, params in self.cut.shared:
+            names = [n for n, p in self._moment.model.named_parameters() if any(p is q for q in params)]
+            yield f"{', '.join(names)} is held by {world.size} ranks, which add up its gradients"
+        if self._last is not None:
+            yield from timeline.draw(self._last.schedule, self.group.size)
+
+
+def _run(batch: Batch, model: Any) -> Any:
+    """The forward without the loss, which may be anything, and is for real batches alone."""
+    args, kwargs = batch.arguments
+    return model(*args, **kwargs)
+
+
+def _others(batch: Batch) -> str:
+    """What else the way through a model depends on."""
+    leaves = pytree.tree_leaves((batch.inputs, batch.target))
+    return repr([leaf for leaf in leaves if isinstance(leaf, int | float | str | None)])

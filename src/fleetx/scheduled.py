@@ -1,0 +1,110 @@
+"""The engine of a plan that has a SCHEDULE: forward and backward are one, and a part runs them.
+
+The user calls `fleet.forward_backward` and `optimizer.step()`. All else is as in `engine.py`, but that gradients are
+reduced when backward is over: its pieces run in an order that hooks cannot follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleetx import lifelines
+from fleetx.engine import Engine
+from fleetx.errors import FleetxError, UsageError, WorldError
+from fleetx.hooks import Hook
+from fleetx.moment import Batch
+from fleetx.reducer import LateReducer
+from fleetx.stage import Stage
+from fleetx.structure import LossFn
+
+
+class ScheduledEngine(Engine):
+    """One model, one optimizer, one plan, whose forward and backward a part runs."""
+
+    _running = False
+
+    def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
+        """Without gradients (`torch.no_grad()`) it is the forward alone."""
+        ((run, moment),) = self._calls[Stage.SCHEDULE]
+        if not torch.is_grad_enabled():
+            with self._run():
+                return run(Batch(inputs, target, loss_fn), moment)
+        opens = self._opens(self.merged + 1)
+        self.weights.begin(opens=opens)
+        self.gradients.check_before_backward()
+        self.gradients.put_back()
+        self._tapped = True
+        with self._run():
+            factor = 0.0 if self.weights.empty else self._factor
+            loss: Tensor = run(Batch(inputs, target, loss_fn, factor, self.weights.given), moment)
+        self.loss = loss
+        if opens and self._reducer is not None:
+            self._reducer.reduce_now(self._trained(), self._reduce)
+        if self._unfinished:
+            self.gradients.look()
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        raise UsageError(_ONLY_FORM)
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if model is self.model and not self._running:
+            raise UsageError(_ONLY_FORM)
+        with torch.no_grad():  # the base enters the contexts, and taps nothing
+            return super()._before_forward(model, args, kwargs)
+
+    def _after_forward(self, model: nn.Module, args: Any, out: Any) -> Any:
+        watching, self._watching = self._watching, False
+        try:
+            return super()._after_forward(model, args, out)
+        finally:
+            self._watching = watching
+
+    def _arm(self) -> None:
+        self._unfinished = True  # of weights that stages share, and of norms, a rank has only its part
+        super()._arm()
+        lifelines.watch(self.world)
+        self.model.register_state_dict_post_hook(Hook(self._leave_out))
+
+    def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """What only other ranks hold would be saved without its values."""
+        for name in self.holding.absent:
+            state.pop(f"{prefix}{name}", None)
+
+    def _make_reducer(self) -> Any:
+        if self.holding.axis.size == 1 or self.reducer_settings is None:
+            return None
+        return LateReducer(self.names, self.holding.axis, self.reducer_settings["bucket_cap_mb"])
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.gradients.params() if p.requires_grad]
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        """While it runs, model(x) may be called; and an error that a lost rank caused names that rank."""
+        self._running = True
+        try:
+            yield
+        except FleetxError:
+            raise
+        except RuntimeError as error:
+            if not (gone := lifelines.lost()):
+                raise
+            which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
+            raise WorldError(
+                f"{which} gave no sign of life any more while rank {self.world.rank} waited in a step of the pipeline, "
+                f"after {self.round} rounds: {str(error).strip().splitlines()[0]}"
+            ) from error
+        finally:
+            self._running = False
+
+
+_ONLY_FORM = (
+    "this rank has only a part of the model, so neither model(x) nor loss.backward() can be called: call "
+    "loss = fleet.forward_backward(x, y, loss_fn=...), under torch.no_grad() to evaluate"
+)

@@ -1,0 +1,242 @@
+"""Divided over ranks, a model trains as on one: the bound is that of tests/parts/test_pipeline.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+
+from fleetx import StrategyError, fleet
+from fleetx.memory import measure
+from training import adam, adamw, assert_close, sgd
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def data(steps=10, size=16):
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 6, generator=g), torch.randn(size, 3, generator=g)) for _ in range(steps)]
+
+
+def whole(model):
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in model.state_dict().items()}
+
+
+def reference(batches, *, optimizer=sgd, clip=None, every=1):
+    """Plain PyTorch in float64."""
+    model = deep().double()
+    o = optimizer(model)
+    for i, (x, y) in enumerate(batches):
+        (mse_loss(model(x.double()), y.double()) / every).backward()
+        if (i + 1) % every == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+            o.step()
+            o.zero_grad()
+    return whole(model.float())
+
+
+def trained(declared, batches, optimizer=sgd):
+    fleet.init()
+    model = deep()
+    model, o = fleet.distribute(model, optimizer(model), fleet.DistributedStrategy(**declared))
+    for x, y in batches:
+        x, y = (t.chunk(fleet.worker_num())[fleet.worker_index()] for t in (x, y))
+        mse_loss(model(x), y).backward()
+        o.step()
+        o.zero_grad()
+    return whole(model)
+
+
+def config(degree=2, **more):
+    return {"sharding_degree": degree} | more
+
+
+SMALL = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0", "2"]}
+SAME = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("segments", [{}, SMALL], ids=["one segment", "three"])
+def test_two_shards(ranks, stage, segments):
+    for found in ranks.run(trained, {"sharding": config(stage=stage, **segments)}, data()):
+        torch.testing.assert_close(found, reference(data()), **SAME)
+
+
+@pytest.mark.parametrize("declared", [config(4, stage=3, **SMALL), config(2, stage=3, hybrid_dp=True, **SMALL)])
+def test_four_ranks(four, declared):
+    for found in four.run(trained, {"sharding": declared}, data()):
+        torch.testing.assert_close(found, reference(data()), **SAME)
+
+
+def test_the_clipped_norm_is_that_of_the_whole_model(ranks):
+    for found in ranks.run(trained, {"sharding": config(stage=3), "clip": {"clip_norm": 0.05}}, data()):
+        torch.testing.assert_close(found, reference(data(), clip=0.05), **SAME)
+
+
+def test_merged_steps(ranks):
+    for found in ranks.run(trained, {"sharding": config(stage=2), "gradient_merge": {"k_steps": 2}}, data()):
+        torch.testing.assert_close(found, reference(data(), every=2), **SAME)
+
+
+def test_recompute_changes_nothing(ranks):
+    plain = {"sharding": config(stage=3, **SMALL)}
+    for names in (["0", "2"], ["2"]):  # a segment of its own, and one that spans two of FSDP's
+        found = ranks.run(trained, plain | {"recompute": {"checkpoints": names}}, data())
+        for a, b in zip(found, ranks.run(trained, plain, data()), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def lars(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("declared", "optimizer"),
+    [({"lars": {"lars_coeff": 0.01}}, lars), ({"lamb": True}, adam), ({}, adamw)],
+    ids=["lars", "lamb", "adamw"],
+)
+def test_the_update_is_that_of_the_same_strategy_on_one_rank(ranks, declared, optimizer):
+    """Norms are those of whole tensors; 17 rows over two ranks are uneven shards."""
+    results = ranks.run(trained, declared | {"sharding": config(stage=3, **SMALL)}, data(), optimizer)
+    want = trained(declared, data(), optimizer)
+    for found in results:
+        assert_close(found, want)
+
+
+@pytest.mark.parametrize("amp", [{"dtype": "bfloat16"}, {"init_loss_scaling": 1024.0}], ids=["bfloat16", "float16"])
+def test_under_amp_it_is_data_parallelism(ranks, amp):
+    divided = ranks.run(trained, {"amp": amp, "sharding": config(stage=3)}, data())
+    for found, want in zip(divided, ranks.run(trained, {"amp": amp}, data()), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+
+
+def overflowing(declared):
+    fleet.init()
+    model = deep()
+    model, o = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    updated = []
+    for step, (x, y) in enumerate(data(4)):
+        y = y * float("inf") if step == 1 and fleet.worker_index() == 1 else y
+        mse_loss(model(x), y).backward()
+        o.step()
+        o.zero_grad()
+        updated.append(fleet.updated)
+    return updated
+
+
+def test_an_overflow_on_one_rank_skips_the_update_of_all(ranks):
+    for updated in ranks.run(overflowing, {"amp": {"init_loss_scaling": 64.0}, "sharding": config(stage=3)}):
+        assert updated == [True, False, True, True]
+
+
+# --- memory -----------------------------------------------------------------------------------------
+WIDTH, DEPTH = 512, 8
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+def held(declared):
+    """Bytes above what is there between steps, and those."""
+    fleet.init()
+    model = wide()
+    model, o = fleet.distribute(model, adamw(model), fleet.DistributedStrategy(**declared))
+    x = torch.randn(4, WIDTH)
+
+    def step():
+        model(x).square().mean().backward()
+        o.step()
+        o.zero_grad()
+
+    step()
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in model.parameters()]
+    state = [t.to_local() if isinstance(t, DTensor) else t for s in o.state.values() for t in s.values() if t.dim()]
+    between = sum(t.nbytes for t in local + state)
+    return between, measure.peak(step, torch.device("cpu"))
+
+
+def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):
+    """P parameters over n ranks in segments of s: P/n + 2P/n between steps; during a step at most P/n of gradients, a
+    segment gathered, the next being gathered, and the gradients of one being reduced."""
+    declared = {"sharding": config(stage=3, sharding_segment_strategy="segment_anchors", segment_anchors=["*"])}
+    total, segment = 4 * DEPTH * WIDTH**2, 4 * WIDTH**2
+    for between, peak in ranks.run(held, declared):
+        assert between == 3 * total // 2
+        print(peak / segment, total / segment)
+        assert peak <= 1.1 * (total // 2 + 4 * segment)
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"sharding": True}, "sharding_degree = 8 does not divide 2 ranks: use 1 or 2"),
+        ({"sharding": config(1)}, "sharding_degree = 1 leaves 2 groups of ranks: set hybrid_dp=True"),
+        ({"sharding": config(2, hybrid_dp=True)}, "hybrid_dp needs several groups"),
+        ({"sharding": config(2, mp_degree=2)}, "there is no tensor parallelism"),
+        ({"sharding": config(2, pp_degree=2)}, "use strategy.pipeline"),
+        ({"sharding": config(2, gradient_merge_acc_step=2)}, "use strategy.gradient_merge"),
+        ({"sharding": config(2, optimize_offload=True)}, "use offload"),
+        ({"sharding": config(2, sharding_group_size=4)}, "mean the same: keep one"),
+        ({"sharding": config(2, segment_anchors=["0"])}, "has no effect without"),
+        ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
+        ({"sharding": config(2), "dgc": True}, "each want the REDUCE stage"),
+        ({"sharding": config(2), "localsgd": True}, "each want the REDUCE stage"),
+        ({"sharding": config(2), "nccl_comm_num": 2}, "nccl_comm_num at 1"),
+        ({"sharding": config(2), "recompute": {"memory_budget": "min"}}, "Recompute.fit cannot take"),
+    ],
+)
+def test_what_cannot_be_is_said(ranks, declared, said):
+    for text in ranks.run(error, declared):
+        assert said in text
+
+
+def error(declared):
+    fleet.init()
+    model = deep()
+    try:
+        fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    except StrategyError as problem:
+        return str(problem)
+    return "nothing was said"
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def tied():
+    fleet.init()
+    model = Tied()
+    config = {"sharding_degree": 2, "stage": 3, "segment_broadcast_MB": 0.0001}
+    model, o = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(sharding=config))
+    for x, y in data():
+        x, y = (t.chunk(2)[fleet.worker_index()] for t in (x, y))
+        mse_loss(model(x), y).backward()
+        o.step()
+        o.zero_grad()
+    return whole(model)
+
+
+def test_tied_weights_are_gathered_together(ranks):
+    model = Tied()
+    o = sgd(model)
+    for x, y in data():
+        mse_loss(model(x), y).backward()
+        o.step()
+        o.zero_grad()
+    for found in ranks.run(tied):
+        torch.testing.assert_close(found, whole(model), **SAME)
