@@ -148,11 +148,12 @@ class Planner:
     def _fewest(self, probe: Probe, limit: int | None) -> Iterator[Choice]:
         """What the blocks need least is not quite what the step does: look around it."""
         table = self._table(probe, 2 * self.plain.activations)
-        while (least := table.least()) is not None and ROOM * FACTORS[-1] * least < table.slot * table.slots:
+        least = table.least()
+        while least and ROOM * FACTORS[-1] * least < table.slot * table.slots and table.slot > 1:
             finer = self._table(probe, FACTORS[-1] * least)
             if finer.least() is None:
                 break
-            table = finer
+            table, least = finer, finer.least()
         for factor in FACTORS if least is not None else ():
             assert least is not None
             yield self._choice(probe, table, int(least * factor), limit)
