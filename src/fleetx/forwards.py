@@ -49,16 +49,28 @@ def wrap(module: nn.Module, layer: Layer, around: Around) -> Callable[[], None]:
     layers.sort(key=lambda pair: pair[0])
     if not _installed(module):
         _install(module)
-    return lambda: layers.remove((layer, around))
+    return functools.partial(_take_off, module, (layer, around))
+
+
+def _take_off(module: nn.Module, pair: tuple[Layer, Around]) -> None:
+    layers = module.__dict__[_AROUND]
+    layers.remove(pair)
+    if not layers:
+        _restore(module)
 
 
 def unwrap(model: nn.Module) -> None:
     """Take everything off again."""
     for module in model.modules():
-        if module.__dict__.pop(_AROUND, None) is not None:
-            before = module.__dict__.pop("forward").__func__.before
-            if before is not None:
-                module.forward = before
+        if _AROUND in module.__dict__:
+            _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    del module.__dict__[_AROUND]
+    before = module.__dict__.pop("forward").__func__.before
+    if before is not None:
+        module.forward = before
 
 
 def _installed(module: nn.Module) -> bool:

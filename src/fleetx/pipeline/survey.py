@@ -131,7 +131,8 @@ class Visitor:
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what the code between modules still holds
 
     def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = without_caches(args, kwargs)
+        if kwargs or not all(isinstance(a, Tensor) for a in args):
+            args, kwargs = without_caches(args, kwargs)
         if self.stage < len(self.units.starts) and name == self.units.starts[self.stage]:
             self.cross(self.stage, tensors_of((args, kwargs)))
             self.stage += 1

@@ -1,0 +1,179 @@
+"""What a pipeline of two stages gains, against one process that runs the same micro-batches one after the other.
+
+Each rank has one thread. The bubble formula allows p * m / (m + p - 1) = 1.6 at p = 2 and m = 4, the schedules without
+bubbles up to 2. `limit` says what the machine itself allows: both ranks at work on things that have nothing to do with
+each other. A goal of 0.95 of 1.6 is a ratio of 1 / 1.52 = 0.658; one of 0.9 of 2 is 1 / 1.8 = 0.556.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import mse_loss
+
+from benchmarks.frame import Run, Sides, benchmark
+from fleetx import fleet
+
+DEPTH, WIDTH, HEADS, LENGTH, MICRO, NUMBER = 8, 512, 8, 64, 4, 4
+ALIKE = [4 * WIDTH] * DEPTH
+UNEVEN = [4 * WIDTH, 12 * WIDTH, 4 * WIDTH, WIDTH, WIDTH, 8 * WIDTH, WIDTH, 2 * WIDTH]
+
+
+def model(wide: list[int] = ALIKE) -> nn.Sequential:
+    """Blocks of a transformer, whose feed-forward parts are so wide."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, HEADS, w, dropout=0.0, batch_first=True) for w in wide))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, NUMBER * MICRO, LENGTH, WIDTH, generator=g)
+    return x, y
+
+
+def alone(module: nn.Module) -> Callable[[], None]:
+    """The same micro-batches in one process, one after the other."""
+    x, y = batch()
+
+    def step() -> None:
+        for a, b in zip(x.chunk(NUMBER), y.chunk(NUMBER), strict=True):
+            (mse_loss(module(a), b) / NUMBER).backward()
+        module.zero_grad()
+
+    return step
+
+
+def piped(mode: str, starts: list[str] | None, wide: list[int] = ALIKE) -> tuple[nn.Module, Callable[[], None]]:
+    fleet.init()
+    made = model(wide)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+    config = {"micro_batch": NUMBER, "schedule_mode": mode, "stages": starts or []}
+    made, _ = fleet.distribute(made, optimizer, fleet.DistributedStrategy(pipeline=config))
+    x, y = batch()
+
+    def step() -> None:
+        fleet.forward_backward(x, y, loss_fn=mse_loss, model=made)
+        optimizer.zero_grad()
+
+    return made, step
+
+
+def compare(run: Run, mode: str, starts: list[str]) -> Sides:
+    _, ours = piped(mode, starts)
+    theirs = alone(model()) if run.rank == 0 else nothing
+    return run.compare(ours, theirs, schedule=mode)
+
+
+def nothing() -> None:
+    pass
+
+
+TWO, FOUR = ["4"], ["2", "4", "6"]
+
+
+@benchmark(ours="pipeline", theirs="one process", goal=1 / 1.52, ranks=2, rounds=16, starts=2)
+def one_f_one_b(run: Run) -> Sides:
+    """1F1B, two stages, four micro-batches."""
+    return compare(run, "1F1B", TWO)
+
+
+@benchmark(ours="pipeline", theirs="one process", ranks=2, rounds=12, starts=1)
+def f_then_b(run: Run) -> Sides:
+    """F-then-B, two stages, four micro-batches."""
+    return compare(run, "F-then-B", TWO)
+
+
+@benchmark(ours="pipeline", theirs="one process", ranks=2, rounds=12, starts=1)
+def interleaved(run: Run) -> Sides:
+    """Interleaved1F1B, two stages on each of two ranks."""
+    return compare(run, "Interleaved1F1B", FOUR)
+
+
+@benchmark(ours="pipeline", theirs="one process", ranks=2, rounds=12, starts=1)
+def looped(run: Run) -> Sides:
+    """LoopedBFS, two stages on each of two ranks."""
+    return compare(run, "LoopedBFS", FOUR)
+
+
+@benchmark(ours="pipeline", theirs="one process", ranks=2, rounds=12, starts=1)
+def interleaved_zero_bubble(run: Run) -> Sides:
+    """InterleavedZeroBubble, two stages on each of two ranks."""
+    return compare(run, "InterleavedZeroBubble", FOUR)
+
+
+@benchmark(ours="pipeline", theirs="one process", goal=1 / 1.8, ranks=2, rounds=16, starts=2)
+def zero_bubble_v(run: Run) -> Sides:
+    """ZBVZeroBubble, two stages on each of two ranks."""
+    return compare(run, "ZBVZeroBubble", FOUR)
+
+
+@benchmark(ours="pipeline", theirs="one process", ranks=2, rounds=12, starts=1)
+def dual_pipe_v(run: Run) -> Sides:
+    """DualPipeV, two stages on each of two ranks."""
+    return compare(run, "DualPipeV", FOUR)
+
+
+def by_hand(run: Run) -> Callable[[], None]:
+    """torch's own front end: the model cut by hand, and its schedule."""
+    whole = model()
+    half = whole[:4] if run.rank == 0 else whole[4:]
+    x, y = batch()
+    stage = PipelineStage(nn.Sequential(*half), run.rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, NUMBER, loss_fn=mse_loss)
+
+    def step() -> None:
+        schedule.step(x) if run.rank == 0 else schedule.step(target=y, losses=[])
+        half.zero_grad()
+
+    return step
+
+
+@benchmark(ours="torch's schedule", theirs="one process", ranks=2, rounds=12, starts=1)
+def bare_torch(run: Run) -> Sides:
+    """torch's Schedule1F1B on a model that was cut by hand."""
+    return run.compare(by_hand(run), alone(model()) if run.rank == 0 else nothing)
+
+
+@benchmark(ours="pipeline", theirs="torch's schedule", ranks=2, rounds=16, starts=2)
+def beside_torch(run: Run) -> Sides:
+    """1F1B, against torch's Schedule1F1B on a model that was cut by hand."""
+    return run.compare(piped("1F1B", TWO)[1], by_hand(run))
+
+
+@benchmark(ours="both at work", theirs="one process", ranks=2, rounds=12, starts=1)
+def limit(run: Run) -> Sides:
+    """Half of the work on each rank, without any communication: what the machine allows."""
+    mine = model()[:4]
+
+    def half() -> None:
+        alone(mine)()
+        dist.barrier()
+
+    return run.compare(half, alone(model()) if run.rank == 0 else nothing)
+
+
+@benchmark(ours="balanced by itself", theirs="the best of all", goal=1.05, ranks=2, rounds=8, starts=1, seconds=900)
+def split(run: Run) -> Sides:
+    """Two stages of uneven blocks: where the automatic cut lies, against all seven that there are."""
+    ways = {start: piped("1F1B", [start], UNEVEN)[1] for start in map(str, range(1, DEPTH))}
+    module, ours = piped("1F1B", None, UNEVEN)
+    ours()
+    times: dict[str, list[float]] = {start: [] for start in ways}
+    for _ in range(3):
+        for start, step in ways.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            step()
+            times[start].append(time.perf_counter() - begun)
+    found = torch.tensor([median(times[start]) for start in ways])
+    dist.broadcast(found, 0)  # the ranks must agree on the best
+    best = list(ways)[int(found.argmin())]
+    chosen = next(w for w in str(fleet.explain(model=module)).splitlines() if "stages begin with" in w).split()[-1]
+    notes = {"chosen": chosen, "best": best, "seconds": {s: t.item() for s, t in zip(ways, found, strict=True)}}
+    return run.compare(ours, ways[best], **notes)
