@@ -135,7 +135,7 @@ def test_an_overflow_on_one_rank_skips_the_update_of_all(ranks):
 
 
 # --- memory -----------------------------------------------------------------------------------------
-WIDTH, DEPTH = 512, 8
+WIDTH, DEPTH = 256, 48
 
 
 def wide():
@@ -163,14 +163,13 @@ def held(declared):
 
 
 def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):
-    """P parameters over n ranks in segments of s: P/n + 2P/n between steps; during a step at most P/n of gradients, a
-    segment gathered, the next being gathered, and the gradients of one being reduced."""
+    """P bytes of parameters over n ranks, in segments of s, with AdamW: 3 P / n between steps; at the peak the
+    gradients too, 4 P / n, and about five segments that are being gathered, used and reduced."""
     declared = {"sharding": config(stage=3, sharding_segment_strategy="segment_anchors", segment_anchors=["*"])}
     total, segment = 4 * DEPTH * WIDTH**2, 4 * WIDTH**2
-    for between, peak in ranks.run(held, declared):
+    for between, above in ranks.run(held, declared):
         assert between == 3 * total // 2
-        print(peak / segment, total / segment)
-        assert peak <= 1.1 * (total // 2 + 4 * segment)
+        assert between + above == pytest.approx(4 * total // 2 + 5 * segment, rel=0.1)
 
 
 @pytest.mark.parametrize(
