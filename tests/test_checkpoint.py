@@ -88,6 +88,24 @@ def test_from_any_layout_to_any_other(ranks, tmp_path, before, after):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
+ON_FOUR = {
+    "four stages": {"pipeline": {"stages": ["1", "2", "3"], "micro_batch": 4}},
+    "two pipelines": {"pipeline": {"stages": ["2"], "micro_batch": 2}},
+    "four shards": {"sharding": {"sharding_degree": 4, "stage": 3}},
+    "two times two shards": {"sharding": {"sharding_degree": 2, "stage": 2, "hybrid_dp": True}},
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(ON_FOUR, ["two stages", "two shards"])])
+def test_from_four_ranks_to_two_and_back(ranks, four, tmp_path, before, after):
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    want = joined(four.run(write, ON_FOUR[before], there))
+    found = joined(ranks.run(go_on, LAYOUTS[after], there))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    ranks.run(write, LAYOUTS[after], back)
+    torch.testing.assert_close(joined(four.run(go_on, ON_FOUR[before], back)), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_to_a_single_process(ranks, tmp_path, before):
     folder = str(tmp_path / "checkpoint")

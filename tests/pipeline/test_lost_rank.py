@@ -35,7 +35,7 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize("killed", [1, 3])
+@pytest.mark.parametrize("killed", [0, 1, 3])
 def test_the_others_name_the_one_that_is_lost(tmp_path, killed):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
