@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fleetx.errors import UsageError
+from fleetx.errors import StrategyError, UsageError
 from fleetx.moment import Batch, Moment
 from fleetx.pipeline import balance, micro, modes, placement, survey, timeline
 from fleetx.pipeline.cut import Cut, buffers_elsewhere, own_buffers
@@ -115,11 +115,16 @@ class Pipe:
 
     def _balanced(self, batch: Batch, call: Callable[[], Any]) -> survey.Units:
         """The first rank measures while the others wait; all of them cut where it says."""
-        text = b""
+        found: dict[str, Any] = {}
         if self._moment.everyone.rank == 0:
-            text = json.dumps(balance.starts(self._moment, batch, self._stages)).encode()
-        starts = json.loads(self._moment.everyone.said_by_first(text))
-        return survey.units(self._moment.model, starts, call)
+            try:
+                found = {"starts": balance.starts(self._moment, batch, self._stages)}
+            except Exception as error:  # the others wait for an answer
+                found = {"problem": str(error) if isinstance(error, StrategyError) else _unprobed(error)}
+        found = json.loads(self._moment.everyone.said_by_first(json.dumps(found).encode()))
+        if "problem" in found:
+            raise StrategyError(found["problem"])
+        return survey.units(self._moment.model, found["starts"], call)
 
     # --- one schedule for each shape of batch -----------------------------------------------------
     def _runner(self, batch: Batch, number: int) -> Runner:
@@ -176,6 +181,14 @@ class Pipe:
             yield f"{', '.join(names)} is held by {world.size} ranks, which add up its gradients"
         if self._last is not None:
             yield from timeline.draw(self._last.schedule, self.group.size)
+
+
+def _unprobed(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return (
+        f"pipeline: the modules of this model could not be timed alone ({type(error).__name__}: {first}), so the "
+        "stages cannot be balanced: say with `stages` or device_guard where they begin"
+    )
 
 
 def _run(batch: Batch, model: Any) -> Any:
