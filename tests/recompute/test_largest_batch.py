@@ -122,3 +122,10 @@ class Fails(Dies):
 def test_a_trial_that_fails_says_why():
     with pytest.raises(StrategyError, match="failed: MemoryError: no more"):
         fleet.largest_batch(Fails(), torch.randn(2, 4), memory="1MiB")
+
+
+@pytest.mark.parametrize("declared", [{"sharding": {"sharding_degree": 2}}, {"pipeline": {"micro_batch": 2}}])
+def test_a_model_that_is_divided_is_not_counted(declared):
+    strategy = fleet.DistributedStrategy(**declared)
+    with pytest.raises(StrategyError, match=f"{next(iter(declared))} divides it"):
+        fleet.largest_batch(torch.nn.Linear(4, 2), torch.randn(2, 4), memory="1GiB", strategy=strategy)

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +23,10 @@ from fleetx.errors import StrategyError, UsageError
 from fleetx.memory.sizes import parse, words
 from fleetx.memory.trace import Arm, Forward, Step, estimate, loss
 from fleetx.memory.tracker import Tracker
+from fleetx.part import switch_of
 from fleetx.roles import Place
 from fleetx.stage import Fact
-from fleetx.structure import map_tensors, tensors_of
+from fleetx.structure import arguments, map_tensors, tensors_of
 from fleetx.world import World
 
 Peak = Callable[[int], int]  # of a batch of so many
@@ -208,10 +209,15 @@ def of_strategy(
     """For fleet.largest_batch."""
     from fleetx.recompute import budget  # which predicts with what is here
 
+    if divided := [switch_of(type(part)) for part in plan.parts if part.divides]:
+        raise StrategyError(
+            f"largest_batch counts for a rank that holds the whole model, and {' and '.join(divided)} divides it: "
+            "leave that out, and take the answer for a lower bound"
+        )
     if loss_fn is not None and not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise UsageError("with loss_fn the sample must be a pair: (inputs, targets)")
     inputs, targets = sample if loss_fn is not None else (sample, None)
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     samples = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
     if not samples:
         raise UsageError("the sample must have at least one tensor with at least one sample in it")
@@ -236,12 +242,6 @@ def of_strategy(
     bytes_ = _bytes(memory)
     arm = partial(budget.arm_of, next((p for p in plan.parts if p.segments), None))
     return answer(step, bytes_, arm, global_batch=global_batch, ranks=ranks, trial=trial)
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 def _bytes(memory: str | int) -> int:
