@@ -135,6 +135,9 @@ class _Moment:
     def anywhere(self, found):
         return bool(found)
 
+    def norm(self, grads):
+        return nn.utils.get_total_norm(grads)
+
 
 @pytest.mark.parametrize(
     "parts", [[GradientMerge(k_steps=4), Clip(clip_norm=0.01), FP16], [GradientMerge(k_steps=4), FP16]]
