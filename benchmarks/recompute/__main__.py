@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,27 +43,41 @@ def main(only: list[str], models: str | None, memory: str, rounds: int, out: Pat
     file = out / "recompute.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for part in [] if only_report else only:
-        begun = {"load_before": machine.load(), "commit": machine.commit(), "threads": torch.get_num_threads()}
+        begun = {"load_before": machine.load(), "allocator": _allocator(), "commit": machine.commit(),
+                 "threads": torch.get_num_threads()}  # fmt: skip
         try:
-            results[part] = []
-            for row in _rows(part, models, memory, rounds):
+            names = _names(part, models)
+            results[part] = [row for row in results.get(part, []) if row.get("model") not in (*names, None)]
+            for row in _rows(part, names, memory, rounds):
                 results[part].append(_shown(row))
                 file.write_text(json.dumps(results, indent=1) + "\n")  # what there is, if it is stopped
         except CannotRunError as error:
             raise click.ClickException(str(error)) from None
         notes = results.setdefault("notes", {"machine": machine.machine()})
-        notes[part] = begun | {"load_after": machine.load(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        ended = {"load_after": machine.load(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        notes[" ".join((part, *names))] = begun | ended
         file.write_text(json.dumps(results, indent=1) + "\n")
     show(results, out)
 
 
-def _rows(part: str, models: str | None, memory: str, rounds: int) -> Any:
+def _names(part: str, models: str | None) -> list[str]:
+    if part == "compiled":
+        return []
+    return models.split(",") if models else LARGEST if part == "batches" else TRADED
+
+
+def _rows(part: str, names: list[str], memory: str, rounds: int) -> Any:
     if part == "compiled":
         yield from compiled.rows(max(rounds, 8))
-        return
-    for name in models.split(",") if models else LARGEST if part == "batches" else TRADED:
+    for name in names:
         yield from batches.rows(name, memory) if part == "batches" else trade.rows(name, rounds)
         gc.collect()
+
+
+def _allocator() -> str:
+    """Which one serves torch: it decides how often a step waits for fresh pages."""
+    preloaded = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
+    return " ".join(preloaded + [f"{k}={v}" for k, v in os.environ.items() if k.startswith("MALLOC_")]) or "glibc"
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

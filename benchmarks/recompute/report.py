@@ -33,11 +33,12 @@ def added(row: Row, plain: Row) -> float:
 
 
 def batches(rows: Sequence[Row]) -> Lines:
-    out = [["", "", "largest batch", "times", "samples a second", "time a sample", "peak, MiB", "predicted"]]
+    out = [["", "", "within", "largest batch", "times", "samples a second", "time a sample", "peak, MiB", "predicted"]]
     for row in rows:
         plain = next(r for r in rows if r["model"] == row["model"])
         rate, before = (r["batch"] / min(r["seconds"]) for r in (row, plain))
-        figures = [str(row["batch"]), f"{row['batch'] / plain['batch']:.1f}", f"{rate:.3g}", f"{before / rate:.2f}"]
+        figures = [row["memory"], str(row["batch"]), f"{row['batch'] / plain['batch']:.1f}"]
+        figures += [f"{rate:.3g}", f"{before / rate:.2f}"]
         predicted = f"{row['predicted'] / row['peak'] - 1:+.2%}" if row["predicted"] else ""
         figures += [f"{row['peak'] / MIB:,.0f}", predicted]
         out.append([MODELS[row["model"]].title, row["setting"], *figures])
@@ -57,7 +58,7 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, Lines]]:
         mine = [row for row in results["trade"] if row["model"] == name]
         yield f"{MODELS[name].title}, batch {mine[0]['batch']}", trade(mine)
     if results.get("batches"):
-        yield f"The largest batch within {results['batches'][0]['memory']}", batches(results["batches"])
+        yield "The largest batch", batches(results["batches"])
     if results.get("compiled"):
         from benchmarks.recompute.compiled import TITLE
 
