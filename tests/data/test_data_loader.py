@@ -1,0 +1,288 @@
+"""Order, shares, going on later, workers, broken records: what all loaders have in common."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from data_files import digital, images, labels, original, rows, varied
+from torch import nn
+
+from fleetx import fleet
+from fleetx.data import (
+    digital_train,
+    imagenet_train,
+    load_digital_dataset_from_file,
+    load_digits,
+    load_imagenet_from_file,
+)
+from fleetx.errors import UsageError
+
+SMALL = {"image_size": 8}
+
+
+def kinds(folder):
+    """One loader of each kind, by name; options are passed on."""
+    images(folder, 23)
+    digital(folder, varied(23), packed=[1])
+    return found(folder)
+
+
+def found(folder):
+    """The same for files that are there already: ranks must not write what others read."""
+    filelist, data, vocabulary = folder / "train.txt", folder / "digital", folder / "vocab.txt"
+    return {
+        "images": lambda **o: load_imagenet_from_file(filelist, 4, **SMALL, **o),
+        "samples": lambda **o: load_digital_dataset_from_file(data, vocabulary, 4, 32, **o),
+        "tokens": lambda **o: load_digital_dataset_from_file(data, vocabulary, 64, 32, True, **o),
+    }
+
+
+KINDS = ["images", "samples", "tokens"]
+
+
+def seen(batches):
+    batches = list(batches)
+    if batches and "label" in batches[0]:
+        return [
+            (int(label), image.numpy().tobytes())
+            for b in batches
+            for label, image in zip(b["label"], b["image"], strict=True)
+        ]
+    return rows(batches)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ways_to_go_through_an_epoch_give_the_same(tmp_path, kind):
+    make = kinds(tmp_path)[kind]
+    a, b = make(), make()
+    assert len(a) == len(list(b()))
+    assert seen(a) == seen(make()())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_follows_from_seed_and_epoch_alone(tmp_path, kind):
+    make = kinds(tmp_path)[kind]
+    loader = make()
+    first, second = seen(loader), seen(loader)
+    again = make()
+    assert [seen(again), seen(again)] == [first, second]
+    assert first != second
+    assert seen(make(seed=1)) != first
+    if kind == "images":
+        assert {x[0] for x in first} == {x[0] for x in second} == set(range(23))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_together_see_what_one_rank_sees(tmp_path, kind, size):
+    make = kinds(tmp_path)[kind]
+    shares = [list(make(replica=(r, size))) for r in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    assert len(shares[0]) == len(make(replica=(0, size)))
+    assert sorted(seen([b for share in shares for b in share])) == sorted(seen(make()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, workers):
+    make = kinds(tmp_path)[kind]
+    whole = make(num_workers=workers)
+    batches, states = [], []
+    for batch in whole:
+        batches.append(batch)
+        states.append(whole.state_dict())
+    following = seen(whole)
+    for stop in (0, 1, len(batches) - 1):
+        loader = make(num_workers=workers)
+        loader.load_state_dict(states[stop])
+        assert len(loader) == len(batches) - stop - 1 or stop == len(batches) - 1
+        if stop < len(batches) - 1:
+            assert seen(loader) == seen(batches[stop + 1 :])
+        assert seen(loader) == following
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 4)])
+def test_a_world_of_another_size_loses_no_sample_and_sees_none_twice(tmp_path, kind, sizes):
+    make = kinds(tmp_path)[kind]
+    got, states = [], []
+    for rank in range(sizes[0]):
+        loader = make(replica=(rank, sizes[0]))
+        steps = iter(loader)
+        got += [next(steps)]
+        states.append(loader.state_dict())
+    assert all(state == states[0] for state in states)
+    for rank in range(sizes[1]):
+        loader = make(replica=(rank, sizes[1]))
+        loader.load_state_dict(states[0])
+        got += list(loader)
+    assert sorted(seen(got)) == sorted(seen(make()))
+
+
+def test_the_state_counts_what_was_handed_out_not_what_was_read_ahead(tmp_path):
+    loader = load_imagenet_from_file(images(tmp_path, 23), 4, num_workers=2, prefetch_factor=3, **SMALL)
+    steps = loader()
+    next(steps), next(steps)
+    assert loader.state_dict()["position"] == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_change_nothing(tmp_path, kind):
+    make = kinds(tmp_path)[kind]
+    plain, helped = make(), make(num_workers=2, prefetch_factor=2, persistent_workers=True)
+    assert seen(plain) == seen(helped)
+    assert seen(plain) == seen(helped)  # the second epoch, by the same workers
+
+
+def test_the_users_random_numbers_are_left_alone(tmp_path):
+    before = torch.random.get_rng_state(), np.random.get_state()[1].tolist()
+    list(load_imagenet_from_file(images(tmp_path, 6), 4, **SMALL))
+    assert torch.equal(before[0], torch.random.get_rng_state())
+    assert before[1] == np.random.get_state()[1].tolist()
+
+
+def test_after_a_break_the_next_epoch_begins():
+    loader, whole = load_digits(100), load_digits(100)
+    for _ in loader:
+        break
+    list(whole)
+    assert labels(loader) == labels(whole)
+
+
+def test_drop_last_leaves_out_the_tail_and_a_state_behind_it_begins_the_next_epoch():
+    loader = load_digits(400, drop_last=True)
+    assert [len(b["label"]) for b in loader] == [400, 400, 400]
+    following = load_digits(400, drop_last=True)
+    following.load_state_dict(loader.state_dict())
+    assert labels(following) == labels(loader)
+    with pytest.raises(UsageError, match="drop_last leaves no batch"):
+        iter(load_digits(2000, drop_last=True))
+
+
+def test_without_shards_every_rank_sees_everything():
+    assert labels(load_digits(300, "val", shard=False)) == labels(load_digits(300, "val", replica=(0, 1)))
+    with pytest.raises(UsageError, match="pass one of them"):
+        load_digits(shard=False, replica=(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [({"seed": 1}, "seed = 1"), ({"records": 9}, "records = 9"), ({"shuffle": False}, "shuffle")]
+)
+def test_a_state_of_other_data_or_another_order_is_refused(change, word):
+    loader = load_digits()
+    with pytest.raises(UsageError, match=word):
+        loader.load_state_dict(loader.state_dict() | change)
+    with pytest.raises(UsageError, match="no state of a fleetx loader"):
+        loader.load_state_dict({"epoch": 1})
+
+
+def test_an_older_loop_over_the_loader_cannot_go_on():
+    loader = load_digits()
+    older = iter(loader)
+    next(older)
+    next(iter(loader))
+    with pytest.raises(UsageError, match="only its latest"):
+        next(older)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"on_error": "skp"}, "did you mean 'skip'"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"phase": "trian"}, "did you mean 'train'"),
+        ({"replica": (2, 2)}, "replica"),
+        ({"seed": -1}, "seed = -1"),
+        ({"on_error": "skip"}, "means nothing here"),
+    ],
+)
+def test_wrong_options_are_refused(options, word):
+    with pytest.raises(UsageError, match=word):
+        load_digits(**options)
+
+
+# --- in a world -----------------------------------------------------------------------------------
+def _share(folder, kind):
+    loader = found(folder)[kind]()
+    fleet.init(is_collective=True)
+    got = list(loader)
+    return got, len(loader), loader.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_that_made_their_loaders_before_fleet_init_share_the_epoch(ranks, tmp_path, kind):
+    make = kinds(tmp_path)[kind]
+    (a, _, state), (b, _, other) = ranks.run(_share, tmp_path, kind)
+    assert len(a) == len(b)
+    assert state == other
+    assert sorted(seen(a + b)) == sorted(seen(make()))
+    assert seen(a) == seen(make(replica=(0, 2)))
+
+
+def _stages(folder):
+    loader = found(folder)["images"]()
+    fleet.init(is_collective=True)
+    before = labels(loader)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    strategy = fleet.DistributedStrategy(pipeline={"micro_batch": 2})
+    fleet.distribute(model, torch.optim.SGD(model.parameters(), 0.1), strategy)
+    return before, labels(loader)
+
+
+def test_the_stages_of_a_pipeline_take_the_same_batches(ranks, tmp_path):
+    make = kinds(tmp_path)["images"]
+    (a, after_a), (b, after_b) = ranks.run(_stages, tmp_path)
+    assert a != b
+    alone = make()
+    list(alone)
+    assert after_a == after_b == labels(alone)
+
+
+def _resumed(folder, kind, state):
+    fleet.init(is_collective=True)
+    loader = found(folder)[kind]()
+    loader.load_state_dict(state)
+    return list(loader)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_go_on_where_one_stopped(ranks, tmp_path, kind):
+    make = kinds(tmp_path)[kind]
+    loader = make()
+    steps = iter(loader)
+    got = [next(steps), next(steps)]
+    a, b = ranks.run(_resumed, tmp_path, kind, loader.state_dict())
+    assert sorted(seen(got + a + b)) == sorted(seen(make()))
+
+
+def test_before_fleet_init_the_launchers_environment_says_whose_share_it_is(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert labels(load_digits(50)) == labels(load_digits(50, replica=(1, 3)))
+
+
+def test_a_loader_can_be_copied_and_listed(tmp_path):
+    loader = imagenet_train(images(tmp_path, 6).parent, 4, **SMALL)
+    assert seen(copy.deepcopy(loader)) == seen(loader)
+
+
+def test_every_line_is_read_once_without_negatives(tmp_path):
+    lines = varied(23)
+    data, vocabulary = digital(tmp_path, lines, packed=[0])
+    loader = load_digital_dataset_from_file(data, vocabulary, 64, 32, True, generate_neg_sample=False)
+    want = sorted(tuple(map(int, x.split(";")[0].split())) for x in lines)
+    assert sorted(original(row) for row in rows(loader)) == want
+
+
+def test_lists_of_files_and_batches_in_tokens(tmp_path):
+    data, vocabulary = digital(tmp_path, varied(10))
+    (data / "train.txt").write_text("part0\npart1\n")
+    vocabulary.rename(data / "vocab.txt")
+    by_tokens = list(digital_train(data, 64, 32))
+    assert all(b["src_ids"].numel() <= 64 for b in by_tokens)
+    assert {len(b["src_ids"]) for b in digital_train(data, 64, 32, in_tokens=False)} == {2}
+    with pytest.raises(UsageError, match="at least max_seq_len"):
+        digital_train(data, 16, 32)
