@@ -4,7 +4,9 @@ FleetxError
 ├── StrategyError (ValueError)    the declared strategy is wrong or cannot be composed; lists all problems at once
 ├── WorldError (RuntimeError)     the processes cannot form a world: environment, address, rank
 ├── UsageError (RuntimeError)     the training loop does something that the strategy cannot honour
-└── LaunchError (RuntimeError)    fleetrun cannot start what was asked for
+├── LaunchError (RuntimeError)    fleetrun cannot start what was asked for
+├── DataError (ValueError)        a file or a record is not what its format asks for; names file and line
+└── DownloadError (RuntimeError)  data could not be brought here; names the files
 """
 
 from __future__ import annotations
@@ -36,3 +38,15 @@ class UsageError(FleetxError, RuntimeError):
 
 class LaunchError(FleetxError, RuntimeError):
     """fleetrun cannot start what was asked for."""
+
+
+class DataError(FleetxError, ValueError):
+    """A file or a record is not what its format asks for; the message names file and line."""
+
+
+class DownloadError(FleetxError, RuntimeError):
+    """Data could not be brought here. `failed` names the files, where single files failed."""
+
+    def __init__(self, sentence: str, *, failed: Sequence[str] = ()):
+        self.failed = tuple(failed)
+        super().__init__(sentence)

@@ -1,0 +1,95 @@
+"""One process of a node does the work; the others wait for its outcome, whichever it is.
+
+The lock is the kernel's (flock): it ends with the process that holds it, however that ends. Whoever then gets it and
+finds no new outcome takes over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from fleetx import roles
+from fleetx.download.progress import say
+from fleetx.download.records import Records
+from fleetx.errors import DownloadError
+
+_POLL = 0.05
+_HEAD_START = 2.0  # seconds in which only the first worker begins: it is the one whose output a person sees
+_PATIENT = 5.0  # seconds of waiting before a word about it; then every minute
+
+
+def is_first_worker() -> bool:
+    """Of this node, by the launcher's variables; a process without a launcher is."""
+    for variable in ("LOCAL_RANK", "PADDLE_RANK_IN_NODE"):
+        if os.environ.get(variable, "").isdecimal():
+            return int(os.environ[variable]) == 0
+    return roles.from_environment().local_rank == 0
+
+
+def once_per_node(work: Callable[[], None], records: Records, *, key: str, task: str, first: bool) -> None:
+    """Do `work`, or wait while another process does the same `key` and take its outcome, success or error."""
+    outcome = records.outcome(key)
+    before = records.read(outcome).get("id")
+    records.root.mkdir(parents=True, exist_ok=True)
+    with records.lock.open("a+") as lock:
+        _take(lock, records, outcome, before, task=task, first=first)
+        told = records.read(outcome)
+        if told and told["id"] != before:
+            if told["error"]:
+                raise DownloadError(
+                    f"process {told['pid']}, which worked for this node, failed: {told['error']}",
+                    failed=told["failed"],
+                )
+            return
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        _work(work, records, outcome)
+        # closing the file gives the lock back
+
+
+def _work(work: Callable[[], None], records: Records, outcome: Path) -> None:
+    """An interruption leaves no outcome: the others then take over, unless they are interrupted too."""
+    record = {"id": uuid.uuid4().hex, "pid": os.getpid(), "error": "", "failed": []}
+    try:
+        work()
+    except Exception as error:
+        failed = list(error.failed) if isinstance(error, DownloadError) else []
+        records.write(outcome, {**record, "error": str(error) or type(error).__name__, "failed": failed})
+        raise
+    records.write(outcome, record)
+
+
+def _take(lock: IO[str], records: Records, outcome: Path, before: str | None, *, task: str, first: bool) -> None:
+    """Wait for the lock. Returns early, without it, as soon as there is an outcome that was not there before."""
+    began = time.monotonic()
+    speak = began + _PATIENT
+    begin = began if first else began + _HEAD_START
+    while True:
+        now = time.monotonic()
+        if now >= begin and _try(lock):
+            return
+        if records.read(outcome).get("id") != before:
+            return
+        if now >= speak:
+            say(f"waiting for process {records.lock.read_text() or '?'}, which {task}")
+            speak = now + 60.0
+        time.sleep(_POLL)
+
+
+def _try(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise DownloadError(
+            f"{lock.name}: this file system has no locks ({error.strerror}); use a local_path on another"
+        ) from None
+    return True

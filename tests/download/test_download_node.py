@@ -1,0 +1,207 @@
+"""Several processes of a node, one of which may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from file_server import tar
+
+from fleetx import fleet
+from fleetx.download import Downloader, DownloadError, node
+
+BIG = tar({"x.bin": os.urandom(3 << 20)})
+PROGRAM = """
+import sys
+from fleetx.download import Downloader, DownloadError, Patience
+try:
+    print(Downloader(patience=Patience(attempts=2, pause=0.01, timeout=10)).download_from_bos(sys.argv[1], sys.argv[2]))
+except DownloadError as error:
+    print("DownloadError:", error)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(address, rank): a process that downloads from it into tmp_path/data."""
+    started = []
+
+    def one(address, rank=0):
+        config = tmp_path / "set.yaml"
+        config.write_text(f"bos_path: {address}\n")
+        env = {**os.environ, "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-c", PROGRAM, str(config), str(tmp_path / "data")]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=env, **pipes))
+        return started[-1]
+
+    yield one
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def end(process):
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def test_four_workers_download_once(server, start, tmp_path):
+    address = server.publish({"a.tar": BIG, "b.tar": tar({"y": b"1"})})
+    server.faults["/set/a.tar"] = [("hold", 1000)]
+    workers = [start(address, rank) for rank in range(4)]
+    assert server.held.wait(20)
+    time.sleep(0.5)  # let the others arrive
+    server.release.set()
+    assert [end(w)[:2] for w in workers] == [(0, f"{tmp_path}/data\n")] * 4
+    # the held connection ended early and was continued by its own worker; nobody else asked
+    assert server.got("set/a.tar") == [None, 1000]
+    assert server.got("set/b.tar") == [None]
+    assert (tmp_path / "data/x.bin").stat().st_size == 3 << 20
+
+
+def test_those_who_wait_see_the_error_of_the_one_who_works(server, start):
+    address = server.publish({"a.tar": BIG, "b.tar": BIG})
+    del server.files["/set/b.tar"]
+    server.faults["/set/a.tar"] = [("hold", len(BIG))]
+    workers = [start(address, rank) for rank in range(2)]
+    assert server.held.wait(20)
+    time.sleep(0.5)
+    server.release.set()
+    ends = [end(w) for w in workers]
+    assert [code for code, _, _ in ends] == [3, 3]
+    assert all("set/b.tar: the server answered 404" in out for _, out, _ in ends)
+    assert "which worked for this node, failed" in ends[1][1]
+    assert server.got("set/a.tar") == [None]
+
+
+def test_a_waiting_worker_takes_over_from_one_that_is_killed(server, start, tmp_path):
+    address = server.publish({"a.tar": BIG})
+    server.faults["/set/a.tar"] = [("hold", 1 << 20)]
+    first = start(address, 0)
+    assert server.held.wait(20)
+    second = start(address, 1)
+    time.sleep(0.5)
+    first.kill()
+    assert end(second)[0] == 0
+    assert (tmp_path / "data/a.tar").read_bytes() == BIG
+    begun = server.got("set/a.tar")
+    assert begun[0] is None
+    assert len(begun) == 2
+    assert 0 < begun[1] <= 1 << 20  # continued by a range, not begun again
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_new_run_continues_after_the_old_one_was_ended(server, start, tmp_path, how):
+    address = server.publish({"a.tar": BIG})
+    server.faults["/set/a.tar"] = [("hold", 1 << 20)]
+    first = start(address)
+    assert server.held.wait(20)
+    time.sleep(0.2)
+    began = time.monotonic()
+    first.send_signal(how)
+    code, _, err = end(first)
+    assert code in (-how, 130, 1)
+    assert time.monotonic() - began < 8  # Ctrl-C does not wait for the stalled server's timeout of 10 s
+    if how == signal.SIGINT:
+        assert err.rstrip().endswith("KeyboardInterrupt")
+    data = tmp_path / "data"
+    assert sorted(p.name for p in data.iterdir()) == [".fleetx-download", "filelist.txt", "meta.txt", "train.txt"]
+    assert [p.name.startswith("a.tar.") for p in (data / ".fleetx-download/parts").iterdir()] == [True]
+    assert end(start(address))[0] == 0
+    begun = server.got("set/a.tar")
+    assert begun[0] is None
+    assert len(begun) == 2
+    assert 0 < begun[1] <= 1 << 20
+    assert (data / "a.tar").read_bytes() == BIG
+
+
+def test_one_who_waits_says_for_what(server, bring, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(node, "_PATIENT", 0.2)
+    address = server.publish({"a.tar": BIG})
+    bring(address)
+    lock = (tmp_path / "data/.fleetx-download/lock").open("r+")
+    lock.write("4711")
+    lock.truncate()
+    lock.flush()
+    node.fcntl.flock(lock, node.fcntl.LOCK_EX)
+
+    def sleep(seconds, slept=[]):  # noqa: B006
+        slept.append(seconds)
+        if len(slept) > 10:
+            lock.close()
+        real(seconds)
+
+    real = time.sleep
+    monkeypatch.setattr(node.time, "sleep", sleep)
+    capsys.readouterr()
+    bring(address)
+    said = capsys.readouterr().err
+    assert said.count(f"waiting for process 4711, which downloads {tmp_path}/set.yaml into {tmp_path}/data") == 1
+
+
+def test_an_old_failure_is_not_held_against_a_new_run(server, bring):
+    address = server.publish({"a.tar": BIG})
+    server.faults["/set/a.tar"] = [("status", 403)]
+    with pytest.raises(DownloadError, match="403"):
+        bring(address)
+    assert (bring(address) / "x.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "first"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0"}, True),
+        ({"PADDLE_RANK_IN_NODE": "2"}, False),
+        (
+            {
+                "PADDLE_TRAINER_ID": "3",
+                "PADDLE_TRAINERS_NUM": "4",
+                "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.1:2,10.0.0.2:1,10.0.0.2:2",
+            },
+            False,
+        ),
+        (
+            {
+                "PADDLE_TRAINER_ID": "2",
+                "PADDLE_TRAINERS_NUM": "4",
+                "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.1:2,10.0.0.2:1,10.0.0.2:2",
+            },
+            True,
+        ),
+    ],
+)
+def test_the_first_worker_of_a_node_is_known_from_any_launcher(monkeypatch, variables, first):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert node.is_first_worker() is first
+
+
+def download_around_init(config, where):
+    before = Downloader().download_from_bos(config, f"{where}/before")
+    fleet.init()
+    after = Downloader().download_from_bos(config, f"{where}/after")
+    return before, after, fleet.worker_num()
+
+
+def test_ranks_download_once_before_and_once_after_init(ranks, server, tmp_path):
+    (tmp_path / "x.yaml").write_text(f"bos_path: {server.publish({'a.tar': BIG})}\n")
+    results = ranks.run(download_around_init, str(tmp_path / "x.yaml"), str(tmp_path))
+    assert results == [(f"{tmp_path}/before", f"{tmp_path}/after", 2)] * 2
+    assert server.got("set/a.tar") == [None, None]  # one for each folder
+    assert (tmp_path / "before/x.bin").read_bytes() == (tmp_path / "after/x.bin").read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "x.yaml").write_text("bos_path: memory://x\n")
+    with pytest.raises(DownloadError, match=r"cannot be written: .*Not a directory"):
+        Downloader().download_from_bos(tmp_path / "x.yaml", str(tmp_path / "file/data"))

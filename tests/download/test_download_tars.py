@@ -1,0 +1,145 @@
+"""Tars from strangers: nothing outside of the folder is touched, nothing half is left."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import threading
+
+import pytest
+from file_server import hardlink, special, symlink, tar
+
+from fleetx.download import DownloadError, unpack
+
+FILE = b"content"
+
+
+def deep(info):
+    info.type = tarfile.DIRTYPE
+
+
+EVIL = {
+    "a name with two dots": ({"../x": FILE}, "leaves the folder"),
+    "dots in the middle": ({"a/../../x": FILE}, "leaves the folder"),
+    "an absolute name": ({"/tmp/fleetx-evil": FILE}, "leaves the folder"),
+    "an absolute link": ({"l": symlink("/etc")}, "a link that leaves the folder, to '/etc'"),
+    "a link upwards": ({"l": symlink("../x")}, "a link that leaves the folder"),
+    "a link too far upwards": ({"a/l": symlink("../../x")}, "a link that leaves the folder"),
+    "dots after a name": ({"a/b/l": symlink("../c/../../../x")}, "a link that leaves the folder"),
+    "dots behind another link": ([("a/b/c/up", symlink("../../..")), ("m", symlink("a/b/c/up/../x"))], "leaves"),
+    "a file behind a link": ([("l", symlink("a")), ("l/x", FILE)], "lies behind a link"),
+    "a file over a link": ([("l", symlink("a")), ("l", FILE)], "is there twice"),
+    "a hard link upwards": ({"h": hardlink("../secret")}, "leaves the folder"),
+    "an absolute hard link": ({"h": hardlink("/etc/passwd")}, "leaves the folder"),
+    "a hard link to nothing": ({"h": hardlink("nothing")}, "which is no file of the tar before it"),
+    "a hard link to a link": ([("l", symlink("a")), ("h", hardlink("l"))], "which is no file of the tar before it"),
+    "a character device": ({"d": special(tarfile.CHRTYPE)}, "is a device, a pipe or the like"),
+    "a block device": ({"d": special(tarfile.BLKTYPE)}, "is a device, a pipe or the like"),
+    "a pipe": ({"p": special(tarfile.FIFOTYPE)}, "is a device, a pipe or the like"),
+    "fleetx's own records": ({".fleetx-download/unpacked/b.tar.json": FILE}, "fleetx's own records"),
+    "a link to fleetx's records": ({"l": symlink(".fleetx-download")}, "fleetx's own records"),
+    "records behind a folder": ({"a/.fleetx-download/lock": FILE}, "fleetx's own records"),
+}
+
+
+@pytest.mark.parametrize("case", EVIL)
+def test_an_evil_tar_is_refused_whole(server, bring, tmp_path, case):
+    members, sentence = EVIL[case]
+    members = list(members.items()) if isinstance(members, dict) else members
+    with pytest.raises(DownloadError, match=rf"set/evil.tar: .*{sentence}"):
+        bring(server.publish({"evil.tar": tar([("fine.txt", FILE), *members])}))
+    left = {p.relative_to(tmp_path / "data").as_posix() for p in (tmp_path / "data").rglob("*") if p.is_file()}
+    records = {name for name in left if name.startswith(".fleetx-download/")}
+    assert left - records == {"filelist.txt", "meta.txt", "train.txt", "evil.tar"}
+    assert not [name for name in records if "unpack" in name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "set.yaml"]
+
+
+def test_links_that_stay_inside_are_unpacked(server, bring):
+    members = [
+        ("a/x.txt", FILE),
+        ("a/near", symlink("x.txt")),
+        ("b/far", symlink("../a/x.txt")),
+        ("hard", hardlink("a/x.txt")),
+        ("empty", deep),
+        ("./dotted.txt", FILE),
+    ]
+    where = bring(server.publish({"a.tar": tar(members)}))
+    assert [(where / n).read_bytes() for n in ("a/near", "b/far", "hard", "dotted.txt")] == [FILE] * 4
+    assert os.readlink(where / "b/far") == "../a/x.txt"
+    assert (where / "empty").is_dir()
+
+
+def test_a_link_of_one_tar_does_not_carry_a_link_of_another_outside(server, bring, tmp_path):
+    bring(server.publish({"one.tar": tar([("a/b/x", FILE), ("up", symlink("a/b"))])}))
+    with pytest.raises(DownloadError, match=r"two.tar: the link 'up/l' would lie behind another link"):
+        bring(server.publish({"two.tar": tar([("up/l", symlink("../x"))])}))
+    assert not os.path.lexists(tmp_path / "data/a/b/l")
+
+
+def test_two_tars_may_not_disagree_about_a_name(server, bring):
+    same = {"one.tar": tar({"x": FILE, "1": b"1"}), "two.tar": tar({"x": FILE, "2": b"2"})}
+    where = bring(server.publish(same))
+    assert (where / "x").read_bytes() == FILE
+    with pytest.raises(DownloadError, match=r"\w+.tar and \w+.tar hold different files under one name, 'x'"):
+        bring(server.publish({**same, "two.tar": tar({"x": b"something else"})}))
+
+
+@pytest.mark.parametrize("name", ["train.txt", "filelist.txt", "evil.tar"])
+def test_a_tar_may_not_replace_what_the_lists_brought(server, bring, name):
+    with pytest.raises(DownloadError, match=f"hold different files under one name, '{name}'"):
+        bring(server.publish({"evil.tar": tar({name: b"something else"})}))
+
+
+def test_the_later_of_two_members_of_one_name_counts(server, bring):
+    where = bring(server.publish({"a.tar": tar([("x", b"first"), ("x", b"second")])}))
+    assert (where / "x").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("data", [b"no tar at all", tar({"x": bytes(5000)})[:2000]], ids=["not a tar", "a broken tar"])
+def test_a_tar_that_cannot_be_read_is_refused_by_name(server, bring, tmp_path, data):
+    with pytest.raises(DownloadError, match=r"set/a.tar: cannot be unpacked: ReadError"):
+        bring(server.publish({"a.tar": data}))
+    assert not (tmp_path / "data/x").exists()
+
+
+def test_a_member_that_the_disk_cannot_hold_is_refused(tmp_path, monkeypatch):
+    usage = unpack.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(unpack.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    (tmp_path / "a.tar").write_bytes(tar({"x": bytes(101)}))
+    with pytest.raises(DownloadError, match=r"'x' needs 101 B, but the disk of .* has 100 B left"):
+        unpack.unpack(tmp_path / "a.tar", tmp_path / "beside", shown="a.tar", stop=threading.Event())
+
+
+def test_an_interrupted_unpacking_is_done_again(server, bring, monkeypatch, tmp_path):
+    """Interrupted in the middle of the renaming, where both old and new files are in place."""
+    address = server.publish({"a.tar": tar({f"{i}.txt": FILE for i in range(9)})})
+    renamed = []
+
+    def publish(beside, members, folder, **words):
+        for name in list(members)[:4]:
+            (beside / name).replace(folder / name)
+            renamed.append(name)
+        raise OSError("the power is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fleetx.download.folder.publish", publish)
+        with pytest.raises(DownloadError, match="the power is gone"):
+            bring(address)
+    assert len(renamed) == 4
+    server.asked.clear()
+    where = bring(address)
+    assert sorted(p.name for p in where.glob("[0-9].txt")) == [f"{i}.txt" for i in range(9)]
+    assert server.got("set/a.tar") == []
+    assert not (tmp_path / "data/.fleetx-download/unpacking/a.tar").exists()
+
+
+def test_owners_and_set_id_bits_of_a_tar_are_not_taken_over(server, bring):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        info = tarfile.TarInfo("run.sh")
+        info.mode, info.size = 0o6777, 4
+        archive.addfile(info, io.BytesIO(b"true"))
+    where = bring(server.publish({"a.tar": out.getvalue()}))
+    assert (where / "run.sh").stat().st_mode & 0o7022 == 0
