@@ -11,33 +11,51 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleetx import fleet, optim, schedule
-    from fleetx.errors import FleetxError, LaunchError, StrategyError, UsageError, WorldError
+    from fleetx import applications, data, fleet, optim, schedule, utils
+    from fleetx.errors import (
+        DataError,
+        DownloadError,
+        FleetxError,
+        LaunchError,
+        StrategyError,
+        UsageError,
+        WorldError,
+    )
     from fleetx.strategy import DistributedStrategy
+    from fleetx.train_configs import parse_train_configs
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "DataError": "fleetx.errors",
     "DistributedStrategy": "fleetx.strategy",
+    "DownloadError": "fleetx.errors",
     "FleetxError": "fleetx.errors",
     "LaunchError": "fleetx.errors",
     "StrategyError": "fleetx.errors",
     "UsageError": "fleetx.errors",
     "WorldError": "fleetx.errors",
+    "parse_train_configs": "fleetx.train_configs",
 }
 
-_MODULES = ("fleet", "optim", "schedule")
+_MODULES = ("applications", "data", "fleet", "optim", "schedule", "utils")
 
 __all__ = [
+    "DataError",
     "DistributedStrategy",
+    "DownloadError",
     "FleetxError",
     "LaunchError",
     "StrategyError",
     "UsageError",
     "WorldError",
+    "applications",
+    "data",
     "fleet",
     "optim",
+    "parse_train_configs",
     "schedule",
+    "utils",
 ]
 
 
