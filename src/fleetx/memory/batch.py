@@ -237,7 +237,8 @@ def of_strategy(
         samples=samples,
         parts=[part for part in plan.parts if part.local],
         kept_gradients=Fact.SUMMED in made or ranks > 1 or bool(global_batch),
-        beside=sum(part.keeps(list(model.parameters()), scaled=Fact.SCALED in made) for part in plan.parts),
+        beside=sum(part.keeps(list(model.parameters()), scaled=Fact.SCALED in made) for part in plan.parts)
+        + (budget.buckets(model) if ranks > 1 and (Fact.SUMMED in made or global_batch) else 0),
     )
     bytes_ = _bytes(memory)
     arm = partial(budget.arm_of, next((p for p in plan.parts if p.segments), None))

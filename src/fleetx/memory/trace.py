@@ -71,7 +71,12 @@ class Estimate:
     optimizer: int
     strategies: int
     batch: int
-    at: str  # "forward and backward" or "update"
+    running: int  # the most during forward and backward
+    updating: int  # and during the update
+
+    @property
+    def at(self) -> str:
+        return "update" if self.updating > self.running else "forward and backward"
 
     @property
     def fixed(self) -> int:
@@ -180,16 +185,16 @@ def _traced(step: Step, arm: Arm | None, insides: Insides) -> Estimate:
             tracker.see(t)
         optimizer = fakes.optimizer()
         state, gradients = _first_update(optimizer, parameters, tracker, keep=step.kept_gradients)
+        assert fakes.engine  # its hooks are there
         forward = arm(fakes.model, fakes.engine.forward_context) if arm is not None else nullcontext
         tracker.reset()
         fakes.run(forward)
-        most, at = tracker.peak, "forward and backward"
+        running = tracker.peak + step.beside
         tracker.reset()
         _update(optimizer)
-        if tracker.peak > most:
-            most, at = tracker.peak, "update"
-    return Estimate(most + step.beside, bytes_of(parameters), bytes_of(buffers), gradients, state, step.beside,
-                    bytes_of(batch), at)  # fmt: skip
+        updating = tracker.peak + step.beside
+    return Estimate(max(running, updating), bytes_of(parameters), bytes_of(buffers), gradients, state, step.beside,
+                    bytes_of(batch), running, updating)  # fmt: skip
 
 
 def _first_update(

@@ -199,6 +199,7 @@ def planned(budget: str | float, moment: Moment, args: Any, kwargs: Any, host: H
     """Plan for the model, the optimizer and the strategies of an engine, and these inputs."""
     made = frozenset().union(*(act.claim.makes for act in moment.plan.acts))
     merged, scaled = Fact.SUMMED in made, Fact.SCALED in made
+    apart = buckets(moment.model) if merged and moment.world.size > 1 else 0
     step = Step(
         moment.model,
         moment.optimizer,
@@ -206,7 +207,7 @@ def planned(budget: str | float, moment: Moment, args: Any, kwargs: Any, host: H
         kwargs,
         parts=[part for part in moment.plan.parts if part.local],
         kept_gradients=merged or moment.world.size > 1,
-        beside=sum(part.keeps(moment.names, scaled=scaled) for part in moment.plan.parts),
+        beside=sum(part.keeps(moment.names, scaled=scaled) for part in moment.plan.parts) + apart,
     )
     try:
         choice = _stored(step, budget)
@@ -219,6 +220,11 @@ def planned(budget: str | float, moment: Moment, args: Any, kwargs: Any, host: H
         ) from error
     chain = choice.chain(moment.model, moment.forward, host) if choice.tree else None
     return Plan(choice, chain, _shapes(args, kwargs), _others(moment.model, args, kwargs))
+
+
+def buckets(model: nn.Module) -> int:
+    """Bytes in which DDP reduces: steps that are merged without it have gradients of their own beside them."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _stored(step: Step, budget: str | float) -> Choice:
