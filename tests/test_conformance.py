@@ -22,7 +22,7 @@ from training import adam, assert_equal, batches, net, sgd, share, train, train_
 
 ROOT = Path(__file__).parent.parent
 PARTS = list(every().values())
-BUILT = [p for p in PARTS if claims(p)]
+BUILT = [p for p in PARTS if claims(p)]  # the others stand for them
 each_part = pytest.mark.parametrize("part", PARTS, ids=name_of)
 each_built = pytest.mark.parametrize("part", BUILT, ids=name_of)
 
@@ -63,15 +63,15 @@ def test_a_part_has_a_docstring_that_is_its_own(part):
     assert len(part.__doc__.strip().splitlines()[0]) > 20
 
 
-@each_built
-def test_a_built_part_says_what_it_costs_and_what_each_act_does(part):
+@each_part
+def test_a_part_says_what_it_costs_and_what_each_act_does(part):
     assert part.costs
     for method in claims(part):
         assert (getattr(part, method).__doc__ or "").strip(), f"{part.__name__}.{method} needs a docstring"
 
 
-@each_built
-def test_a_built_part_has_a_card_that_names_every_setting_and_default(part):
+@each_part
+def test_a_part_has_a_card_that_names_every_setting_and_default(part):
     card = (ROOT / "docs" / "parts" / f"{name_of(part)}.md").read_text()
     for key, default in defaults_of(part).items():
         row = re.search(rf"^\| `{re.escape(key)}` \|(.*)$", card, re.M)
@@ -81,8 +81,8 @@ def test_a_built_part_has_a_card_that_names_every_setting_and_default(part):
         assert heading in card
 
 
-@each_built
-def test_a_built_part_has_tests_of_its_own(part):
+@each_part
+def test_a_part_has_tests_of_its_own(part):
     assert (ROOT / "tests" / "parts" / f"test_{name_of(part)}.py").exists()
 
 
@@ -155,4 +155,4 @@ def _resumes(declared, suits):
 
 def test_no_card_is_left_over():
     cards = {p.stem for p in (ROOT / "docs" / "parts").glob("*.md")} - {"README"}
-    assert cards == {name_of(p) for p in BUILT}
+    assert cards == {name_of(p) for p in PARTS}

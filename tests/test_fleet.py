@@ -112,8 +112,8 @@ def test_parameter_servers_are_refused():
 
 
 def test_a_wrong_strategy_is_refused_at_init_before_anybody_is_met():
-    with pytest.raises(StrategyError, match="auto: not available yet"):
-        fleet.init(strategy=fleet.DistributedStrategy(auto=True))
+    with pytest.raises(StrategyError, match="recompute_configs is set, but recompute is not"):
+        fleet.init(strategy=fleet.DistributedStrategy(recompute_configs={"checkpoints": ["a"]}))
     assert fleet._world is None
 
 

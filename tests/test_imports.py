@@ -31,6 +31,7 @@ def room(path):
 
 
 TORCHLESS = ["compose.py", "strategy.py", "settings.py", "part.py", "stage.py", "roles.py", "paddle_names.py", "cli.py"]
+TORCHLESS += ["bill.py", "planner/cost.py", "planner/work.py", "train_configs.py", "utils.py"]
 LAUNCHER = ["launch/__init__.py", "launch/options.py", "launch/runner.py"]  # the rest loads when the agent starts
 
 

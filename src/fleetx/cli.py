@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
 from fleetx import __version__
@@ -26,3 +29,65 @@ def explain(path: str) -> None:
         click.echo(str(Explanation(strategy, strategy.plan())))
     except StrategyError as error:
         raise click.ClickException(str(error)) from None
+
+
+@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option(
+    "--nproc_per_node",
+    "--nproc-per-node",
+    type=click.IntRange(min=1),
+    help="Workers that measure, as fleetrun has them.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to measure.")
+@click.option("--global_batch", "--global-batch", type=click.IntRange(min=1), help="Samples in an update.")
+@click.option("--objective", type=click.Choice(["throughput", "memory"]), help="What is made best.")
+@click.option("--allow", type=click.Choice(["exact", "bf16", "lossy"]), help="Which strategies may be chosen.")
+@click.option("--memory", metavar="SIZE", help="What a rank may use, such as 80GiB.")
+@click.option("--trials", type=click.IntRange(min=0), help="Plans that are tried for real.")
+@click.option("--nodes", type=click.IntRange(min=1), help="What if: so many machines?")
+@click.option(
+    "--gpus_per_node",
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="What if: ranks on each.",
+)
+@click.option("--link", metavar="SPEED", help="What if: between machines, such as 25GB/s or 100Mbit/s.")
+@click.option(
+    "--inner-link", "--inner_link", metavar="SPEED", help="What if: inside of a machine. [default: as --link]"
+)
+@click.option("--latency", type=float, default=2e-5, show_default=True, help="What if: seconds of a message.")
+@click.option("--speed", type=float, default=1.0, show_default=True, help="What if: compute, times that of the probe.")
+@click.option(
+    "--probe",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What if: a stored probe. [default: the last]",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="What if: draw throughput against nodes to a PNG."
+)
+@click.argument("script", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def plan(script: str | None, arguments: tuple[str, ...], **given: Any) -> None:
+    """Choose a strategy for SCRIPT without training: measured, predicted, tried, explained, written to strategy.yaml.
+
+    The script runs up to its fleet.distribute(..., sample=...). With --nodes: predict for another machine, from the
+    probe of SCRIPT, or without one from the last.
+    """
+    from fleetx.errors import FleetxError
+    from fleetx.planner import command
+
+    if script is None and given["nodes"] is None:
+        raise click.UsageError("name a script to plan for, or ask what if: --nodes N --link SPEED --memory SIZE")
+    try:
+        if script is not None and (code := command.measured(script, arguments, given)):
+            raise SystemExit(code)
+        if given["nodes"] is not None:
+            click.echo(command.what_if(given))
+    except (FleetxError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,7 @@ class Explanation:
     plan: Plan
     world: World | None = None
     engine: Engine | None = None
+    search: str = ""  # what `auto` considered
 
     @property
     def requested(self) -> list[str]:
@@ -51,7 +52,13 @@ class Explanation:
         lines += [f"{name}: {remark}" for name, remark in self._remarks()]
         idle = list(self.strategy.without_meaning())
         lines += [f"no meaning here: {name} ({reason})" for name, reason in idle]
+        lines += [self.search] if self.search else []
+        lines += [f"{name}: the others are found when a model is distributed" for name in self._choosing]
         return "\n".join(lines)
+
+    @property
+    def _choosing(self) -> list[str]:
+        return [switch for switch, part in every().items() if part.chooses and getattr(self.strategy, switch)]
 
     def _remarks(self) -> Iterator[tuple[str, str]]:
         for part in self.plan.parts:

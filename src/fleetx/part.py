@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.stage import Act, Claim
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Part:
     segments: ClassVar[bool] = False
     # Does it divide the model between ranks, so that a state_dict() is only what one of them holds?
     divides: ClassVar[bool] = False
+    # Does it stand for others, which are found when there is a model?
+    chooses: ClassVar[bool] = False
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
@@ -81,6 +84,14 @@ class Part:
         scaled: is there a loss scale, so that an update may have to be undone?
         """
         return 0
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        """Settings that `auto` may try in the user's place."""
+        return iter(())
+
+    def cost(self, bill: Bill) -> None:
+        """Tell the planner what this part adds to an update. What changes the forward itself is measured instead."""
 
     def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
         """Finish what is under way: a checkpoint is taken, or (`last`) the training ends. Ranks call it together."""

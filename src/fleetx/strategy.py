@@ -20,7 +20,7 @@ from typing import Any
 from fleetx import paddle_names
 from fleetx.compose import Plan, compose
 from fleetx.errors import StrategyError
-from fleetx.part import Part, claims, every, switch_of
+from fleetx.part import Part, every, switch_of
 from fleetx.settings import Settings
 
 CONFIGS = "_configs"
@@ -127,11 +127,10 @@ class DistributedStrategy:
             settings = self._settings[switch]
             if part.always or self._switches.get(switch):
                 try:
-                    parts.append(settings.part())
+                    made = settings.part()
+                    parts += [] if part.chooses else [made]  # those that it stands for are not known yet
                 except StrategyError as error:
                     problems += error.problems
-                if not claims(part):
-                    problems.append(f"{switch}: not available yet in this version of fleetx")
             elif settings.given and switch not in self._switches:
                 where = switch + CONFIGS if not part.flat else ", ".join(part.flat)
                 problems.append(f"{where} is set, but {switch} is not: add `strategy.{switch} = True` or remove it")

@@ -173,6 +173,32 @@ def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
     atexit.register(_leave)
 
 
+def anew(world: World, host: str, port: int, listening: int) -> World:
+    """In a forked child: forget the groups of the parent, whose threads are not here, and meet the other children.
+
+    listening: on rank 0 the socket at which they are met. It was opened before anybody knew its port: who calls a port
+    on which nobody listens yet may be given that very port to call from, and then talks to himself.
+    """
+    c10d = dist.distributed_c10d
+    _of_the_parent.extend([*c10d._pg_map, c10d._world.default_pg])  # to take them apart here would wait for ever
+    for known in (c10d._pg_map, c10d._pg_names, c10d._pg_group_ranks, c10d._pg_backend_config, c10d._pg_to_tag):
+        known.clear()
+    c10d._tags_to_pg.clear()
+    c10d._world.default_pg, c10d._world.group_count = None, 0
+    c10d._unregister_all_process_groups()
+    if world.size > 1:
+        first = world.rank == 0
+        store = dist.TCPStore(
+            host, port, world.size, first, world.timeout, master_listen_fd=listening if first else None
+        )
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout)
+    return replace(world, members=None, siblings=())
+
+
+_of_the_parent: list[object] = []
+
+
 def _leave() -> None:
     """Without this, gloo's threads abort one exit in five (SIGABRT after the script has ended well)."""
     if dist.is_initialized():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +18,8 @@ from fleetx import world as _world_module
 from fleetx.engine import Engine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.explain import Explanation
-from fleetx.fleet import base
+from fleetx.fleet import base, roster
+from fleetx.fleet.planning import planned
 from fleetx.pipeline.placement import device_guard
 from fleetx.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.scheduled import ScheduledEngine
@@ -30,6 +29,7 @@ from fleetx.world import TIMEOUT, World
 
 if TYPE_CHECKING:
     from fleetx.memory.batch import Batch
+    from fleetx.planner import Chosen
 
 __all__ = [
     "DistributedStrategy",
@@ -38,6 +38,7 @@ __all__ = [
     "backward",
     "barrier_worker",
     "base",
+    "batch",
     "device",
     "device_guard",
     "distribute",
@@ -67,7 +68,7 @@ updated: bool  # did the last optimizer.step() apply an update? (found by __geta
 
 _world: World | None = None
 _strategy: DistributedStrategy | None = None
-_engines: weakref.WeakKeyDictionary[Engine, DistributedStrategy] = weakref.WeakKeyDictionary()
+_engines = roster.engines
 _waiting: dict[str, Any] = {}  # what one of Paddle's two calls brought before the other
 
 
@@ -161,38 +162,38 @@ def device() -> torch.device:
 
 # --- the strategy ---------------------------------------------------------------------------------
 def distribute(
-    model: nn.Module, optimizer: Optimizer, strategy: DistributedStrategy | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: DistributedStrategy | None = None,
+    *,
+    sample: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
 ) -> tuple[nn.Module, Optimizer]:
-    """Arm a model and its optimizer with a strategy; the training loop stays as it was."""
+    """Arm a model and its optimizer with a strategy; the training loop stays as it was.
+
+    `strategy.auto` measures with `sample`: a batch of any size, as forward_backward takes it; with `loss_fn` it is
+    (inputs, targets).
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     strategy = _checked(strategy or _strategy or DistributedStrategy())
     plan = strategy.plan()
-    for engine in _engines:
-        if engine.model is model or engine.optimizer is optimizer:
-            raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
+    roster.refuse_twice(model, optimizer)
     agreement.check_strategy(strategy, _here())
+    found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
+    if found is not None:
+        strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
     engine = kind(plan, model, optimizer, _here())
-    departures.watch(_here(), _rounds)
-    atexit.unregister(_let_go)
-    atexit.register(_let_go)
+    departures.watch(_here(), roster.rounds)
+    atexit.unregister(roster.let_go)
+    atexit.register(roster.let_go)
+    if found is not None:
+        roster.watch(engine, found)
     _engines[engine] = copy.deepcopy(strategy)  # as it is now: later changes to it change nothing here
     return engine.model, engine.optimizer
-
-
-def _rounds() -> int:
-    engine = Engine.stepped() if Engine.stepped is not None else None
-    return engine.round if engine is not None else 0
-
-
-def _let_go() -> None:
-    """Before the process group is left: a reducer that still holds it at the very end may abort the process."""
-    for engine in list(_engines):
-        engine.let_go()
-    gc.collect()
 
 
 def distributed_model(model: nn.Module) -> nn.Module:
@@ -291,10 +292,10 @@ def largest_batch(
     `loss_fn` it is (inputs, targets). Without an optimizer AdamW is counted. The answer is predicted, then one step is
     tried in a process of its own (`trial`). With `global_batch` it is such that global = micro x merge x ranks.
     """
-    from fleetx.memory import batch  # the planner is of no use to most
+    from fleetx.memory import batch as batches  # the planner is of no use to most
 
     size = ranks or (_world.size if _world is not None else 1)
-    return batch.of_strategy(
+    return batches.of_strategy(
         model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
         global_batch=global_batch, ranks=size, trial=trial,
     )  # fmt: skip
@@ -323,23 +324,19 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
     if strategy is not None:
         return Explanation(_checked(strategy), strategy.plan(), _world)
     engine = _engine(model)
-    return Explanation(_engines[engine], engine.plan, engine.world, engine)
+    return Explanation(_engines[engine], engine.plan, engine.world, engine, str(roster.chosen.get(engine, "")))
+
+
+def batch(*, model: nn.Module | None = None) -> Chosen:
+    """How `auto` cuts the batch: make the loader with batch_size=fleet.batch().feed. Print it to see the search."""
+    engine = _engine(model)
+    if engine not in roster.chosen:
+        raise UsageError("fleet.batch() tells what strategy.auto chose, and auto is not on")
+    return roster.chosen[engine]
 
 
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
-    if which is not None:
-        for engine in _engines:
-            if which is engine.model or which is engine.optimizer:
-                return engine
-        raise UsageError("this model or optimizer was not given to fleet.distribute")
-    if len(_engines) > 1:
-        gc.collect()  # models of the past, which only a cycle keeps alive
-    if not _engines:
-        waiting = " (distributed_model and distributed_optimizer must both be called)" if _waiting else ""
-        raise UsageError(f"call fleet.distribute(model, optimizer, strategy) first{waiting}")
-    if len(_engines) > 1:
-        raise UsageError(f"{len(_engines)} models are distributed: say which with model=... or optimizer=...")
-    return next(iter(_engines))
+    return roster.find(which, half=bool(_waiting))
 
 
 def __getattr__(name: str) -> Any:

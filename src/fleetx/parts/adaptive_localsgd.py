@@ -11,6 +11,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx import local_rounds
+from fleetx.bill import Bill
 from fleetx.moment import Bucket, Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Fact, Stage, at
@@ -65,6 +66,9 @@ class AdaptiveLocalSGD(Part):
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         return local_rounds.keeps(self, params)
+
+    def cost(self, bill: Bill) -> None:
+        bill.every, bill.late = self.init_k_steps, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from fleetx import autocast_lists
+from fleetx.bill import Offer, Scene
 from fleetx.forwards import Layer, has_forward, wrap
 from fleetx.moment import Moment
 from fleetx.part import Names, Part, settings
@@ -74,6 +75,11 @@ class AMP(Part):
     no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it belongs to use_pure_fp16"}
     local: ClassVar[bool] = True
     costs: ClassVar[str] = "time: casts at the borders; gains where the device computes in half precision"
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        yield Offer({"dtype": "bfloat16"}, "bf16")
+        yield Offer({"dtype": "float16"}, "lossy")
 
     # --- what cannot be ---------------------------------------------------------------------------
     def problems(self) -> Iterator[str]:

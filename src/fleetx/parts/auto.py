@@ -1,22 +1,28 @@
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from fleetx.memory import sizes
 from fleetx.part import Part, settings
 
 
 @settings
 class Auto(Part):
-    """Measure, predict and choose the other strategies."""
+    """Measure, predict and choose the other strategies, when a model is distributed; what the user set is kept.
+
+    Every part offers settings and tells what they cost; those that compose are predicted, the best are tried in child
+    processes, and the winner is written to a file with which the run can be repeated.
+    """
 
     objective: Literal["throughput", "memory"] = "throughput"
     """What is made best."""
     global_batch: Annotated[int, Field(ge=1)] | None = None
-    """Samples in one update over all ranks."""
-    memory_budget: str | int | None = None
-    """Bytes that each rank may use; found from the device when not given."""
+    """Samples in one update over all ranks. Without it every rank goes on with batches of the sample's size."""
+    memory_budget: str | Annotated[int, Field(gt=0)] | None = None
+    """Bytes that each rank may use, such as "6GiB"; by default what the device, or the machine's share, has."""
     allow: Literal["exact", "bf16", "lossy"] = "exact"
     """Which strategies may be chosen: those that do not change the mathematics, bfloat16 too, or all."""
     trials: Annotated[int, Field(ge=0)] = 3
@@ -25,3 +31,13 @@ class Auto(Part):
     """The longest search."""
     cache: bool = True
     """Keep the result for the next run."""
+
+    chooses: ClassVar[bool] = True
+    costs: ClassVar[str] = "time: a search of at most max_seconds, before training"
+
+    def problems(self) -> Iterator[str]:
+        if isinstance(self.memory_budget, str):
+            try:
+                sizes.parse(self.memory_budget)
+            except ValueError as error:
+                yield f"memory_budget: {error}"

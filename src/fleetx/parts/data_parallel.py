@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
+from fleetx.bill import Bill
 from fleetx.moment import Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Stage, at
@@ -41,6 +42,9 @@ class DataParallel(Part):
     def problems(self) -> Iterator[str]:
         if not self.fuse_all_reduce_ops and self.fuse_grad_size_in_MB != type(self)().fuse_grad_size_in_MB:
             yield "fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False: remove one of them"
+
+    def cost(self, bill: Bill) -> None:
+        bill.buckets = bill.gradients  # copied there and divided: one pass more than to add them up
 
     @at(Stage.MODEL)
     def replicate(self, model: nn.Module, moment: Moment) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.compress import exchange
 from fleetx.errors import UsageError
 from fleetx.moment import Bucket, Moment
@@ -21,6 +22,7 @@ from fleetx.structure import sparse_modules
 from fleetx.world import World
 
 SMALLEST = 16384  # elements; smaller tensors travel whole
+PASSES = 14  # over the gradients, to gather, to choose and to add up, as one that reads or writes them
 
 
 @settings
@@ -79,6 +81,16 @@ class DGC(Part):
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         return (4 if scaled else 2) * sum(p.nbytes for p in params if _compressed(p))
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        if scene.ranks > 1:
+            yield Offer({"sparsity": [0.999], "rampup_step": 1}, "lossy")
+
+    def cost(self, bill: Bill) -> None:
+        bill.sent *= 2 * (1 - self.sparsity[-1]) * bill.scene.ranks / 2  # values and places, of every rank to every one
+        bill.streamed += PASSES * bill.gradients
+        bill.bytes -= bill.gradients  # what the optimizer gathers is gathered here instead
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.moment import Bucket, Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Stage, at
@@ -24,6 +26,16 @@ class FP16AllReduce(Part):
 
     neutral: ClassVar[dict[str, str]] = {}
     costs: ClassVar[str] = "network: half; time: two casts of each bucket; precision: 11 bits (8 in bfloat16)"
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        if scene.ranks > 1:
+            yield Offer({"dtype": "bfloat16"}, "bf16")
+            yield Offer({"dtype": "float16"}, "lossy")
+
+    def cost(self, bill: Bill) -> None:
+        bill.sent, bill.dtype = bill.sent / 2, self.dtype
+        bill.streamed += 5 * bill.gradients  # divided, cast, cast back
 
     @at(Stage.REDUCE)
     def send(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:

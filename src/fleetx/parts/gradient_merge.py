@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.moment import Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Fact, Stage, at
@@ -35,6 +36,15 @@ class GradientMerge(Part):
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
             yield f"gradient_merge cannot take sparse gradients, which {sparse} makes: use sparse=False there"
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        batch = scene.global_batch or 1
+        return (Offer({"k_steps": k}) for k in range(2, batch + 1) if batch % k == 0)
+
+    def cost(self, bill: Bill) -> None:
+        bill.merged = self.k_steps
+        bill.streamed += 3 * (self.k_steps - 1) * bill.gradients  # two are read, and their sum is written
 
     @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
     def opens(self, steps: int, moment: Moment) -> bool:

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.bill import Bill, Link, Offer, Scene
 from fleetx.moment import Moment
 from fleetx.part import Part, settings
 from fleetx.routes import inside_hosts
@@ -29,6 +30,17 @@ class Hierarchical(Part):
     flat: ClassVar[dict[str, str]] = {"hierarchical_allreduce_inter_nranks": "inter_nranks"}
     neutral: ClassVar[dict[str, int]] = {}
     costs: ClassVar[str] = "network: between hosts the gradients once, inside of them twice"
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        if 1 < scene.inside < scene.ranks:
+            yield Offer({"inter_nranks": scene.inside})
+
+    def cost(self, bill: Bill) -> None:
+        inside = self.inter_nranks if self.inter_nranks > 1 else bill.scene.inside
+        groups = bill.scene.ranks // inside
+        if groups > 1 and inside > 1:
+            bill.way = _tiers(bill.scene, inside, groups)
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if world.size == 1:
@@ -66,3 +78,13 @@ class Hierarchical(Part):
             yield "every host has one worker: this is the flat way"
         else:
             yield f"{size // inside} groups of {inside} ranks"
+
+
+def _tiers(scene: Scene, inside: int, groups: int) -> Link:
+    """Up to the leader and down again inside of a host, one rank after the other; a ring between the leaders."""
+    rounds, share = 2 * (groups - 1), 2 * (groups - 1) / groups
+    return Link(
+        latency=2 * (inside - 1) * scene.inner.latency + rounds * scene.outer.latency,
+        speed=1 / (2 * (inside - 1) / scene.inner.speed + share / scene.outer.speed),
+        busy=2 * scene.inner.busy + share * scene.outer.busy,
+    )

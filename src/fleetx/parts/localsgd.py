@@ -9,6 +9,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx import local_rounds
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.moment import Bucket, Moment
 from fleetx.part import Part, settings
 from fleetx.stage import Fact, Stage, at
@@ -57,6 +58,14 @@ class LocalSGD(Part):
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         return local_rounds.keeps(self, params)
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        if scene.ranks > 1:
+            yield Offer({"k_steps": 4}, "lossy")
+
+    def cost(self, bill: Bill) -> None:
+        bill.every, bill.late = self.k_steps, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.forwards import has_forward
 from fleetx.moment import Moment
 from fleetx.part import Names, Part, settings
@@ -15,6 +16,8 @@ from fleetx.pipeline import modes, placement
 from fleetx.stage import Fact, Stage, at
 from fleetx.structure import named_modules
 from fleetx.world import World
+
+LONGEST = 16  # ranks in a pipeline that `auto` would make
 
 
 @settings
@@ -95,6 +98,16 @@ class Pipeline(Part):
     @property
     def number(self) -> int:
         return max(self.micro_batch, self.accumulate_steps)
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        for degree in range(2, min(scene.ranks, LONGEST) + 1):
+            if scene.ranks % degree == 0 and scene.global_batch:
+                yield from (Offer({"degree": degree, "accumulate_steps": n * degree}) for n in (1, 2, 4))
+
+    def cost(self, bill: Bill) -> None:
+        bill.stages = self.degree or len(self.stages) + 1
+        bill.micro, bill.late = self.number, True
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.STAGED, Fact.SPREAD})

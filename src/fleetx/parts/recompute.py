@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.bill import Offer, Scene
 from fleetx.memory import sizes
 from fleetx.moment import Moment
 from fleetx.part import Names, Part, settings
@@ -62,6 +63,11 @@ class Recompute(Part):
             yield "memory_budget: no parameter needs a gradient, so nothing is kept for backward: turn recompute off"
         if self.enable_offload and all(p.device.type == "cpu" for p in model.parameters()):
             yield "enable_offload: the model is in host memory already, so there is nothing to move: turn it off"
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        yield Offer({"memory_budget": scene.memory})
+        yield Offer({"memory_budget": "min"})
 
     @at(Stage.MODEL, when=lambda self: self.memory_budget is None)
     def segment(self, model: nn.Module, moment: Moment) -> nn.Module:

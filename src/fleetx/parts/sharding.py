@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fleetx import shards
+from fleetx.bill import Bill, Offer, Scene
 from fleetx.moment import Bucket, Moment
 from fleetx.part import Names, Part, settings
 from fleetx.stage import Fact, Stage, at
@@ -120,6 +121,17 @@ class Sharding(Part):
         """One of two names of a setting: that which is not at its default."""
         value = getattr(self, new)
         return getattr(self, old) if value == getattr(type(self)(), new) else value
+
+    @classmethod
+    def offers(cls, scene: Scene) -> Iterator[Offer]:
+        if scene.ranks > 1:
+            yield from (Offer({"sharding_degree": scene.ranks, "stage": stage}) for stage in (2, 3))
+        if 1 < scene.inside < scene.ranks:
+            yield Offer({"sharding_degree": scene.inside, "stage": 2, "hybrid_dp": True})
+
+    def cost(self, bill: Bill) -> None:
+        bill.shards, bill.gathers = self._degree, 2 if self.stage == 3 else 1
+        bill.each += 3 * bill.gathers * bill.parameters + 4 * bill.gradients  # copied out of, and into, what travels
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.PARTED})

@@ -60,16 +60,17 @@ class Probe:
         return [block.name for block in self.blocks]
 
 
-def probes(step: Step, *, timed: bool = True) -> list[Probe]:
+def probes(step: Step, *, timed: bool = True, fine: bool = True) -> list[Probe]:
     """A coarse one, whose segments hold nothing but their borders, and a fine one, if the model has both.
 
     timed: without it nothing is run for real, and every block is said to take a second.
+    fine: without it the coarse one alone.
     """
     fakes = Fakes(step)
     with random_kept(), torch.enable_grad():
         root = _calls(fakes)
-        found = [_apart(root, _chained), _apart(root, lambda _: True)]
-        if [c.name for c in found[0]] == [c.name for c in found[1]]:
+        found = [_apart(root, _chained)] + ([_apart(root, lambda _: True)] if fine else [])
+        if fine and [c.name for c in found[0]] == [c.name for c in found[1]]:
             found.pop()
         known: dict[Any, Block] = {}
         return [_probed(calls, fakes, known, timed) for calls in found]

@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 _VERSION = 1  # of what is stored
 
 
-def folder() -> Path | None:
+def folder(of: str = "recompute") -> Path | None:
     """FLEETX_CACHE, or the user's cache; None where FLEETX_CACHE is empty: then nothing is stored."""
     set_ = os.environ.get("FLEETX_CACHE")
     if set_ == "":
         return None
     root = Path(set_) if set_ else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fleetx"
-    return root / "recompute"
+    return root / of
 
 
 def key(step: Step, budget: Any) -> str:

@@ -1,0 +1,115 @@
+"""python -m benchmarks.auto: run the plans, print how true the predictions were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.auto import report
+from benchmarks.auto.models import MODELS, SCENES
+from benchmarks.frame import machine
+from benchmarks.netlab import Lab, allowed
+from fleetx.planner import store, whatif
+
+HERE = Path(__file__).parent
+OUT = HERE.parent / "out" / "auto"
+NETWORKS = ("loopback", "1gbit", "100mbit")
+PARTS = ("plans", "search", "whatif")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--only", default=",".join(PARTS), show_default=True, help="Some of the parts.")
+@click.option("--models", default=",".join(SCENES), show_default=True)
+@click.option("--networks", default=",".join(NETWORKS), show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
+def main(only: str, models: str, networks: str, out: Path, only_report: bool) -> None:
+    """What auto predicts beside what is measured: five models, three networks. Half an hour on two idle cores."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "auto.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"plans": [], "machine": {}}
+    results["machine"] = machine.machine() | {"commit": machine.commit(), "load_before": machine.load()}
+    for part in [] if only_report else only.split(","):
+        if part == "plans":
+            for network in networks.split(","):
+                for name in models.split(","):
+                    keep = [s for s in results["plans"] if (s["model"], s["network"]) != (name, network)]
+                    results["plans"] = [*keep, _run(name, network, "plans") | {"network": network}]
+                    file.write_text(json.dumps(results, indent=1))
+        elif part == "search":
+            results["search"] = _run("bert_base", "loopback", "search")
+        elif part == "whatif":
+            results["whatif"] = _whatif()
+        else:
+            raise click.BadParameter(f"there is no {part!r}; there are {', '.join(PARTS)}")
+        results["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        file.write_text(json.dumps(results, indent=1))
+    _show(results, out)
+
+
+def _run(name: str, network: str, kind: str, *, hosts: int = 2) -> dict[str, Any]:
+    """Two workers of one thread each: on this machine, or each on a host of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        words = [name, str(out), kind]
+        if network == "loopback":
+            command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", str(hosts)]
+            subprocess.run([*command, str(HERE / "worker.py"), *words], cwd=folder, check=True, timeout=1800)
+        else:
+            if why := allowed():
+                raise click.ClickException(f"no links can be made here: {why}")
+            with Lab(hosts=hosts, rate=network) as lab:
+                lab.fleetrun(str(HERE / "worker.py"), words, timeout=1800, cwd=folder, env={"OMP_NUM_THREADS": "1"})
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def _whatif() -> list[dict[str, Any]]:
+    """From a probe of one worker: two and four hosts. Four of them share two cores, so compute is half as fast."""
+    found = []
+    for name in ("mlp", "bert"):
+        probed = _run(name, "loopback", "probe", hosts=1)
+        file = OUT / "probe.json"
+        file.write_text(json.dumps(probed))
+        known = store.probe(file)
+        assert known is not None
+        for hosts in (2, 4):
+            link = whatif.Machine(hosts, 1, 125e6 * 0.94, 125e6 * 0.94, 1 << 40, 1e-4, min(1.0, 2 / hosts))
+            row = whatif.plain(link, *known)
+            measured = _run(name, "1gbit", "plain", hosts=hosts)["plans"][0]
+            found.append({"model": name, "hosts": hosts, "predicted": row.seconds, "measured": measured["measured"]})
+            print(found[-1], flush=True)
+    return found
+
+
+def _show(results: dict[str, Any], out: Path) -> None:
+    page = []
+    if results["plans"]:
+        page.append(report.markdown(report.verdicts(results["plans"])))
+        for scene in results["plans"]:
+            page.append(f"### {MODELS[scene['model']].title}, {scene['network']}")
+            figures = f"tau {report.tau(scene['plans']):.2f}; the pick is {report.regret(scene['plans']):.1%} slower "
+            page.append(f"{figures}than the best; probed and predicted in {scene['probe_seconds']:.0f} s")
+            page.append(report.markdown(report.table(scene)))
+    if "search" in results:
+        page.append(
+            f"### The whole search: {results['search']['seconds']:.0f} s\n\n```\n{results['search']['text']}\n```"
+        )
+    for row in results.get("whatif", []):
+        error = row["predicted"] / row["measured"] - 1
+        page.append(f"what if {row['model']} on {row['hosts']} hosts: {row['predicted']:.3g} s predicted, "
+                    f"{row['measured']:.3g} s measured, {error:+.0%}")  # fmt: skip
+    text = "\n\n".join(page)
+    (out / "tables.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.auto")

@@ -1,0 +1,81 @@
+"""Errors of the predictions, their order, and the picks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+TRIALS = 3
+Row = dict[str, Any]
+
+
+def good(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if not row["error"]]
+
+
+def time_errors(rows: Sequence[Row]) -> list[float]:
+    return [abs(row["predicted"] / row["measured"] - 1) for row in good(rows)]
+
+
+def peak_errors(rows: Sequence[Row]) -> list[float]:
+    return [row["predicted_peak"] / row["peak"] - 1 for row in good(rows) if row["peak"]]
+
+
+def tau(rows: Sequence[Row]) -> float:
+    """Kendall's, between the predicted order and the measured one."""
+    pairs = list(itertools.combinations(good(rows), 2))
+    if not pairs:
+        return 1.0
+    agree = sum((a["predicted"] - b["predicted"]) * (a["measured"] - b["measured"]) > 0 for a, b in pairs)
+    return (2 * agree - len(pairs)) / len(pairs)
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """How much slower than the best that was run is what auto takes: the best of the first that it tries."""
+    found = sorted(good(rows), key=lambda row: row["predicted"])
+    return min(row["measured"] for row in found[:TRIALS]) / min(row["measured"] for row in found) - 1
+
+
+def verdicts(scenes: Sequence[Row]) -> list[list[str]]:
+    rows = [row for scene in scenes for row in scene["plans"]]
+    errors, peaks = time_errors(rows), peak_errors(rows)
+    whole = [row for row in rows if not any(word in row["title"] for word in ("pipeline", "sharding"))]
+    own = [abs(e) for e in peak_errors(whole)]
+    picks = [regret(scene["plans"]) for scene in scenes]
+    near = sum(pick <= 0.05 for pick in picks)
+    taus = [tau(scene["plans"]) for scene in scenes]
+    return [
+        ["goal", "reached", "verdict"],
+        ["mean error of time at most 10 %", f"{mean(errors):.1%} of {len(errors)} plans, median {median(errors):.1%}, "
+         f"worst {max(errors):.0%}", _met(mean(errors) <= 0.1)],
+        ["mean error of peak bytes at most 2 %", f"{mean(map(abs, peaks)):.1%} of all; {mean(own):.2%} of the "
+         f"{len(own)} whose ranks hold whole models", _met(mean(map(abs, peaks)) <= 0.02)],
+        ["Kendall's tau of the order at least 0.9", f"mean {mean(taus):.2f}, from {min(taus):.2f} to {max(taus):.2f}",
+         _met(mean(taus) >= 0.9)],
+        ["the pick within 5 % of the best in 95 % of the scenes", f"in {near} of {len(picks)}; the worst is "
+         f"{max(picks):.0%} slower", _met(near >= 0.95 * len(picks))],
+    ]  # fmt: skip
+
+
+def _met(yes: bool) -> str:
+    return "met" if yes else "**not met**"
+
+
+def table(scene: Row) -> list[list[str]]:
+    out = [["plan", "predicted, s", "measured, s", "error", "predicted peak, MiB", "measured, MiB", "error"]]
+    for row in sorted(scene["plans"], key=lambda row: row["predicted"]):
+        if row["error"]:
+            out.append([row["title"], f"{row['predicted']:.3g}", row["error"], "", "", "", ""])
+            continue
+        peak = [f"{row['predicted_peak'] / 2**20:,.0f}", f"{row['peak'] / 2**20:,.0f}",
+                f"{row['predicted_peak'] / row['peak'] - 1:+.1%}"] if row["peak"] else ["", "", ""]  # fmt: skip
+        error = row["predicted"] / row["measured"] - 1
+        out.append([row["title"], f"{row['predicted']:.3g}", f"{row['measured']:.3g}", f"{error:+.0%}", *peak])
+    return out
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---", *["---:"] * (len(head) - 1)], *rest])

@@ -1,0 +1,101 @@
+"""All plans that there are: what the user set, and the offers of the parts that he left alone; those that compose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fleetx.bill import ALLOWED, Bill, Offer, Scene
+from fleetx.compose import Plan
+from fleetx.errors import StrategyError
+from fleetx.part import every
+from fleetx.planner.cost import bill_of
+from fleetx.planner.job import by_budget
+from fleetx.planner.work import Work
+from fleetx.strategy import DistributedStrategy
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A strategy, and how the batch is cut under it: global = feed x merged x replicas."""
+
+    strategy: DistributedStrategy
+    plan: Plan
+    chosen: Mapping[str, Any]  # what the user did not say
+    feed: int
+    bill: Bill
+
+    @property
+    def budgeted(self) -> bool:
+        return any(by_budget(part) for part in self.plan.parts)
+
+    @property
+    def title(self) -> str:
+        words = [f"{switch}({_settings(values)})" for switch, values in self.chosen.items()]
+        return " + ".join(words) or "as it is"
+
+    @property
+    def equation(self) -> str:
+        feed, merged, replicas = self.feed, self.bill.merged, self.bill.replicas
+        cut = f" (as {self.bill.micro} micro-batches)" if self.bill.micro > 1 else ""
+        return f"{feed * merged * replicas} = {feed} samples at a time{cut} x {merged} merged x {replicas} replicas"
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def declared(strategy: DistributedStrategy) -> dict[str, Any]:
+    """The user's own, without the switch that asks for others."""
+    choosers = {switch for switch, part in every().items() if part.chooses}
+    return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in choosers}
+
+
+def offered(strategy: DistributedStrategy, scene: Scene, work: Work, *, allow: str) -> Iterator[Candidate]:
+    mine = declared(strategy)
+    given = {key.removesuffix("_configs") for key in mine}
+    free: dict[str, list[Offer | None]] = {}
+    for switch, part in every().items():
+        if switch in given or part.always or any(name in given for name in part.flat):
+            continue
+        if offers := [offer for offer in part.offers(scene) if offer.needs in ALLOWED[allow]]:
+            free[switch] = [None, *offers]
+    for combination in itertools.product(*free.values()):
+        chosen = {s: offer.settings for s, offer in zip(free, combination, strict=True) if offer is not None}
+        made = _candidate(mine, chosen, scene, work)
+        if made is not None:
+            yield made
+
+
+def _candidate(
+    mine: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]], scene: Scene, work: Work
+) -> Candidate | None:
+    try:
+        strategy = DistributedStrategy(**mine, **_keywords(chosen))
+        plan = strategy.plan()
+    except StrategyError:
+        return None
+    bill = bill_of(plan.parts, scene, work)
+    feed = cut(bill, work.samples)
+    if feed is None or (bill.stages > 1 and work.stages(bill.stages) is None):
+        return None
+    return Candidate(strategy, plan, chosen, feed, bill)
+
+
+def cut(bill: Bill, samples: int) -> int | None:
+    """How many samples a rank is given at a time; None: the batch cannot be cut so."""
+    batch = bill.scene.global_batch
+    if batch is None:
+        return samples
+    feed, rest = divmod(batch, bill.merged * bill.replicas)
+    return feed if feed and not rest and feed % bill.micro == 0 else None
+
+
+def _keywords(chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for switch, values in chosen.items():
+        flat = {field: name for name, field in every()[switch].flat.items()}
+        out |= {switch: True} | {flat[key]: value for key, value in values.items()} if flat else {switch: dict(values)}
+    return out

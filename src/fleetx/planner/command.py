@@ -1,0 +1,52 @@
+"""`fleetx plan`: the search for a script, without its training; and what it would be like elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from fleetx.errors import UsageError
+from fleetx.fleet.planning import ASKED
+from fleetx.memory.sizes import parse
+from fleetx.planner import store, whatif
+
+_PASSED = ("global_batch", "objective", "allow", "trials")
+
+
+def measured(script: str, arguments: Sequence[str], given: Mapping[str, Any]) -> int:
+    """Start the script as fleetrun would; it ends when the plan is there."""
+    from fleetx.launch.options import main
+
+    settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False}
+    if given["memory"] is not None and given["nodes"] is None:  # with --nodes it is that of the other machine
+        settings["memory_budget"] = given["memory"]
+    words = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
+    os.environ[ASKED] = yaml.safe_dump(settings)
+    try:
+        return main([*words, script, *arguments])
+    finally:
+        del os.environ[ASKED]
+
+
+def what_if(given: Mapping[str, Any]) -> str:
+    """Raises UsageError or ValueError for what cannot be understood."""
+    if missing := [f"--{name}" for name in ("link", "memory") if given[name] is None]:
+        raise UsageError(f"what if {given['nodes']} nodes: {' and '.join(missing)} must be said too")
+    if given["speed"] <= 0 or given["latency"] < 0:
+        raise UsageError("--speed must be above 0, and --latency not below")
+    found = store.probe(given["probe"])
+    if found is None:
+        raise UsageError("there is no probe yet: name a script, which is measured first, or a file with --probe")
+    scene, work, declared = found
+    machine = whatif.Machine(
+        nodes=given["nodes"], per_node=given["gpus_per_node"], link=whatif.speed(given["link"]),
+        inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse(given["memory"]),
+        latency=given["latency"], compute=given["speed"], global_batch=given["global_batch"],
+    )  # fmt: skip
+    rows = whatif.rows(machine, scene, work, declared, allow=given["allow"] or "exact")
+    if given["plot"] is not None:
+        whatif.plot(rows, given["plot"])
+    return whatif.text(machine, rows)

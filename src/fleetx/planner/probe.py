@@ -1,0 +1,202 @@
+"""Measures what a model asks of this device: real steps of a few sizes on all ranks at once, in children; bytes on
+tensors without data."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fleetx.bill import Scene
+from fleetx.compose import compose
+from fleetx.engine import Engine
+from fleetx.errors import UsageError
+from fleetx.memory.trace import estimate, loss
+from fleetx.part import Part
+from fleetx.pipeline.balance import cuttable
+from fleetx.planner import links
+from fleetx.planner.forked import Answer, forked
+from fleetx.planner.job import Job, alone, everyone, from_first, name, now
+from fleetx.planner.work import Line, Piece, Way, Work
+from fleetx.recompute import budget
+from fleetx.recompute.probe import probes
+from fleetx.roles import Place
+from fleetx.routes import inside_hosts
+from fleetx.structure import arguments
+from fleetx.world import World, anew
+
+log = logging.getLogger(__name__)
+HALVES = (torch.float16, torch.bfloat16)
+SLOW = 1.5  # times: another way to run a forward that takes so much longer is not looked at more closely
+SHORT = 1.0  # seconds: of a step that takes less, the better of two counts
+
+
+# --- the machine ----------------------------------------------------------------------------------
+def scene(world: World, *, memory: int | None, global_batch: int | None) -> Scene:
+    hosts = world.hosts()
+    inside = inside_hosts(hosts) or 1  # unequal hosts: nothing is arranged by them
+    inner, outer = links.tiers(world, hosts)
+    if memory is None:
+        memory = _memory(world, hosts.count(hosts[world.rank]))
+    sixteen = {str(dtype).removeprefix("torch."): links.reduced(world, dtype) for dtype in HALVES}
+    return Scene(
+        world.size, inside, links.reduced(world), links.gathered(world), links.scattered(world), inner, outer,
+        links.stream(world), memory, sixteen, world.device.type, global_batch,
+    )  # fmt: skip
+
+
+def _memory(world: World, neighbours: int) -> int:
+    """What a rank may use: on a CPU its share of the machine, less a tenth that is left to the rest of it."""
+    if world.device.type == "cuda":
+        mine = torch.cuda.mem_get_info(world.device)[1]
+    else:
+        mine = int(0.9 * links.memory() / neighbours)
+    least = torch.tensor([-mine], dtype=torch.int64, device=world.device)
+    world.maximum(least)  # the smallest of all
+    return -int(least.item())
+
+
+# --- the model ------------------------------------------------------------------------------------
+def work(
+    job: Job, base: Sequence[Part], ways: Sequence[Sequence[Part]], world: World, *, largest: int, seconds: float
+) -> Work:
+    """`base` are the user's own parts; each of `ways` are parts that change how a forward runs, to be measured too.
+
+    largest: samples that a rank may be given at a time. A peak bends upwards where activations outgrow the rest, so its
+    line goes through the smallest size and this one: between them it is rather too high than too low.
+    """
+    sizes = _sizes(job.samples)
+    ends = sizes[0], max(largest, 2 * sizes[0])
+    plain = _timed(job, base, sizes, world, seconds)
+    if plain.error:
+        raise UsageError(f"the model could not be run with the sample that was given: {plain.error}")
+    times = plain.value["times"]
+    made = from_first(world, lambda: _counted(job, base, ends).written())
+    found = replace(Work.of(made), update=plain.value["update"])
+    found = replace(found, plain=_way(times, found.plain.peak))
+    for parts in ways:
+        found.ways[name(parts)] = _another(job, parts, times, ends, world, seconds)
+    return found
+
+
+def _sizes(samples: int) -> list[int]:
+    least = min(2, samples)  # batch norm does not take a single sample
+    return sorted({max(samples // 4, least), max(samples // 2, least), samples})
+
+
+def _way(times: Sequence[tuple[int, float, float]], peak: Line) -> Way:
+    return Way(Line.through([(n, f) for n, f, _ in times]), Line.through([(n, b) for n, _, b in times]), peak)
+
+
+def _another(
+    job: Job, parts: Sequence[Part], plain: Sequence[tuple[int, float, float]], ends: tuple[int, int], world: World,
+    seconds: float,
+) -> Way:  # fmt: skip
+    """At the smallest size and the largest; where it is much slower at the smallest, that is all there is to know."""
+    sizes = [int(n) for n, _, _ in plain]
+    first = _timed(job, parts, sizes[:1], world, min(seconds, 5 + 20 * sum(plain[0][1:])))
+    if first.error:
+        return Way(error=first.error)
+    times = first.value["times"]
+    if sum(times[0][1:]) < SLOW * sum(plain[0][1:]) and len(sizes) > 1:
+        last = _timed(job, parts, sizes[-1:], world, seconds)
+        times = times + last.value["times"] if not last.error else times
+    kept = from_first(world, lambda: [estimate(job.step(n, parts, kept=True)).running for n in ends])
+    return _way(times, Line.through(list(zip(ends, kept, strict=True))))
+
+
+def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
+    """Bytes, and what there is between the blocks."""
+    n = ends[0]
+    segments = next((part for part in base if part.segments), None)
+    found = []
+    for size in ends:
+        step = job.step(size, base, kept=True)
+        found.append(estimate(step, budget.arm_of(segments, step)))
+    first = found[0]
+    peak = Line.through([(size, e.running) for size, e in zip(ends, found, strict=True)])
+    (coarse,) = probes(job.step(n, base, kept=True), fine=False)
+    modules = dict(job.model.named_modules())
+    seen: set[int] = set()
+    pieces = []
+    for number, block in enumerate(coarse.blocks):
+        own = [p for p in modules[block.name].parameters() if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, own))
+        seconds, saved = block.forward + block.backward, (block.takes + block.saved) // n
+        starts = bool(number) and cuttable(coarse.blocks, number)
+        pieces.append(Piece(block.name, seconds, sum(p.nbytes for p in own), block.input // n, saved, starts))
+    return Work(
+        job.samples, Way(peak=peak), 0.0, first.parameters, first.gradients, first.optimizer, first.buffers,
+        first.updating, sum(p.requires_grad for p in job.model.parameters()), tuple(pieces),
+    )  # fmt: skip
+
+
+# --- real steps -----------------------------------------------------------------------------------
+def together(call: Callable[[World], Any], world: World, seconds: float) -> list[Answer]:
+    """In a child of every rank, with a world of their own. The answers of all ranks, on all ranks."""
+    with socket.create_server(("", 0), backlog=128) as meeting:
+        mine = os.environ.get("MASTER_ADDR", "127.0.0.1"), meeting.getsockname()[1]
+        host, port = everyone(world, mine)[0]
+        if world.device.type == "cuda":  # a device that is in use cannot be forked; nor does one die that is full
+            answer = _here(lambda: call(world))
+        else:
+            answer = forked(lambda: call(anew(world, host, port, meeting.detach())), seconds=seconds)
+    return [Answer(**told) for told in everyone(world, {"value": answer.value, "error": answer.error})]
+
+
+def _here(call: Callable[[], Any]) -> Answer:
+    try:
+        return Answer(value=call())
+    except Exception as error:
+        return Answer(error=f"{type(error).__name__}: {str(error)[:300]}")
+
+
+def _timed(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World, seconds: float) -> Answer:
+    """The times of the slowest rank."""
+    answers = together(partial(_run, job, parts, sizes), world, seconds)
+    if wrong := next((answer for answer in answers if answer.error), None):
+        return wrong
+    values = [answer.value for answer in answers]
+    times = [
+        (n, max(v["times"][i][1] for v in values), max(v["times"][i][2] for v in values)) for i, n in enumerate(sizes)
+    ]
+    return Answer(value={"times": times, "update": max(v["update"] for v in values)})
+
+
+def _run(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World) -> Any:
+    """In a child: forward, backward and update, of each size, all ranks at once."""
+    here = World(Place(), world.device)
+    engine = Engine(compose(alone(parts)), job.model, job.optimizer, here)
+    model, optimizer = engine.model, engine.optimizer
+    step = job.step(sizes[0], parts, kept=False)
+    times: list[tuple[int, float, float]] = []
+    updates: list[float] = []
+    for n in (sizes[0], *sizes):  # the first time is to warm up
+        inputs, targets = job.batch(n)
+        args, kwargs = arguments(inputs)
+        best: tuple[float, float] | None = None
+        for _ in range(2):
+            world.barrier()
+            begun = now(world.device)
+            value = loss(step, model(*args, **kwargs), targets)
+            passed = now(world.device)
+            value.backward()
+            undone = now(world.device)
+            optimizer.step()
+            updates.append(now(world.device) - undone)
+            optimizer.zero_grad(set_to_none=world.size == 1)  # as it is with DDP's buckets: there to be added to
+            del value
+            best = min(best or (9e9, 9e9), (passed - begun, undone - passed), key=sum)
+            longest = torch.tensor([sum(best)])
+            world.maximum(longest)  # all ranks go on together
+            if longest.item() > SHORT or not times:
+                break
+        assert best is not None
+        times.append((n, *best))
+    return {"times": times[1:], "update": min(updates[1:] or updates)}

@@ -1,0 +1,97 @@
+"""What was considered, predicted and measured, and why the winner won: for a person to read, and to repeat."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from fleetx.bill import Scene
+from fleetx.memory.sizes import words
+from fleetx.planner.search import Considered, Search
+from fleetx.planner.work import Work
+
+MARK = "# chosen by fleetx: strategy.auto"
+SHOWN = 12
+WIDTH = 150
+
+
+def table(plans: Sequence[Considered], *, shown: int = SHOWN) -> str:
+    out = Table(
+        "plan", "feed", "predicted, s", "measured, s", "predicted peak", "measured peak", "why not",
+        box=SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for one in plans[:shown]:
+        trial = one.trial if one.trial is not None and not one.trial.error else None
+        out.add_row(
+            one.candidate.title, str(one.candidate.feed), f"{'' if one.exact else '~'}{one.account.seconds:.3g}",
+            f"{trial.seconds:.3g}" if trial else "", words(one.account.peak),
+            words(trial.peak) if trial and trial.peak else "", one.why or "chosen",
+        )  # fmt: skip
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, force_terminal=False, no_color=True).print(out)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    more = [f"... and {len(plans) - shown} more"] if len(plans) > shown else []
+    return "\n".join([*lines, *more])
+
+
+def where(scene: Scene, work: Work) -> str:
+    """What the predictions stand on."""
+    hosts = f"{scene.hosts} hosts of {scene.inside}" if scene.hosts > 1 else "one host"
+    link = f"all-reduce {scene.flat.speed / 1e6:,.0f} MB/s after {1e3 * scene.flat.latency:.2f} ms; "
+    n, way = work.samples, work.plain
+    return (
+        f"{scene.ranks} rank{'s' if scene.ranks > 1 else ''} on {hosts}, {scene.device}, {words(scene.memory)} each; "
+        f"{link if scene.ranks > 1 else ''}{n} samples take {way.forward.at(n):.3g} s forward and "
+        f"{way.backward.at(n):.3g} s backward, an update {work.update:.3g} s; parameters {words(work.parameters)}"
+    )
+
+
+def account_line(best: Considered) -> str:
+    a = best.account
+    spent = {"forward and backward": a.compute, "recomputation": a.again, "waiting for stages": a.waiting,
+             "network not hidden": a.network, "update": a.update, "strategies": a.beside}  # fmt: skip
+    return "predicted: " + ", ".join(f"{name} {s:.3g} s" for name, s in spent.items() if s >= 0.001 * a.seconds)
+
+
+def full(search: Search, best: Considered, took: float) -> str:
+    tried = sum(one.trial is not None for one in search.plans)
+    return "\n".join(
+        [
+            f"auto: {best.candidate.title}",
+            f"batch: {best.candidate.equation}",
+            account_line(best),
+            f"measured here: {where(search.scene, search.work)}",
+            f"{search.considered} plans predicted, {tried} tried, in {took:.0f} s",
+            table(search.plans),
+        ]
+    )
+
+
+def write(declared: dict[str, Any], equation: str, folder: Path) -> Path:
+    """The strategy of the winner. A file that somebody else wrote is left as it is."""
+    path = folder / "strategy.yaml"
+    number = 0
+    while path.exists() and not _ours(path):
+        number += 1
+        path = folder / f"strategy.auto{number if number > 1 else ''}.yaml"
+    text = f"{MARK}\n# {equation}\n" + yaml.safe_dump(declared, sort_keys=False)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def _ours(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().startswith(MARK)

@@ -1,0 +1,252 @@
+"""Predict every candidate, try the best of them, and take the winner."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fleetx.bill import ALLOWED, Scene
+from fleetx.errors import StrategyError
+from fleetx.memory.sizes import words
+from fleetx.part import Part, every
+from fleetx.planner.candidates import Candidate, declared
+from fleetx.planner.cost import Account, account
+from fleetx.planner.job import Job, by_budget, from_first, name
+from fleetx.planner.trial import Trial, tried
+from fleetx.planner.work import Work
+from fleetx.recompute import budget
+from fleetx.refusals import refuse
+from fleetx.stage import Fact
+from fleetx.strategy import DistributedStrategy
+from fleetx.structure import plain_name
+from fleetx.world import World
+
+log = logging.getLogger(__name__)
+AGAIN = 0.6  # of the activations: what recomputing all blocks may free, as a first guess
+
+
+@dataclass(eq=False)
+class Considered:
+    """A candidate, what is predicted of it, what was measured, and why it is not the one."""
+
+    candidate: Candidate
+    account: Account
+    trial: Trial | None = None
+    why: str = ""
+    exact: bool = True  # False: what recomputation adds is a first guess
+
+    @property
+    def seconds(self) -> float:
+        """As measured, else as predicted."""
+        return self.trial.seconds if self.trial is not None and not self.trial.error else self.account.seconds
+
+
+@dataclass
+class Search:
+    """One search: the plans that were considered, the best first."""
+
+    job: Job
+    scene: Scene
+    work: Work
+    world: World
+    objective: str
+    plans: list[Considered] = field(default_factory=list)
+    considered: int = 0
+
+    def predict(self, candidates: Sequence[Candidate]) -> None:
+        """All of them, roughly where it takes long to know better; sorted."""
+        found = [self._rough(candidate) for candidate in candidates]
+        fitting = {self._bare(one.candidate) for one in found if self._fits(one) and not one.candidate.budgeted}
+        # What fits without recomputation need not be recomputed, unless for the sake of memory.
+        kept = [
+            one for one in found
+            if self.objective == "memory" or not one.candidate.budgeted or self._bare(one.candidate) not in fitting
+        ]  # fmt: skip
+        self.considered = len(candidates)
+        self.plans = sorted(_undominated(kept), key=self._order)
+        for one in self.plans:
+            if not self._fits(one):
+                one.why = f"takes {words(one.account.peak)}, and {words(self.scene.memory)} are allowed"
+            elif error := self.work.way(name(one.candidate.plan.parts)).error:
+                one.why = f"does not run here: {error}"
+
+    def sharpen(self, number: int) -> None:
+        """Of the first ones know exactly what could only be guessed."""
+        for _ in range(2 * number):
+            best = [one for one in self.plans if not one.why][:number]
+            rough = next((one for one in best if not one.exact), None)
+            if rough is None:
+                return
+            self._exactly(rough)
+            self.plans.sort(key=self._order)
+
+    def try_out(self, number: int, until: float) -> None:
+        """The first ones, as long as there is time."""
+        for one in self._open()[:number]:
+            left, needed = until - time.monotonic(), 3 * one.account.seconds * one.candidate.bill.every + 2
+            if not from_first(self.world, partial(operator.gt, left, needed)):
+                continue
+            divided = any(part.divides for part in one.candidate.plan.parts)
+            one.trial = tried(
+                self.job, one.candidate, self.world, seconds=max(30.0, 10 * needed), peak=divided and needed < left / 2
+            )
+            if one.trial.error:
+                one.why = f"failed when tried: {one.trial.error}"
+            elif one.trial.peak > self.scene.memory:
+                one.why = f"took {words(one.trial.peak)} when tried, and {words(self.scene.memory)} are allowed"
+
+    def winner(self) -> Considered:
+        """Raises StrategyError where no plan fits."""
+        good = self._open()
+        if not good:
+            raise StrategyError(self._impossible())
+        measured = [one for one in good if one.trial is not None]
+        small = self.objective == "memory"
+        best = min(measured or good[:1], key=lambda one: one.account.peak if small else one.seconds)
+        for one in good:
+            if one is not best:
+                one.why = self._lost(one, best)
+        self.plans.sort(key=lambda one: (one is not best, bool(one.trial is None), one.account.seconds))
+        return best
+
+    # --- in detail --------------------------------------------------------------------------------
+    def _open(self) -> list[Considered]:
+        return [one for one in self.plans if not one.why]
+
+    def _fits(self, one: Considered) -> bool:
+        return one.account.peak <= self.scene.memory
+
+    def _order(self, one: Considered) -> tuple[bool, float, float]:
+        seconds, peak = one.account.seconds, one.account.peak
+        first, second = (peak, seconds) if self.objective == "memory" else (seconds, peak)
+        return bool(one.why) or not self._fits(one), first, second
+
+    def _bare(self, candidate: Candidate) -> tuple[str, ...]:
+        """A candidate but for its recomputation."""
+        return tuple(sorted(repr(part) for part in candidate.plan.parts if not part.segments))
+
+    def _rough(self, candidate: Candidate) -> Considered:
+        way = self.work.way(name(candidate.plan.parts))
+        kept = beside(candidate, self.job.model)
+        plain = account(candidate.bill, self.work, way, candidate.feed, kept=kept)
+        if not candidate.budgeted:
+            return Considered(candidate, plain)
+        activations = max(plain.peak - self.work.fixed, 1)
+        least = plain.peak - AGAIN * activations
+        least_asked = any(getattr(part, "memory_budget", None) == "min" for part in candidate.plan.parts)
+        wanted = least if least_asked else max(self.scene.memory, least)
+        share = min(max(plain.peak - wanted, 0) / (AGAIN * activations), 1.0)
+        again = share * way.forward.at(candidate.feed)
+        made = account(candidate.bill, self.work, way, candidate.feed, again=again, peak=int(min(wanted, plain.peak)))
+        return Considered(candidate, made, exact=False)
+
+    def _exactly(self, one: Considered) -> None:
+        found = from_first(self.world, lambda: self._planned(one.candidate))
+        one.exact = True
+        if "error" in found:
+            one.why = found["error"]
+            one.account = replace(one.account, peak=found["least"])
+            return
+        way = self.work.way(name(one.candidate.plan.parts))
+        one.account = account(
+            one.candidate.bill, self.work, way, one.candidate.feed, again=found["added"], peak=found["peak"]
+        )
+
+    def _planned(self, candidate: Candidate) -> dict[str, float | int | str]:
+        """What the budget will choose when it trains. What it adds is scaled to the speed of all ranks at once."""
+        part = next(part for part in candidate.plan.parts if by_budget(part))
+        kept = candidate.bill.merged > 1 or self.scene.ranks > 1
+        apart = budget.buckets(self.job.model) if candidate.bill.merged > 1 and self.scene.ranks > 1 else 0
+        keeps = beside(candidate, self.job.model) + apart
+        step = self.job.step(candidate.feed, candidate.plan.parts, kept=kept, beside=keeps)
+        try:
+            choice = budget.choose(step, part.memory_budget)  # type: ignore[attr-defined]
+        except StrategyError as error:
+            return {"error": str(error), "least": budget.least(step).peak}
+        way = self.work.way(name(candidate.plan.parts))
+        whole = way.forward.at(candidate.feed) + way.backward.at(candidate.feed)
+        return {"added": whole * choice.added / choice.whole if choice.whole else 0.0, "peak": choice.peak}
+
+    def _lost(self, one: Considered, best: Considered) -> str:
+        if self.objective == "memory":
+            return f"takes {words(one.account.peak)} against {words(best.account.peak)}"
+        measured = one.trial is not None and best.trial is not None
+        mine, its = (one.seconds, best.seconds) if measured else (one.account.seconds, best.account.seconds)
+        verb = "took" if measured else "would take"
+        if not measured and mine <= its:
+            return "predicted to be as fast, and was not tried"
+        return f"{verb} {mine / its:.2f} times as long"
+
+    def _impossible(self) -> str:
+        tried_ = [one for one in self.plans if one.trial is not None or one.account.peak]
+        least = min(tried_, key=lambda one: one.account.peak, default=None)
+        if least is None:
+            return "auto found no plan that this model, optimizer and strategy allow"
+        if self._fits(least):
+            return f"auto: no plan could be run. The first was {least.candidate.title}: {least.why}"
+        return (
+            f"auto: no plan fits into {words(self.scene.memory)}. The least is {words(least.account.peak)}, by "
+            f"{least.candidate.title} with {least.candidate.feed} samples at a time. A smaller batch for each rank "
+            "(auto_configs['global_batch'] lets it be cut), more ranks to divide the model between, or an optimizer "
+            "that gathers less would help"
+        )
+
+
+def _undominated(plans: Sequence[Considered]) -> list[Considered]:
+    """Without those of which a part could be left out, and it would be as fast and take no more memory."""
+
+    def key(chosen: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(sorted(f"{switch} {settings}" for switch, settings in chosen.items()))
+
+    known = {key(one.candidate.chosen): one for one in plans}
+
+    def idle(one: Considered, switch: str) -> bool:
+        rest = {s: settings for s, settings in one.candidate.chosen.items() if s != switch}
+        other = known.get(key(rest))
+        return (
+            other is not None
+            and other.account.seconds <= one.account.seconds
+            and (other.account.peak <= one.account.peak)
+        )
+
+    return [one for one in plans if not any(idle(one, switch) for switch in one.candidate.chosen)]
+
+
+def beside(candidate: Candidate, model: nn.Module) -> int:
+    """Bytes that strategies keep."""
+    made = frozenset().union(*(act.claim.makes for act in candidate.plan.acts))
+    return sum(part.keeps(list(model.parameters()), scaled=Fact.SCALED in made) for part in candidate.plan.parts)
+
+
+def allowed(candidates: Iterator[Candidate], job: Job, world: World) -> Iterator[Candidate]:
+    """Those that the model and the optimizer allow too. Ranks ask together: a part may have to ask the others."""
+    names = {p: plain_name(n) for n, p in job.model.named_parameters()}
+    known: dict[tuple[str, ...], bool] = {}
+    for candidate in candidates:
+        key = tuple(sorted(candidate.chosen))
+        if key not in known:
+            try:
+                refuse(candidate.plan, job.model, job.optimizer, world, names)
+                known[key] = True
+            except StrategyError as error:
+                log.info("auto: %s cannot be: %s", candidate.title, error)
+                known[key] = False
+        if known[key]:
+            yield candidate
+
+
+def ways(strategy: DistributedStrategy, scene: Scene, base: Sequence[Part], allow: str) -> list[Sequence[Part]]:
+    """The different ways to run a forward, besides the user's own."""
+    given = {key.removesuffix("_configs") for key in declared(strategy)}
+    kinds = [part for switch, part in every().items() if part.local and switch not in given]
+    return [
+        [*base, kind(**offer.settings)]
+        for kind in kinds for offer in kind.offers(scene) if offer.needs in ALLOWED[allow]
+    ]  # fmt: skip

@@ -1,0 +1,140 @@
+"""The arithmetic of predictions, on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fleetx import DistributedStrategy
+from fleetx.bill import Link, Scene
+from fleetx.planner.candidates import offered
+from fleetx.planner.cost import account, bill_of
+from fleetx.planner.work import Line, Piece, Way, Work
+
+MB = 1 << 20
+WIRE = Link(latency=0.0, speed=100 * MB)
+SCENE = Scene(
+    ranks=2, inside=2, flat=WIRE, gather=WIRE, scatter=WIRE, inner=WIRE, outer=WIRE, stream=1e15, memory=1 << 40,
+    sixteen={},
+)  # fmt: skip
+PIECES = tuple(Piece(str(i), 0.25, 50 * MB, border=0, saved=MB, starts=i > 0) for i in range(4))
+WORK = Work(
+    samples=8, plain=Way(Line(0.0, 0.1), Line(0.0, 0.2), Line(800 * MB, 4 * MB)), update=0.5, parameters=200 * MB,
+    gradients=200 * MB, state=400 * MB, buffers=0, floor=900 * MB, pieces=PIECES,
+)  # fmt: skip
+
+
+def cost(scene=SCENE, work=WORK, feed=8, **switches):
+    parts = DistributedStrategy(**switches).plan().parts
+    return account(bill_of(parts, scene, work), work, work.plain, feed)
+
+
+def test_a_line_goes_through_two_points_and_near_three():
+    line = Line.through([(2, 5.0), (4, 9.0)])
+    assert (line.base, line.slope) == pytest.approx((1.0, 2.0))
+    assert Line.through([(4, 8.0)]).at(2) == 4.0
+    assert Line.through([(1, 1.0), (2, 3.0)]).base == 0.0, "no batch takes less than no time"
+
+
+def test_one_rank_sends_nothing():
+    alone = cost(replace(SCENE, ranks=1, inside=1))
+    assert alone.network == 0
+    assert alone.seconds == pytest.approx(8 * 0.3 + 0.5)
+    assert alone.peak == 900 * MB, "the update takes more than forward and backward of so few"
+
+
+def test_a_reduction_is_hidden_but_for_its_last_bucket():
+    # 4 buckets of 50 MB, half a second each; backward makes one in 0.4 s: 0.4 + 4 * 0.5 - 1.6 are left
+    assert cost().network == pytest.approx(0.8)
+    fast = replace(SCENE, flat=Link(0.0, 1000 * MB))
+    assert cost(fast).network == pytest.approx(0.05), "of a fast link only the last bucket is seen"
+
+
+def test_a_core_that_is_busy_with_the_network_is_missed_by_backward():
+    busy = replace(SCENE, flat=Link(0.0, 1e15, busy=0.1 / (200 * MB)))
+    assert cost(busy).network == pytest.approx(0.1)
+    assert cost(replace(busy, device="cuda")).network == pytest.approx(0.0, abs=1e-6)
+
+
+def test_merged_steps_reduce_and_update_once():
+    merged = cost(gradient_merge={"k_steps": 4}, feed=2)
+    assert merged.compute == pytest.approx(4 * 2 * 0.3)
+    assert merged.update == 0.5
+    assert merged.network == pytest.approx(0.1 + 4 * 0.5 - 0.4)
+
+
+def test_half_the_bytes_take_half_the_time_and_a_period_divides_it():
+    late = cost(localsgd={"k_steps": 4})
+    assert late.network == pytest.approx(2.0 / 4)
+    assert cost(fp16_allreduce=True).network < cost().network
+
+
+def test_a_pipeline_waits_for_its_stages():
+    found = cost(pipeline={"degree": 2, "accumulate_steps": 4}, feed=16)
+    slot = 4 * 0.3 / 2
+    assert found.compute == pytest.approx(4 * slot)
+    assert found.waiting == pytest.approx(slot)
+    assert found.network == 0
+    assert found.peak < cost(feed=16).peak
+
+
+def test_shards_keep_a_part_and_send_half_as_much_again():
+    found = cost(sharding={"sharding_degree": 2, "stage": 2})
+    assert found.network == pytest.approx(4.0), "a gathering and a scattering, which nothing hides"
+    assert cost(sharding={"sharding_degree": 2, "stage": 3}).network == pytest.approx(6.0)
+    assert found.update == 0.25
+
+
+def test_tiers_send_over_the_outer_link_once():
+    scene = replace(SCENE, ranks=4, flat=Link(0.0, 10 * MB), outer=Link(0.0, 20 * MB), inner=Link(0.0, 1e15))
+    tiers = cost(scene, use_hierarchical_allreduce=True)
+    assert tiers.network < cost(scene).network
+
+
+def test_what_limits_is_said():
+    assert cost().limit(1 << 40) == "compute"
+    assert cost(replace(SCENE, flat=Link(0.0, MB))).limit(1 << 40) == "link"
+    assert cost().limit(MB) == "memory"
+    assert cost(pipeline={"degree": 2, "accumulate_steps": 1}, feed=1).limit(1 << 40) in ("bubble", "compute")
+
+
+def test_work_survives_being_written_down():
+    work = replace(WORK, ways={"AMP": Way(Line(0.0, 0.5), Line(0.0, 0.6), Line(1.0, 2.0)), "fp16": Way(error="no")})
+    assert Work.of(json.loads(json.dumps(work.written()))) == work
+
+
+def plans(allow="exact", declared=None, **scene):
+    strategy = DistributedStrategy(**(declared or {}))
+    return list(offered(strategy, replace(SCENE, **scene), WORK, allow=allow))
+
+
+def test_every_plan_cuts_the_global_batch_evenly():
+    found = plans(global_batch=24)
+    assert len({plan.title for plan in found}) == len(found) > 20
+    for plan in found:
+        assert plan.feed * plan.bill.merged * plan.bill.replicas == 24
+        assert plan.feed % plan.bill.micro == 0
+
+
+def test_without_a_global_batch_the_loop_stays_as_it_is():
+    found = plans()
+    assert {plan.feed for plan in found} == {8}
+    assert not any("pipeline" in plan.chosen or "gradient_merge" in plan.chosen for plan in found)
+
+
+def test_only_what_is_allowed_is_offered():
+    names = {level: {name for plan in plans(level) for name in plan.chosen} for level in ("exact", "bf16", "lossy")}
+    assert names["exact"] == {"recompute", "sharding"}
+    assert names["bf16"] - names["exact"] == {"amp", "fp16_allreduce"}
+    assert names["lossy"] - names["bf16"] == {"dgc", "localsgd"}
+
+
+def test_what_the_user_set_is_kept_and_what_contradicts_it_is_not_offered():
+    found = plans("lossy", {"localsgd": {"k_steps": 7}, "gradient_merge": {"k_steps": 3}, "amp": False})
+    assert found
+    for plan in found:
+        assert plan.strategy.localsgd_configs["k_steps"] == 7
+        assert plan.bill.merged == 3
+        assert not {"dgc", "amp", "fp16_allreduce", "sharding"} & set(plan.chosen)

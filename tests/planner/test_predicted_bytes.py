@@ -1,0 +1,74 @@
+"""Peaks that are predicted, beside those of real updates on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fleetx import DistributedStrategy, fleet
+from fleetx.memory import measure
+from fleetx.memory.trace import Step, estimate
+from fleetx.memory.tracker import bytes_of
+from fleetx.planner.candidates import Candidate, cut
+from fleetx.planner.cost import account, bill_of
+from fleetx.planner.job import Job, name
+from fleetx.planner.probe import scene, work
+from fleetx.planner.search import beside
+from fleetx.planner.trial import tried
+
+
+def tall(width=512):
+    torch.manual_seed(0)
+    return nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(width, width), nn.Tanh())], nn.Linear(width, 10))
+
+
+def _both(declared, feed):
+    """Predicted and measured."""
+    fleet.init()
+    world, model = fleet._here(), tall()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batch = torch.randn(64, 512), torch.randint(0, 10, (64,))
+    job = Job.of(model, optimizer, batch, cross_entropy)
+    strategy = DistributedStrategy(**declared)
+    plan = strategy.plan()
+    here = scene(world, memory=1 << 40, global_batch=None)
+    base = [part for part in plan.parts if part.local]
+    found = work(job, base, [], world, largest=256, seconds=60)
+    bill = bill_of(plan.parts, here, found)
+    assert cut(bill, 64) == 64
+    candidate = Candidate(strategy, plan, {}, feed, bill)
+    trial = tried(job, candidate, world, seconds=60, peak=True)
+    assert not trial.error, trial.error
+    kept = beside(candidate, model)
+    return account(bill, found, found.way(name(plan.parts)), feed, kept=kept).peak, trial.peak
+
+
+@pytest.mark.parametrize(
+    ("declared", "feed"),
+    [
+        ({}, 256),
+        ({"gradient_merge": {"k_steps": 2}}, 256),
+        ({"amp": {"dtype": "bfloat16"}}, 256),
+        ({"dgc": {"sparsity": [0.99]}}, 256),
+        ({"fp16_allreduce": True}, 64),
+    ],
+    ids=["plain", "merged", "amp", "dgc", "fp16_allreduce"],
+)
+def test_the_peak_of_an_update_on_two_ranks_is_within_two_percent_and_not_low(declared, feed, ranks):
+    for predicted, measured in ranks.run(_both, declared, feed):
+        assert -0.01 < predicted / measured - 1 < 0.02
+
+
+def test_the_casts_of_amp_are_counted_without_recomputation_too():
+    model = tall()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(2048, 512)
+    strategy = DistributedStrategy(amp={"dtype": "bfloat16"})
+    parts = [part for part in strategy.plan().parts if part.local]
+    predicted = estimate(Step(model, optimizer, (x,), loss=lambda out, _: out.mean(), parts=parts)).running
+    fleet.init()
+    model, optimizer = fleet.distribute(model, optimizer, strategy)
+    peak = measure.peak(lambda: model(x).mean().backward(), torch.device("cpu"))
+    assert predicted == pytest.approx(peak + bytes_of([*model.parameters(), x]), rel=0.01)
