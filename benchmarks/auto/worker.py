@@ -27,8 +27,8 @@ from fleetx.planner.job import Job
 from fleetx.planner.search import Considered, Search, allowed, ways
 from fleetx.planner.trial import tried
 
-MOST = 9  # plans of a scene that are run
-LONGEST = 40.0  # seconds of an update: what is predicted to take longer is not run
+MOST = 8  # plans of a scene that are run
+LONGEST = 15.0  # seconds of an update: what is predicted to take longer is not run
 TRIALS = 3  # what auto would try
 
 
@@ -57,18 +57,28 @@ def _plans(job: Job, total: int) -> dict[str, Any]:
     begun = time.monotonic()
     search = _looked(job, total, "lossy")
     probed = time.monotonic() - begun
-    kinds: dict[tuple[str, ...], int] = {}
     rows = []
-    for one in [one for one in search.plans if not one.why]:
-        key = tuple(sorted(one.candidate.chosen))
-        kinds[key] = kinds.get(key, 0) + 1
-        if kinds[key] > 2 or len(rows) >= MOST or one.account.seconds * one.candidate.bill.every > LONGEST:
-            continue
+    for one in _chosen(search):
         one.trial = tried(job, one.candidate, fleet._here(), seconds=600, peak=True)
         rows.append(_row(one))
         if fleet.is_first_worker():
             print(rows[-1], flush=True)
     return {"plans": rows, "probe_seconds": probed, "scene": asdict(search.scene)}
+
+
+def _chosen(search: Search) -> list[Considered]:
+    """The first three, which auto would try; then the best of each kind, while they are not too slow."""
+    kinds: dict[tuple[str, ...], Considered] = {}
+    fitting = [one for one in search.plans if not one.why and _length(one) < LONGEST]
+    for one in fitting:
+        kinds.setdefault(tuple(sorted(one.candidate.chosen)), one)
+    wanted = [*fitting[:TRIALS], *(one for one in kinds.values() if one not in fitting[:TRIALS])]
+    return sorted(wanted[:MOST], key=lambda one: one.account.seconds)
+
+
+def _length(one: Considered) -> float:
+    """Seconds until all that happens in turn has happened."""
+    return one.account.seconds * one.candidate.bill.every
 
 
 def _row(one: Considered) -> dict[str, Any]:

@@ -63,11 +63,11 @@ def account(
         share = _share(stages)
         slot = (forward + backward) * share
         border = max(stage[0].border for stage in stages[1:]) * n
-        # A message holds up the stage that waits for it, forwards and backwards.
-        message = 2 * (bill.scene.outer if bill.scene.hosts > 1 else bill.scene.inner).seconds(border)
+        message = (bill.scene.outer if bill.scene.hosts > 1 else bill.scene.inner).seconds(border * way.border)
         compute = bill.micro * slot
         waiting = (bill.stages - 1) * slot
-        network += (bill.micro + bill.stages - 1) * message
+        # While the pipeline fills and drains a message is waited for; between, one in a slot is hidden, if it can be.
+        network += 2 * (bill.stages - 1) * message + (bill.micro - 1) * max(message, 2 * message - slot)
     if bill.shards > 1:
         network += bill.gathers * _pieces(bill, bill.scene.gather, bill.parameters, work.tensors)
         network += _pieces(bill, bill.scene.scatter, bill.gradients, work.tensors)

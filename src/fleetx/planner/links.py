@@ -14,7 +14,7 @@ from fleetx.bill import Link
 from fleetx.world import World
 
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 23)  # bytes
-ENOUGH = 0.5  # seconds for one size: then larger ones are not tried
+ENOUGH = 0.1  # seconds for one size: then larger ones are not tried
 _HERE = Link(0.0, 1e12)  # between a rank and itself
 
 

@@ -107,8 +107,17 @@ def _another(
     if sum(times[0][1:]) < SLOW * sum(plain[0][1:]) and len(sizes) > 1:
         last = _timed(job, parts, sizes[-1:], world, seconds)
         times = times + last.value["times"] if not last.error else times
-    kept = from_first(world, lambda: [estimate(job.step(n, parts, kept=True)).running for n in ends])
-    return _way(times, Line.through(list(zip(ends, kept, strict=True))))
+    kept, border = from_first(world, lambda: _changed(job, parts, ends))
+    return replace(_way(times, Line.through(list(zip(ends, kept, strict=True)))), border=border)
+
+
+def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[list[int], float]:
+    """The peaks, and how much modules hand on against how much they do without what changes the forward."""
+    steps = [job.step(n, parts, kept=True) for n in ends]
+    plain = [part for part in parts if not part.local]
+    both = [probes(step, timed=False, fine=False) for step in (steps[0], job.step(ends[0], plain, kept=True))]
+    handed = [sum(block.input for block in coarse.blocks) for (coarse,) in both]
+    return [estimate(step).running for step in steps], handed[0] / max(handed[1], 1)
 
 
 def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:

@@ -65,6 +65,7 @@ class Way:
     forward: Line = _NEVER  # seconds, of a batch of n
     backward: Line = _NEVER
     peak: Line = _NEVER  # bytes of forward and backward, gradients there from the beginning
+    border: float = 1.0  # of the bytes that modules hand on without these parts
     error: str = ""
 
     def faster(self, factor: float) -> Way:
@@ -119,4 +120,4 @@ class Work:
 
 def _way(data: dict[str, Any]) -> Way:
     forward, backward, peak = (Line(**data[key]) for key in ("forward", "backward", "peak"))
-    return Way(forward, backward, peak, data["error"])
+    return Way(forward, backward, peak, data["border"], data["error"])
