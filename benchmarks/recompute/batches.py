@@ -2,8 +2,9 @@
 
 The batch is the largest with every block a segment; at that batch the budget then finds the fastest way within the
 limit. torch's own ways are run at the same batch, within the limit or not. Each row has a process of its own: none
-begins with the heap of another. Two steps are timed, or one that takes more than a minute, after one of a single
-sample; the peak is that of another step, because a profiler would be timed along.
+begins with the heap of another. Two steps are timed, or one that takes more than a minute; in the same process, before
+and after them, two without recomputation at the batch that fits so: a machine that is slower for a while slows both.
+The peak is that of another step, because a profiler would be timed along.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ LONG = 60.0  # seconds: of a step that takes so long, one is enough
 def rows(name: str, memory: str) -> Iterator[Row]:
     model = MODELS[name]
     by_name = {"recompute": {"checkpoints": list(model.present())}}
-    yield _alone(_ours, model.name, "no recomputation", {}, memory)
-    row = _alone(_ours, model.name, "memory_budget", by_name, memory)
+    plain = _alone(_ours, model.name, "no recomputation", {}, memory, None)
+    yield plain
+    row = _alone(_ours, model.name, "memory_budget", by_name, memory, plain["batch"])
     yield row
+    yield _alone(_ours, model.name, "memory_budget, amp in bfloat16", by_name | BF16, memory, plain["batch"])
     for peer in PEERS if max(row["seconds"]) < LONG else ("every",):
-        yield _alone(_peer, model.name, peer, row["batch"], memory)
-    yield _alone(_ours, model.name, "memory_budget, amp in bfloat16", by_name | BF16, memory)
+        yield _alone(_peer, model.name, peer, row["batch"], memory, plain["batch"])
 
 
 def _alone(call: Any, *arguments: Any) -> Row:
@@ -44,7 +46,7 @@ def _alone(call: Any, *arguments: Any) -> Row:
         return row
 
 
-def _ours(name: str, title: str, switches: dict[str, Any], memory: str) -> Row:
+def _ours(name: str, title: str, switches: dict[str, Any], memory: str, beside: int | None) -> Row:
     model = MODELS[name]
     module = model.make()
     strategy = fleet.DistributedStrategy(**switches)
@@ -59,25 +61,32 @@ def _ours(name: str, title: str, switches: dict[str, Any], memory: str) -> Row:
         choice = budget.choose(step, f"{parse(memory)}B")
         active = choice.arm(module, nullcontext) if choice.tree else nullcontext
         way = ways.Way("ours", title, active, choice.peak)
-    return _row(model, module, optimizer, way, found.micro, memory, bf16="amp" in switches)
+    return _row(model, module, optimizer, way, found.micro, memory, beside or found.micro, bf16="amp" in switches)
 
 
-def _peer(name: str, peer: str, batch: int, memory: str) -> Row:
+def _peer(name: str, peer: str, batch: int, memory: str, beside: int) -> Row:
     model = MODELS[name]
     module = model.make()
-    return _row(model, module, measured.adamw(module), PEERS[peer](model, module), batch, memory)
+    return _row(model, module, measured.adamw(module), PEERS[peer](model, module), batch, memory, beside)
 
 
 def _row(
-    model: Model, module: Any, optimizer: Any, way: ways.Way, batch: int, memory: str, *, bf16: bool = False
-) -> Row:
-    inputs = model.inputs(batch)
-    measured.once(module, optimizer, model.inputs(1), nullcontext, bf16=bf16)  # makes the state of the optimizer
+    model: Model, module: Any, optimizer: Any, way: ways.Way, batch: int, memory: str, beside: int,
+    *, bf16: bool = False,
+) -> Row:  # fmt: skip
+    inputs, small = model.inputs(batch), model.inputs(beside)
+
+    def plain() -> list[float]:
+        return [measured.once(module, optimizer, small, nullcontext) for _ in range(2)]
+
+    measured.once(module, optimizer, model.inputs(1), nullcontext)  # makes the state of the optimizer
+    without = plain()
     seconds = [measured.once(module, optimizer, inputs, way.active, bf16=bf16)]
     if seconds[0] < LONG:
         seconds.append(measured.once(module, optimizer, inputs, way.active, bf16=bf16))
+    without += plain()
     peak, _ = measured.peak_and_seconds(module, optimizer, inputs, way.active, bf16=bf16)
     return {
         "model": model.name, "setting": way.title, "memory": memory, "batch": batch, "predicted": way.predicted,
-        "peak": peak, "seconds": seconds,
+        "peak": peak, "seconds": seconds, "beside": beside, "without": without,
     }  # fmt: skip

@@ -33,11 +33,11 @@ def added(row: Row, plain: Row) -> float:
 
 
 def batches(rows: Sequence[Row]) -> Lines:
+    """`time a sample`: against that without recomputation in the same process."""
     out = [["", "", "within", "largest batch", "times", "samples a second", "time a sample", "peak, MiB", "predicted"]]
     for row in rows:
-        plain = next(r for r in rows if r["model"] == row["model"])
-        rate, before = (r["batch"] / min(r["seconds"]) for r in (row, plain))
-        figures = [row["memory"], str(row["batch"]), f"{row['batch'] / plain['batch']:.1f}"]
+        rate, before = row["batch"] / median(row["seconds"]), row["beside"] / median(row["without"])
+        figures = [row["memory"], str(row["batch"]), f"{row['batch'] / row['beside']:.1f}"]
         figures += [f"{rate:.3g}", f"{before / rate:.2f}"]
         predicted = f"{row['predicted'] / row['peak'] - 1:+.2%}" if row["predicted"] else ""
         figures += [f"{row['peak'] / MIB:,.0f}", predicted]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is not installed
 
 from benchmarks.auto import report
 
