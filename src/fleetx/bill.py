@@ -79,11 +79,6 @@ class Bill:
     bytes: int = 0  # more, or fewer, than the parts say that they keep
 
     @property
-    def pieces(self) -> int:
-        """Ranks that are given the same batch."""
-        return self.stages
-
-    @property
     def replicas(self) -> int:
         """How many batches are taken at once."""
         return self.scene.ranks // self.stages

@@ -31,7 +31,7 @@ def explain(path: str) -> None:
         raise click.ClickException(str(error)) from None
 
 
-@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@main.command(context_settings={"allow_interspersed_args": True})
 @click.option(
     "--nproc_per_node",
     "--nproc-per-node",
@@ -72,8 +72,8 @@ def explain(path: str) -> None:
 def plan(script: str | None, arguments: tuple[str, ...], **given: Any) -> None:
     """Choose a strategy for SCRIPT without training: measured, predicted, tried, explained, written to strategy.yaml.
 
-    The script runs up to its fleet.distribute(..., sample=...). With --nodes: predict for another machine, from the
-    probe of SCRIPT, or without one from the last.
+    The script runs up to its fleet.distribute(..., sample=...); its own options come after `--`. With --nodes: predict
+    for another machine, from the probe of SCRIPT, or without one from the last.
     """
     from fleetx.errors import FleetxError
     from fleetx.planner import command

@@ -41,6 +41,14 @@ def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:
     return [name for name in _by_size(model, "", size) if not any(t.startswith(f"{name}.") for t in tied)]
 
 
+def largest(model: nn.Module, size: int) -> int:
+    """Bytes of the largest of them, the model itself included."""
+    modules = dict(named_modules(model))
+    names = segments(model, [], size)
+    found = [sum(p.nbytes for p in modules[name].parameters()) for name in names]
+    return max((*found, sum(p.nbytes for p in model.parameters()) - sum(found)))
+
+
 def _tied(model: nn.Module) -> list[str]:
     """The names of parameters that have several. FSDP would divide each of them apart."""
     names: dict[nn.Parameter, list[str]] = {}

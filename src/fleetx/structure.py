@@ -40,6 +40,12 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def samples_in(value: Any) -> int:
+    """How many samples a batch has: the first dimension that most of its tensors have; 0 where there is none."""
+    lengths = [len(t) for t in tensors_of(value) if t.dim()]
+    return max(lengths, key=lengths.count, default=0)
+
+
 def _map(function: Function, value: Any, strict: bool, kind: Kind, above: tuple[int, ...]) -> Any:
     leaves, structure = pytree.tree_flatten(value)
     mapped = [_leaf(function, leaf, strict, kind, above) for leaf in leaves]

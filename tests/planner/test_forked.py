@@ -48,8 +48,8 @@ def test_an_error_is_a_sentence():
     assert "no such thing" in forked(call, seconds=60).error
 
 
-def test_a_child_that_is_killed_ran_out_of_memory():
-    assert forked(lambda: os.kill(os.getpid(), signal.SIGKILL), seconds=60).error == "it ran out of memory"
+def test_a_child_that_is_killed_may_have_run_out_of_memory():
+    assert "killed, as when memory runs out" in forked(lambda: os.kill(os.getpid(), signal.SIGKILL), seconds=60).error
 
 
 def test_more_memory_than_there_is_is_an_answer():

@@ -240,7 +240,9 @@ def forward_backward(
     A dict goes into the model as keywords, a tuple or list as positions. Without `loss_fn` the model must return its
     loss: a tensor, or an output with a `loss`.
     """
-    return _engine(model).forward_backward(inputs, target, loss_fn)
+    engine = _engine(model)
+    roster.check_feed(engine, inputs)
+    return engine.forward_backward(inputs, target, loss_fn)
 
 
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:

@@ -15,13 +15,14 @@ from fleetx.engine import Engine
 from fleetx.errors import UsageError
 from fleetx.forwards import Layer, wrap
 from fleetx.strategy import DistributedStrategy
-from fleetx.structure import tensors_of
+from fleetx.structure import samples_in
 
 if TYPE_CHECKING:
     from fleetx.planner import Chosen
 
 engines: weakref.WeakKeyDictionary[Engine, DistributedStrategy] = weakref.WeakKeyDictionary()
 chosen: weakref.WeakKeyDictionary[Engine, Chosen] = weakref.WeakKeyDictionary()
+feeds: weakref.WeakKeyDictionary[Engine, Feed] = weakref.WeakKeyDictionary()  # of pipelines
 
 
 def find(which: nn.Module | Optimizer | None, *, half: bool) -> Engine:
@@ -67,9 +68,8 @@ class Feed:
 
     def check(self, inputs: Any) -> None:
         """The first batch must be as large as planned; later ones may be smaller, at the end of the data."""
-        found = next((len(t) for t in tensors_of(inputs) if t.dim()), None)
-        feed = self._plan.feed
-        if found is not None and (found > feed or (found < feed and not self._begun)):
+        found, feed = samples_in(inputs), self._plan.feed
+        if found and (found > feed or (found < feed and not self._begun)):
             raise UsageError(
                 f"auto has planned for {feed} samples at a time, and a batch of {found} came: make the loader with "
                 f"batch_size=fleet.batch().feed ({self._plan.total} samples in an update = {feed} x "
@@ -88,5 +88,12 @@ def watch(engine: Engine, plan: Chosen) -> None:
             feed.check((args, kwargs))
         return inner(*args, **kwargs)
 
-    if type(engine) is Engine:  # a pipeline calls the model with pieces of the batch
+    if type(engine) is Engine:
         wrap(engine.model, Layer.MATHEMATICS, around)
+    else:  # a pipeline calls the model with pieces of the batch
+        feeds[engine] = feed
+
+
+def check_feed(engine: Engine, inputs: Any) -> None:
+    if engine in feeds and torch.is_grad_enabled():
+        feeds[engine].check(inputs)

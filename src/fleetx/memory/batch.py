@@ -129,11 +129,7 @@ def tried(step: Step, arm: Arm | None) -> int:
 
 def _tried_here(step: Step, arm: Arm | None) -> int:
     """An accelerator that is full raises an error, and nothing dies. A copy is tried: the model stays as it is."""
-    model = copy.deepcopy(step.model)
-    twins = dict(zip(step.model.parameters(), model.parameters(), strict=True))
-    optimizer = copy.copy(step.optimizer)
-    groups = [group | {"params": [twins[p] for p in group["params"]]} for group in step.optimizer.param_groups]
-    optimizer.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    model, optimizer = twins(step.model, step.optimizer)
     step = replace(step, model=model, optimizer=optimizer)
     torch.cuda.reset_peak_memory_stats(step.device)
     try:
@@ -141,6 +137,16 @@ def _tried_here(step: Step, arm: Arm | None) -> int:
     except torch.cuda.OutOfMemoryError as error:
         raise StrategyError(f"the trial of a batch of {step.batch} ran out of memory: {error}") from None
     return torch.cuda.max_memory_allocated(step.device)
+
+
+def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Copies, the optimizer's with nothing gathered."""
+    made = copy.deepcopy(model)
+    of = dict(zip(model.parameters(), made.parameters(), strict=True))
+    other = copy.copy(optimizer)
+    groups = [group | {"params": [of[p] for p in group["params"]]} for group in optimizer.param_groups]
+    other.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    return made, other
 
 
 def _run(step: Step, arm: Arm | None) -> int:

@@ -28,12 +28,12 @@ class Auto(Part):
     trials: Annotated[int, Field(ge=0)] = 3
     """Plans that are tried for real."""
     max_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """The longest search."""
+    """After so many no plan is tried any more."""
     cache: bool = True
     """Keep the result for the next run."""
 
     chooses: ClassVar[bool] = True
-    costs: ClassVar[str] = "time: a search of at most max_seconds, before training"
+    costs: ClassVar[str] = "time: a search before training, of about max_seconds"
 
     def problems(self) -> Iterator[str]:
         if isinstance(self.memory_budget, str):

@@ -106,7 +106,8 @@ class Pipeline(Part):
                 yield from (Offer({"degree": degree, "accumulate_steps": n * degree}) for n in (1, 2, 4))
 
     def cost(self, bill: Bill) -> None:
-        bill.stages = self.degree or len(self.stages) + 1
+        declared = len(self.stages) + 1 if self.stages else None
+        bill.stages = modes.ranks(declared, self.degree, self.schedule_mode, bill.scene.ranks)
         bill.micro, bill.late = self.number, True
 
     # --- acts -------------------------------------------------------------------------------------

@@ -23,11 +23,14 @@ from torch.optim import Optimizer
 
 from fleetx.errors import UsageError
 from fleetx.memory.sizes import parse
+from fleetx.memory.trace import random_kept
 from fleetx.planner import probe, report, store
 from fleetx.planner.candidates import declared, offered
 from fleetx.planner.job import Job, from_first
 from fleetx.planner.search import Search, allowed, ways
+from fleetx.refusals import refuse
 from fleetx.strategy import DistributedStrategy
+from fleetx.structure import plain_name
 from fleetx.world import World
 
 NO_SAMPLE = (
@@ -35,6 +38,11 @@ NO_SAMPLE = (
     "    x, y = next(iter(loader))\n"
     "    model, optimizer = fleet.distribute(model, optimizer, strategy, sample=(x, y), loss_fn=loss_fn)\n"
     "Where the model returns its loss: sample=batch, without loss_fn"
+)
+
+ONLY_FORM = (
+    "a pipeline: call fleet.forward_backward(batch) instead of model(x) and loss.backward(), and give all ranks of one "
+    "replica the same batch (fleet.replica_index(), fleet.replica_num())"
 )
 
 
@@ -64,22 +72,30 @@ def choose(
     """Every rank must call it. Raises StrategyError where no plan fits."""
     if sample is None:
         raise UsageError(NO_SAMPLE)
-    job = Job.of(model, optimizer, sample, loss_fn)
+    refuse(strategy.plan(), model, optimizer, world, {p: plain_name(n) for n, p in model.named_parameters()})
+    job = Job.of(model, optimizer, sample, loss_fn).shared(world)
     settings = strategy.auto_configs
+    batch = settings["global_batch"]
+    if batch is not None and batch < world.size:
+        raise UsageError(f"auto_configs['global_batch'] = {batch}: each of {world.size} ranks needs a sample")
     name = store.key(job, strategy, world, world.hosts())
     known = from_first(world, lambda: store.load(name) if settings["cache"] else None)
     if known is None:
-        known = _searched(job, strategy, world, settings)
+        with random_kept():
+            known = _searched(job, strategy, world, settings)
         if world.rank == 0 and settings["cache"]:
             store.save(name, known)
     else:
         known["text"] += "\nchosen before, for the same model, batch and world: auto_configs['cache'] = False asks anew"
     made = known["declared"], known["equation"]
-    path = from_first(world, lambda: str(report.write(*made, Path.cwd())))
-    return Chosen(
-        DistributedStrategy(**known["declared"]), known["feed"], known["merged"], known["replicas"],
-        f"{known['text']}\nwritten to {path}: DistributedStrategy.load of it repeats the run without auto", path,
-    )  # fmt: skip
+    path = from_first(world, lambda: report.write(*made, Path.cwd()))
+    chosen = DistributedStrategy(**known["declared"])
+    lines = [known["text"]]
+    if path:
+        lines.append(f"written to {path}: DistributedStrategy.load of it repeats the run without auto")
+    if any(part.divides and part.span(model, world) > 1 for part in chosen.plan().parts):
+        lines.append(ONLY_FORM)
+    return Chosen(chosen, known["feed"], known["merged"], known["replicas"], "\n".join(lines), path)
 
 
 def _searched(job: Job, strategy: DistributedStrategy, world: World, settings: Any) -> dict[str, Any]:

@@ -53,12 +53,16 @@ def declared(strategy: DistributedStrategy) -> dict[str, Any]:
     return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in choosers}
 
 
-def offered(strategy: DistributedStrategy, scene: Scene, work: Work, *, allow: str) -> Iterator[Candidate]:
+def offered(
+    strategy: DistributedStrategy, scene: Scene, work: Work, *, allow: str, budgets: bool = True
+) -> Iterator[Candidate]:
+    """budgets: may recomputation be chosen, too?"""
     mine = declared(strategy)
     given = {key.removesuffix("_configs") for key in mine}
     free: dict[str, list[Offer | None]] = {}
     for switch, part in every().items():
-        if switch in given or part.always or any(name in given for name in part.flat):
+        said = switch in given or any(name in given for name in part.flat)
+        if said or part.always or (part.segments and not budgets):
             continue
         if offers := [offer for offer in part.offers(scene) if offer.needs in ALLOWED[allow]]:
             free[switch] = [None, *offers]
@@ -89,6 +93,8 @@ def cut(bill: Bill, samples: int) -> int | None:
     batch = bill.scene.global_batch
     if batch is None:
         return samples
+    if not bill.replicas:
+        return None  # a pipeline longer than there are ranks
     feed, rest = divmod(batch, bill.merged * bill.replicas)
     return feed if feed and not rest and feed % bill.micro == 0 else None
 

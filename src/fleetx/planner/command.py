@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,19 +26,26 @@ def measured(script: str, arguments: Sequence[str], given: Mapping[str, Any]) ->
     settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False}
     if given["memory"] is not None and given["nodes"] is None:  # with --nodes it is that of the other machine
         settings["memory_budget"] = given["memory"]
+    if given["memory"] is not None:
+        parse(given["memory"])  # before anything is started
     words = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
-    os.environ[ASKED] = yaml.safe_dump(settings)
-    try:
-        return main([*words, script, *arguments])
-    finally:
-        del os.environ[ASKED]
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.json"
+        os.environ[ASKED], os.environ[store.PROBE] = yaml.safe_dump(settings), str(probe)
+        try:
+            code = main([*words, script, *arguments])
+        finally:
+            del os.environ[ASKED], os.environ[store.PROBE]
+        if not code and not probe.exists():
+            raise UsageError(f"{script} ended without fleet.distribute(model, optimizer, ..., sample=...)")
+    return code
 
 
 def what_if(given: Mapping[str, Any]) -> str:
     """Raises UsageError or ValueError for what cannot be understood."""
     if missing := [f"--{name}" for name in ("link", "memory") if given[name] is None]:
         raise UsageError(f"what if {given['nodes']} nodes: {' and '.join(missing)} must be said too")
-    if given["speed"] <= 0 or given["latency"] < 0:
+    if not 0 < given["speed"] < math.inf or not 0 <= given["latency"] < math.inf:
         raise UsageError("--speed must be above 0, and --latency not below")
     found = store.probe(given["probe"])
     if found is None:
@@ -46,6 +56,9 @@ def what_if(given: Mapping[str, Any]) -> str:
         inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse(given["memory"]),
         latency=given["latency"], compute=given["speed"], global_batch=given["global_batch"],
     )  # fmt: skip
+    batch, ranks = given["global_batch"], given["nodes"] * given["gpus_per_node"]
+    if batch is not None and batch % ranks:
+        raise UsageError(f"--global_batch {batch} cannot be cut evenly for {ranks} ranks")
     rows = whatif.rows(machine, scene, work, declared, allow=given["allow"] or "exact")
     if given["plot"] is not None:
         whatif.plot(rows, given["plot"])

@@ -140,8 +140,10 @@ def _peak(bill: Bill, work: Work, way: Way, n: float, stages: Sequence[Sequence[
         running = floor = max(_stage_peak(bill, work, line, n, stages, number) for number in range(len(stages)))
     elif bill.shards > 1:
         divided = work.fixed / bill.shards
-        segments = min(SEGMENT, work.parameters)
-        gathered = work.parameters + segments if bill.gathers == 1 else min(IN_FLIGHT * segments, work.parameters)
+        segments, huge = min(SEGMENT, work.parameters), max(work.segment, 0)
+        # Of one module that is larger than a segment should be, the gradient and what is scattered come beside it.
+        most = work.parameters + (segments if huge <= SEGMENT else 2 * huge)
+        gathered = most if bill.gathers == 1 else max(min(IN_FLIGHT * segments, work.parameters), 3 * huge)
         running = divided + gathered + line.slope * n
         floor = work.floor / bill.shards
         running += work.gradients if bill.merged > 1 else 0  # FSDP adds up whole gradients until it reduces them

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+KILLED = "it was killed, as when memory runs out"
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,20 @@ def forked(call: Callable[[], Any], *, seconds: float) -> Answer:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)  # it has answered, or will not
-        _, status = os.waitpid(child, 0)
+        status = _status(child)
     if text is None:
         return Answer(error=f"it took more than {seconds:.0f} s")
     if not text:
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        return Answer(error="it ran out of memory" if killed else f"it died (status {status})")
+        return Answer(error=KILLED if killed else f"it died (status {status})")
     return Answer(**json.loads(text))
+
+
+def _status(child: int) -> int:
+    try:
+        return os.waitpid(child, 0)[1]
+    except ChildProcessError:  # somebody ignores SIGCHLD, and nobody knows any more
+        return signal.SIGKILL
 
 
 def _read(pipe: int, until: float) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.errors import UsageError
+from fleetx.memory.batch import twins
 from fleetx.memory.trace import Step
 from fleetx.part import Part
+from fleetx.planner.forked import forked
 from fleetx.stage import Stage
-from fleetx.structure import LossFn, arguments, map_tensors, tensors_of
+from fleetx.structure import LossFn, arguments, map_tensors, samples_in, tensors_of
 from fleetx.world import World
 
 
@@ -31,14 +34,44 @@ class Job:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer, sample: Any, loss_fn: Callable[..., Tensor] | None) -> Job:
-        """With `loss_fn` the sample is (inputs, targets)."""
+        """With `loss_fn` the sample is (inputs, targets). Raises UsageError for what is none."""
+        sample = dict(sample) if isinstance(sample, Mapping) else sample
         if loss_fn is not None and not (isinstance(sample, tuple | list) and len(sample) == 2):
             raise UsageError("with loss_fn the sample must be a pair: sample=(inputs, targets)")
         inputs, targets = sample if loss_fn is not None else (sample, None)
-        samples = next((len(t) for t in tensors_of(inputs) if t.dim()), 0)
+        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        samples = samples_in((inputs, targets))
         if not samples:
             raise UsageError("the sample must have at least one tensor with at least one sample in it")
         return Job(model, optimizer, inputs, targets, loss_fn, samples)
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Tensor] | None:
+        """Of outputs and targets, where there may be none."""
+        function = self.loss_fn
+        if function is None or self.targets is not None:
+            return function
+        return lambda out, _: function(out)
+
+    def shared(self, world: World) -> Job:
+        """All ranks measure with the batch of rank 0: theirs may differ, and the ranks of a pipeline need the same."""
+        shapes = [[list(t.shape), str(t.dtype)] for t in tensors_of((self.inputs, self.targets))]
+        others = everyone(world, shapes)
+        if different := next((rank for rank, theirs in enumerate(others) if theirs != others[0]), None):
+            raise UsageError(
+                f"the samples of rank 0 and rank {different} have different shapes: give every rank one of the same"
+            )
+        buffer = io.BytesIO()
+        torch.save([t.detach().cpu() for t in tensors_of((self.inputs, self.targets))], buffer)
+        told = torch.load(io.BytesIO(world.said_by_first(buffer.getvalue())), weights_only=True)
+        first = iter(told)
+        inputs, targets = map_tensors(lambda t: next(first).to(t.device), (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
+
+    def copied(self) -> Job:
+        """Where a trial runs in this process: the model and the optimizer of the user stay as they are."""
+        model, optimizer = twins(self.model, self.optimizer)
+        return replace(self, model=model, optimizer=optimizer)
 
     def batch(self, n: int) -> tuple[Any, Any]:
         """Inputs and targets of n samples: those of the sample, over and over."""
@@ -53,7 +86,7 @@ class Job:
     def step(self, n: int, parts: Sequence[Part], *, kept: bool, beside: int = 0) -> Step:
         args, kwargs = arguments(self.inputs)
         return Step(
-            self.model, self.optimizer, args, kwargs, self.loss_fn, self.targets, batch=n, samples=self.samples,
+            self.model, self.optimizer, args, kwargs, self.loss, self.targets, batch=n, samples=self.samples,
             parts=[part for part in parts if part.local], kept_gradients=kept, beside=beside,
         )  # fmt: skip
 
@@ -85,6 +118,16 @@ def everyone(world: World, data: Any) -> list[Any]:
     buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = world.gather(buffer.to(world.device)).cpu()
     return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+
+
+def apart(make: Callable[[], Any], device: torch.device) -> Any:
+    """In a child: it may run the user's code on tensors without data, and nothing of that may be left here."""
+    if device.type == "cuda":
+        return make()
+    answer = forked(make, seconds=600)
+    if answer.error:
+        raise UsageError(f"the bytes of this model cannot be counted: {answer.error}")
+    return answer.value
 
 
 def from_first(world: World, make: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def reduced(world: World, dtype: torch.dtype = torch.float32) -> Link:
 
 def _stolen(world: World, tensor: torch.Tensor, seconds: float) -> float:
     """How much longer, for each byte, arithmetic takes that runs while the tensor is reduced."""
-    a = torch.randn(512, 512, device=world.device)
+    a = torch.ones(512, 512, device=world.device)
 
     def compute(times: int) -> float:
         world.barrier()
@@ -159,10 +160,21 @@ def _now(world: World) -> float:
 def memory() -> int:
     """Bytes that this machine, or the cgroup of this process, has in all."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    try:
+        with open("/proc/self/cgroup") as file:
+            mine = next((line.strip().split("::")[1] for line in file if line.startswith("0::")), "/")
+    except OSError:
+        mine = "/"
+    names = [f"/sys/fs/cgroup{above if above != '/' else ''}/memory.max" for above in _upwards(mine)]
+    for name in (*names, "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(name) as file:
                 limits.append(int(file.read()))
         except (OSError, ValueError):  # it is not there, or says "max"
             continue
     return min(limits)
+
+
+def _upwards(path: str) -> list[str]:
+    """A folder and all above it: each may have a limit."""
+    return [path, *(str(above) for above in PurePosixPath(path).parents)]

@@ -3,7 +3,6 @@ tensors without data."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -13,25 +12,26 @@ from typing import Any
 
 import torch
 
+from fleetx import shards
 from fleetx.bill import Scene
 from fleetx.compose import compose
 from fleetx.engine import Engine
 from fleetx.errors import UsageError
-from fleetx.memory.trace import estimate, loss
+from fleetx.memory.trace import estimate
 from fleetx.part import Part
 from fleetx.pipeline.balance import cuttable
 from fleetx.planner import links
+from fleetx.planner.cost import SEGMENT
 from fleetx.planner.forked import Answer, forked
-from fleetx.planner.job import Job, alone, everyone, from_first, name, now
+from fleetx.planner.job import Job, alone, apart, everyone, from_first, name, now
 from fleetx.planner.work import Line, Piece, Way, Work
 from fleetx.recompute import budget
 from fleetx.recompute.probe import probes
 from fleetx.roles import Place
 from fleetx.routes import inside_hosts
-from fleetx.structure import arguments
+from fleetx.structure import loss_by
 from fleetx.world import World, anew
 
-log = logging.getLogger(__name__)
 HALVES = (torch.float16, torch.bfloat16)
 SLOW = 1.5  # times: another way to run a forward that takes so much longer is not looked at more closely
 SHORT = 1.0  # seconds: of a step that takes less, the better of two counts
@@ -54,7 +54,7 @@ def scene(world: World, *, memory: int | None, global_batch: int | None) -> Scen
 def _memory(world: World, neighbours: int) -> int:
     """What a rank may use: on a CPU its share of the machine, less a tenth that is left to the rest of it."""
     if world.device.type == "cuda":
-        mine = torch.cuda.mem_get_info(world.device)[1]
+        mine = torch.cuda.mem_get_info(world.device)[0]
     else:
         mine = int(0.9 * links.memory() / neighbours)
     least = torch.tensor([-mine], dtype=torch.int64, device=world.device)
@@ -77,7 +77,7 @@ def work(
     if plain.error:
         raise UsageError(f"the model could not be run with the sample that was given: {plain.error}")
     times = plain.value["times"]
-    made = from_first(world, lambda: _counted(job, base, ends).written())
+    made = from_first(world, lambda: apart(lambda: _counted(job, base, ends).written(), world.device))
     found = replace(Work.of(made), update=plain.value["update"])
     found = replace(found, plain=_way(times, found.plain.peak))
     for parts in ways:
@@ -107,7 +107,7 @@ def _another(
     if sum(times[0][1:]) < SLOW * sum(plain[0][1:]) and len(sizes) > 1:
         last = _timed(job, parts, sizes[-1:], world, seconds)
         times = times + last.value["times"] if not last.error else times
-    kept, border = from_first(world, lambda: _changed(job, parts, ends))
+    kept, border = from_first(world, lambda: apart(lambda: _changed(job, parts, ends), world.device))
     return replace(_way(times, Line.through(list(zip(ends, kept, strict=True)))), border=border)
 
 
@@ -142,20 +142,22 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
         pieces.append(Piece(block.name, seconds, sum(p.nbytes for p in own), block.input // n, saved, starts))
     return Work(
         job.samples, Way(peak=peak), 0.0, first.parameters, first.gradients, first.optimizer, first.buffers,
-        first.updating, sum(p.requires_grad for p in job.model.parameters()), tuple(pieces),
+        first.updating, sum(p.requires_grad for p in job.model.parameters()),
+        shards.largest(job.model, SEGMENT), tuple(pieces),
     )  # fmt: skip
 
 
 # --- real steps -----------------------------------------------------------------------------------
-def together(call: Callable[[World], Any], world: World, seconds: float) -> list[Answer]:
+def together(call: Callable[[Job, World], Any], job: Job, world: World, seconds: float) -> list[Answer]:
     """In a child of every rank, with a world of their own. The answers of all ranks, on all ranks."""
     with socket.create_server(("", 0), backlog=128) as meeting:
-        mine = os.environ.get("MASTER_ADDR", "127.0.0.1"), meeting.getsockname()[1]
+        first = world.place.master.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        mine = first, meeting.getsockname()[1]
         host, port = everyone(world, mine)[0]
         if world.device.type == "cuda":  # a device that is in use cannot be forked; nor does one die that is full
-            answer = _here(lambda: call(world))
+            answer = _here(lambda: call(job.copied(), world))
         else:
-            answer = forked(lambda: call(anew(world, host, port, meeting.detach())), seconds=seconds)
+            answer = forked(lambda: call(job, anew(world, host, port, meeting.detach())), seconds=seconds)
     return [Answer(**told) for told in everyone(world, {"value": answer.value, "error": answer.error})]
 
 
@@ -168,7 +170,7 @@ def _here(call: Callable[[], Any]) -> Answer:
 
 def _timed(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World, seconds: float) -> Answer:
     """The times of the slowest rank."""
-    answers = together(partial(_run, job, parts, sizes), world, seconds)
+    answers = together(partial(_run, parts, sizes), job, world, seconds)
     if wrong := next((answer for answer in answers if answer.error), None):
         return wrong
     values = [answer.value for answer in answers]
@@ -178,22 +180,20 @@ def _timed(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World, 
     return Answer(value={"times": times, "update": max(v["update"] for v in values)})
 
 
-def _run(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World) -> Any:
+def _run(parts: Sequence[Part], sizes: Sequence[int], job: Job, world: World) -> Any:
     """In a child: forward, backward and update, of each size, all ranks at once."""
     here = World(Place(), world.device)
     engine = Engine(compose(alone(parts)), job.model, job.optimizer, here)
     model, optimizer = engine.model, engine.optimizer
-    step = job.step(sizes[0], parts, kept=False)
     times: list[tuple[int, float, float]] = []
     updates: list[float] = []
     for n in (sizes[0], *sizes):  # the first time is to warm up
         inputs, targets = job.batch(n)
-        args, kwargs = arguments(inputs)
         best: tuple[float, float] | None = None
         for _ in range(2):
             world.barrier()
             begun = now(world.device)
-            value = loss(step, model(*args, **kwargs), targets)
+            value = loss_by(model, inputs, targets, job.loss_fn)
             passed = now(world.device)
             value.backward()
             undone = now(world.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fleetx.bill import Scene
 from fleetx.memory.sizes import words
 from fleetx.planner.search import Considered, Search
 from fleetx.planner.work import Work
 
+log = logging.getLogger(__name__)
 MARK = "# chosen by fleetx: strategy.auto"
 SHOWN = 12
 WIDTH = 150
@@ -30,11 +33,12 @@ def table(plans: Sequence[Considered], *, shown: int = SHOWN) -> str:
     )  # fmt: skip
     for one in plans[:shown]:
         trial = one.trial if one.trial is not None and not one.trial.error else None
-        out.add_row(
+        cells = [
             one.candidate.title, str(one.candidate.feed), f"{'' if one.exact else '~'}{one.account.seconds:.3g}",
             f"{trial.seconds:.3g}" if trial else "", words(one.account.peak),
             words(trial.peak) if trial and trial.peak else "", one.why or "chosen",
-        )  # fmt: skip
+        ]  # fmt: skip
+        out.add_row(*map(Text, cells))  # as they are: an error may have brackets in it
     text = io.StringIO()
     Console(file=text, width=WIDTH, force_terminal=False, no_color=True).print(out)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
@@ -75,11 +79,22 @@ def full(search: Search, best: Considered, took: float) -> str:
     )
 
 
-def write(declared: dict[str, Any], equation: str, folder: Path) -> Path:
-    """The strategy of the winner. A file that somebody else wrote is left as it is."""
+_written: set[Path] = set()  # by this process: another model has another strategy
+
+
+def write(declared: dict[str, Any], equation: str, folder: Path) -> str:
+    """The strategy of the winner; where it was written. A file that somebody else wrote is left as it is."""
+    try:
+        return str(_write(declared, equation, folder))
+    except OSError as error:
+        log.warning("the chosen strategy could not be written: %s", error)
+        return ""
+
+
+def _write(declared: dict[str, Any], equation: str, folder: Path) -> Path:
     path = folder / "strategy.yaml"
     number = 0
-    while path.exists() and not _ours(path):
+    while path in _written or (path.exists() and not _ours(path)):
         number += 1
         path = folder / f"strategy.auto{number if number > 1 else ''}.yaml"
     text = f"{MARK}\n# {equation}\n" + yaml.safe_dump(declared, sort_keys=False)
@@ -89,9 +104,12 @@ def write(declared: dict[str, Any], equation: str, folder: Path) -> Path:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+    _written.add(path)
     return path
 
 
 def _ours(path: Path) -> bool:
+    if not path.is_file():
+        return False
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.readline().startswith(MARK)

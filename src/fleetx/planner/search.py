@@ -18,7 +18,7 @@ from fleetx.memory.sizes import words
 from fleetx.part import Part, every
 from fleetx.planner.candidates import Candidate, declared
 from fleetx.planner.cost import Account, account
-from fleetx.planner.job import Job, by_budget, from_first, name
+from fleetx.planner.job import Job, apart, by_budget, from_first, name
 from fleetx.planner.trial import Trial, tried
 from fleetx.planner.work import Work
 from fleetx.recompute import budget
@@ -29,6 +29,7 @@ from fleetx.structure import plain_name
 from fleetx.world import World
 
 log = logging.getLogger(__name__)
+SMALLEST = 3  # plans of which it is found out exactly, where nothing else fits, whether they do
 AGAIN = 0.6  # of the activations: what recomputing all blocks may free, as a first guess
 
 
@@ -72,7 +73,7 @@ class Search:
         self.considered = len(candidates)
         self.plans = sorted(_undominated(kept), key=self._order)
         for one in self.plans:
-            if not self._fits(one):
+            if not self._fits(one) and (one.exact or self.work.fixed > self.scene.memory):
                 one.why = f"takes {words(one.account.peak)}, and {words(self.scene.memory)} are allowed"
             elif error := self.work.way(name(one.candidate.plan.parts)).error:
                 one.why = f"does not run here: {error}"
@@ -89,10 +90,14 @@ class Search:
 
     def try_out(self, number: int, until: float) -> None:
         """The first ones, as long as there is time."""
-        for one in self._open()[:number]:
+        good = 0
+        while good < number:
+            one = next((one for one in self._open() if one.trial is None and one.exact), None)
+            if one is None:
+                return
             left, needed = until - time.monotonic(), 3 * one.account.seconds * one.candidate.bill.every + 2
             if not from_first(self.world, partial(operator.gt, left, needed)):
-                continue
+                return
             divided = any(part.divides for part in one.candidate.plan.parts)
             one.trial = tried(
                 self.job, one.candidate, self.world, seconds=max(30.0, 10 * needed), peak=divided and needed < left / 2
@@ -101,13 +106,24 @@ class Search:
                 one.why = f"failed when tried: {one.trial.error}"
             elif one.trial.peak > self.scene.memory:
                 one.why = f"took {words(one.trial.peak)} when tried, and {words(self.scene.memory)} are allowed"
+            else:
+                good += 1
+            self.sharpen(1)
 
     def winner(self) -> Considered:
         """Raises StrategyError where no plan fits."""
         good = self._open()
+        good = [one for one in good if one.exact]
+        if not good:  # perhaps the smallest of those that were only guessed
+            rough = sorted((one for one in self._open() if not one.exact), key=lambda one: one.account.peak)
+            for one in rough[:SMALLEST]:
+                self._exactly(one)
+            good = [one for one in self._open() if one.exact]
         if not good:
             raise StrategyError(self._impossible())
         measured = [one for one in good if one.trial is not None]
+        if not measured and any(one.trial is not None for one in self.plans):
+            raise StrategyError(self._impossible())  # what was tried failed: the next is no better known
         small = self.objective == "memory"
         best = min(measured or good[:1], key=lambda one: one.account.peak if small else one.seconds)
         for one in good:
@@ -126,7 +142,7 @@ class Search:
     def _order(self, one: Considered) -> tuple[bool, float, float]:
         seconds, peak = one.account.seconds, one.account.peak
         first, second = (peak, seconds) if self.objective == "memory" else (seconds, peak)
-        return bool(one.why) or not self._fits(one), first, second
+        return bool(one.why), first, second
 
     def _bare(self, candidate: Candidate) -> tuple[str, ...]:
         """A candidate but for its recomputation."""
@@ -139,7 +155,7 @@ class Search:
         if not candidate.budgeted:
             return Considered(candidate, plain)
         activations = max(plain.peak - self.work.fixed, 1)
-        least = plain.peak - AGAIN * activations
+        least = plain.peak - AGAIN * activations  # perhaps more: whether it can be met is found out exactly
         least_asked = any(getattr(part, "memory_budget", None) == "min" for part in candidate.plan.parts)
         wanted = least if least_asked else max(self.scene.memory, least)
         share = min(max(plain.peak - wanted, 0) / (AGAIN * activations), 1.0)
@@ -148,12 +164,14 @@ class Search:
         return Considered(candidate, made, exact=False)
 
     def _exactly(self, one: Considered) -> None:
-        found = from_first(self.world, lambda: self._planned(one.candidate))
+        found = from_first(self.world, lambda: apart(lambda: self._planned(one.candidate), self.world.device))
         one.exact = True
         if "error" in found:
             one.why = found["error"]
             one.account = replace(one.account, peak=found["least"])
             return
+        if found["peak"] > self.scene.memory:
+            one.why = f"takes {words(found['peak'])}, and {words(self.scene.memory)} are allowed"
         way = self.work.way(name(one.candidate.plan.parts))
         one.account = account(
             one.candidate.bill, self.work, way, one.candidate.feed, again=found["added"], peak=found["peak"]
@@ -185,12 +203,15 @@ class Search:
         return f"{verb} {mine / its:.2f} times as long"
 
     def _impossible(self) -> str:
-        tried_ = [one for one in self.plans if one.trial is not None or one.account.peak]
-        least = min(tried_, key=lambda one: one.account.peak, default=None)
+        least = min(self.plans, key=lambda one: one.account.peak, default=None)
         if least is None:
-            return "auto found no plan that this model, optimizer and strategy allow"
-        if self._fits(least):
-            return f"auto: no plan could be run. The first was {least.candidate.title}: {least.why}"
+            batch, ranks = self.scene.global_batch, self.scene.ranks
+            cut = f", or that cuts a global batch of {batch} evenly for {ranks} ranks" if batch else ""
+            return f"auto found no plan that this model, optimizer and strategy allow{cut}"
+        failed = [one for one in self.plans if one.trial is not None and one.trial.error]
+        if failed or self._fits(least):
+            first = (failed or [least])[0]
+            return f"auto: no plan could be run. The first was {first.candidate.title}: {first.why}"
         return (
             f"auto: no plan fits into {words(self.scene.memory)}. The least is {words(least.account.peak)}, by "
             f"{least.candidate.title} with {least.candidate.feed} samples at a time. A smaller batch for each rank "
@@ -230,7 +251,7 @@ def allowed(candidates: Iterator[Candidate], job: Job, world: World) -> Iterator
     names = {p: plain_name(n) for n, p in job.model.named_parameters()}
     known: dict[tuple[str, ...], bool] = {}
     for candidate in candidates:
-        key = tuple(sorted(candidate.chosen))
+        key = tuple(map(repr, candidate.plan.parts))
         if key not in known:
             try:
                 refuse(candidate.plan, job.model, job.optimizer, world, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -9,20 +10,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fleetx import __version__
 from fleetx.bill import Link, Scene
+from fleetx.errors import UsageError
+from fleetx.planner import links
 from fleetx.planner.job import Job
 from fleetx.planner.work import Work
 from fleetx.recompute import store
 from fleetx.strategy import DistributedStrategy
+from fleetx.structure import tensors_of
 from fleetx.world import World
 
 log = logging.getLogger(__name__)
 _LAST = "last_probe"
+_VERSION = 1  # of what is stored
+_FIELDS = {"declared", "equation", "text", "feed", "merged", "replicas"}
+PROBE = "FLEETX_PLAN_PROBE"  # a file to which the probe is written too
 
 
 def key(job: Job, strategy: DistributedStrategy, world: World, hosts: list[int]) -> str:
-    about = sorted(strategy.declared().items()), world.size, [hosts.count(host) for host in hosts], job.samples
+    about = (
+        _VERSION, __version__, sorted(strategy.declared().items()), world.size, [hosts.count(host) for host in hosts],
+        job.samples, [(tuple(t.shape), str(t.dtype)) for t in tensors_of(job.targets)], links.memory(),
+        _code(job.loss_fn), sorted({_code(type(module)) for module in job.model.modules()}),
+    )  # fmt: skip
     return store.key(job.step(job.samples, strategy.plan().parts, kept=True), repr(about))
+
+
+def _code(thing: Any) -> str:
+    """What the user wrote, as far as it can be read: another forward, or another loss, is another job."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -31,7 +51,7 @@ def load(name: str) -> dict[str, Any] | None:
         found = json.loads((folder / f"{name}.json").read_text()) if folder is not None else None
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and found.keys() >= _FIELDS else None
 
 
 def save(name: str, data: dict[str, Any]) -> None:
@@ -49,17 +69,25 @@ def save(name: str, data: dict[str, Any]) -> None:
 
 
 def keep_probe(scene: Scene, work: Work, declared: dict[str, Any]) -> None:
-    save(_LAST, {"scene": asdict(scene), "work": work.written(), "declared": declared})
+    data = {"scene": asdict(scene), "work": work.written(), "declared": declared}
+    save(_LAST, data)
+    if asked := os.environ.get(PROBE):
+        Path(asked).write_text(json.dumps(data))
 
 
 def probe(path: Path | None) -> tuple[Scene, Work, dict[str, Any]] | None:
     """From a file, or the last one; None: there is none."""
-    if path is None:
-        found = load(_LAST)
-    else:
-        found = json.loads(path.read_text())
-    if found is None:
+    folder = store.folder("auto")
+    file = path or (folder / f"{_LAST}.json" if folder is not None else None)
+    if file is None or not file.exists():
         return None
+    try:
+        return _probe(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file} is no probe of this version of fleetx: {error!r}") from None
+
+
+def _probe(found: dict[str, Any]) -> tuple[Scene, Work, dict[str, Any]]:
     scene = found["scene"]
     links: dict[str, Any] = {name: Link(**scene[name]) for name in ("flat", "gather", "scatter", "inner", "outer")}
     links["sixteen"] = {name: Link(**link) for name, link in scene["sixteen"].items()}

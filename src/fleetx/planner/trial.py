@@ -35,11 +35,11 @@ class Trial:
 
 
 def tried(job: Job, candidate: Candidate, world: World, *, seconds: float, peak: bool) -> Trial:
-    answers = together(partial(_train, job, candidate, peak), world, seconds)
+    answers = together(partial(_train, candidate, peak), job, world, seconds)
     # Who is killed breaks the line to the others, who then fail too: the cause is said rather than its consequence.
     errors = [answer.error for answer in answers if answer.error]
     if errors:
-        return Trial(error=min(errors, key=lambda text: ("ran out of memory" not in text, "onnection" in text)))
+        return Trial(error=min(errors, key=lambda text: ("memory" not in text, "onnection" in text)))
     return Trial(max(a.value["seconds"] for a in answers), max(a.value["peak"] for a in answers))
 
 
@@ -48,7 +48,7 @@ def engine_of(candidate: Candidate, job: Job, world: World) -> Engine:
     return kind(candidate.plan, job.model, job.optimizer, world)
 
 
-def _train(job: Job, candidate: Candidate, peak: bool, world: World) -> dict[str, Any]:
+def _train(candidate: Candidate, peak: bool, job: Job, world: World) -> dict[str, Any]:
     engine = engine_of(candidate, job, world)
     inputs, targets = job.batch(candidate.feed)
     cycle = candidate.bill.every  # some updates communicate and others do not

@@ -13,7 +13,7 @@ from fleetx.errors import StrategyError, UsageError
 from fleetx.memory.sizes import words
 from fleetx.planner.candidates import Candidate, offered
 from fleetx.planner.cost import Account, account, bill_of
-from fleetx.planner.job import by_budget, name
+from fleetx.planner.job import name
 from fleetx.planner.work import Work
 from fleetx.strategy import DistributedStrategy
 
@@ -85,9 +85,8 @@ def _row(machine: Machine, nodes: int, probed: Scene, work: Work, declared: dict
     scene = machine.scene(nodes, probed)
     work = work.faster(machine.compute)
     found = []
-    for candidate in offered(DistributedStrategy(**declared), scene, work, allow=allow):
-        if any(by_budget(part) for part in candidate.plan.parts):
-            continue  # what a budget chooses cannot be known without the model
+    # What a budget of bytes chooses cannot be known without the model.
+    for candidate in offered(DistributedStrategy(**declared), scene, work, allow=allow, budgets=False):
         way = work.way(name(candidate.plan.parts))
         if not way.error:
             found.append((candidate, account(candidate.bill, work, way, candidate.feed)))
@@ -153,5 +152,8 @@ def plot(found: Sequence[Row], path: Path) -> None:
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    try:
+        figure.savefig(path, dpi=100)
+    except OSError as error:
+        raise UsageError(f"the plot could not be written: {error}") from None
     pyplot.close(figure)

@@ -83,6 +83,7 @@ class Work:
     buffers: int
     floor: int  # bytes of an update
     tensors: int = 0  # that have gradients
+    segment: int = 0  # bytes of the largest piece that FSDP would gather as one
     pieces: tuple[Piece, ...] = ()
     ways: dict[str, Way] = field(default_factory=dict)
 
