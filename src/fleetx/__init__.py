@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from fleetx.strategy import DistributedStrategy
     from fleetx.train_configs import parse_train_configs
+    from fleetx.trainer import MultiGPUTrainer
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _WHERE = {
     "DownloadError": "fleetx.errors",
     "FleetxError": "fleetx.errors",
     "LaunchError": "fleetx.errors",
+    "MultiGPUTrainer": "fleetx.trainer",
     "StrategyError": "fleetx.errors",
     "UsageError": "fleetx.errors",
     "WorldError": "fleetx.errors",
@@ -46,6 +48,7 @@ __all__ = [
     "DownloadError",
     "FleetxError",
     "LaunchError",
+    "MultiGPUTrainer",
     "StrategyError",
     "UsageError",
     "WorldError",

@@ -20,12 +20,14 @@ VARIABLES = """\
   PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_RANK_IN_NODE
   CUDA_VISIBLE_DEVICES FLAGS_selected_gpus    on GPUs: the chosen ones, and the index of this worker's own
   FLEETX_DEVICE                               cpu or cuda
+  FLEETX_PADDLE_API                           fleetx or paddle, where --paddle-api says so
   OMP_NUM_THREADS                             cores of this machine / its workers, unless set
   GLOO_SOCKET_IFNAME                          the interface of this node's address, lo on one node; unless set
 """
 
 READ = """\
   FLEETX_DEVICE           the default of --device
+  FLEETX_PADDLE_API       the default of --paddle-api
   FLAGS_START_PORT        first port of PADDLE_TRAINER_ENDPOINTS [free ports on one node, 6070 on many]
   CUDA_VISIBLE_DEVICES    the GPUs that may be chosen from
 """

@@ -47,6 +47,7 @@ def of_worker(job: Job, *, world: World, local_rank: int, error_file: Path, give
         "PADDLE_RANK_IN_NODE": str(local_rank),
         # ours
         "FLEETX_DEVICE": job.device,
+        **({"FLEETX_PADDLE_API": job.paddle_api} if job.paddle_api else {}),
         **({"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}),
         **_gpus(job, local_rank=local_rank),
         **_interface(job, world=world, rank=rank, given=given),

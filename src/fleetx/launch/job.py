@@ -21,6 +21,7 @@ class Job:
     rank: int  # of this node
     address: str | None  # of this node, if --ips names it
     master: tuple[str, int] | None  # where many nodes meet; None on one node
+    paddle_api: str | None  # fleetx | paddle; None: Paddle if it is installed
     log_dir: Path
     max_restarts: int
     stop_timeout: int  # seconds between asking a worker to stop and killing it

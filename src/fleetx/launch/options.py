@@ -104,6 +104,14 @@ def _both(name: str) -> tuple[str, str]:
 )
 @_option("-m", "--module", is_flag=True, group="Workers", help="SCRIPT is the name of a module, as in `python -m`.")
 @_option(
+    "--paddle-api",
+    "--paddle_api",
+    type=click.Choice(["fleetx", "paddle"]),
+    envvar="FLEETX_PADDLE_API",
+    group="Workers",
+    help="What `import paddle` gives SCRIPT: fleetx.static, or Paddle itself. [default: Paddle if it is installed]",
+)
+@_option(
     "--ips", metavar="a,b", group="Many nodes", help="Addresses of all nodes, the same on each; they meet at the first."
 )
 @_option(
@@ -198,6 +206,7 @@ def _job(*, given: Mapping[str, str], script: str, arguments: tuple[str, ...], m
         rank=rank,
         address=address,
         master=master,
+        paddle_api=words["paddle_api"],
         log_dir=Path(words["log_dir"]),
         max_restarts=words["max_restarts"],
         stop_timeout=words["stop_timeout"],

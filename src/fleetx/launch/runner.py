@@ -16,6 +16,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 from types import CodeType, ModuleType, TracebackType
 
 WORKER = os.getpid()
+PADDLE_API = "FLEETX_PADDLE_API"
 # Not the file itself: the user's own `@record` may write that one, and go on.
 RECORD = f"{path}.last" if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
@@ -70,6 +71,31 @@ def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
         "__cached__": spec.cached,
         "__spec__": spec,
     }
+
+
+class PaddleScripts:
+    """Lets `import paddle` find fleetx.static. Nothing of fleetx is loaded before a script asks for it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        if name not in ("paddle", "fleet_lightning"):
+            return None
+        from importlib.machinery import PathFinder
+
+        if os.environ.get(PADDLE_API) != "fleetx" and PathFinder.find_spec("paddle") is not None:
+            return None
+        from fleetx.static import install
+
+        return install().find_spec(name)
+
+
+def serve_paddle_scripts() -> None:
+    """Before everything else that could find paddle, or after it."""
+    wanted = os.environ.get(PADDLE_API) or None
+    if wanted not in (None, "fleetx", "paddle"):
+        sys.exit(f"{PADDLE_API}={wanted}: must be fleetx or paddle")
+    if wanted != "paddle":
+        sys.meta_path.insert(0 if wanted else len(sys.meta_path), PaddleScripts)  # type: ignore[arg-type]
 
 
 def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -153,5 +179,6 @@ if __name__ == "__main__":
     _, parent, log, kind, target, *arguments = sys.argv
     die_with(int(parent))
     write_to(log)
+    serve_paddle_scripts()
     sys.argv = [target, *arguments]
     run(kind, target)

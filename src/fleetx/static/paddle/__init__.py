@@ -1,0 +1,41 @@
+"""What `import paddle` gives where fleetx stands in for it: the names that static Fleet scripts use."""
+
+from __future__ import annotations
+
+import torch
+
+from fleetx.static.covered import not_covered
+from fleetx.static.paddle import distributed, fleet, fluid, nn, optimizer, regularizer, static
+from fleetx.static.paddle.mode import enable_static, in_dynamic_mode
+from fleetx.static.places import CPUPlace, CUDAPlace, on_cpu
+from fleetx.static.programs import default_main_program, default_startup_program
+
+__all__ = [
+    "CPUPlace",
+    "CUDAPlace",
+    "default_main_program",
+    "default_startup_program",
+    "distributed",
+    "enable_static",
+    "fleet",
+    "fluid",
+    "in_dynamic_mode",
+    "is_compiled_with_cuda",
+    "nn",
+    "optimizer",
+    "regularizer",
+    "seed",
+    "static",
+]
+
+__getattr__ = not_covered(__name__)
+
+
+def seed(number: int) -> None:
+    """Of the weights of applications that are made afterwards, and of their dropout."""
+    torch.manual_seed(number)
+
+
+def is_compiled_with_cuda() -> bool:
+    """Does this run compute on GPUs?"""
+    return not on_cpu()

@@ -1,0 +1,30 @@
+"""paddle.fluid: Paddle before 2.0."""
+
+from __future__ import annotations
+
+from fleetx.fleet import device_guard
+from fleetx.static.covered import not_covered
+from fleetx.static.executor import Executor
+from fleetx.static.graph_settings import BuildStrategy, ExecutionStrategy
+from fleetx.static.paddle.fluid import clip, layers, optimizer, regularizer
+from fleetx.static.places import CPUPlace, CUDAPlace
+from fleetx.static.programs import default_main_program, default_startup_program
+from fleetx.static.scope import global_scope
+
+__all__ = [
+    "BuildStrategy",
+    "CPUPlace",
+    "CUDAPlace",
+    "ExecutionStrategy",
+    "Executor",
+    "clip",
+    "default_main_program",
+    "default_startup_program",
+    "device_guard",
+    "global_scope",
+    "layers",
+    "optimizer",
+    "regularizer",
+]
+
+__getattr__ = not_covered(__name__)

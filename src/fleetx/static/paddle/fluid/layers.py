@@ -1,0 +1,68 @@
+"""paddle.fluid.layers: of all its functions, the schedules of the learning rate. They move with each run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fleetx.static import rates
+from fleetx.static.covered import not_covered
+from fleetx.static.rates import ByRun
+
+__all__ = [
+    "cosine_decay",
+    "exponential_decay",
+    "inverse_time_decay",
+    "linear_lr_warmup",
+    "natural_exp_decay",
+    "noam_decay",
+    "piecewise_decay",
+    "polynomial_decay",
+]
+
+__getattr__ = not_covered(__name__)
+
+
+def noam_decay(d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> ByRun:
+    return ByRun(lambda t: rates.noam(t + 1, learning_rate, d_model, warmup_steps))  # Paddle counts these from 1
+
+
+def exponential_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
+    return ByRun(lambda t: learning_rate * decay_rate ** _share(t, decay_steps, staircase))
+
+
+def natural_exp_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
+    return ByRun(lambda t: learning_rate * math.exp(-decay_rate * _share(t, decay_steps, staircase)))
+
+
+def inverse_time_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
+    return ByRun(lambda t: learning_rate / (1 + decay_rate * _share(t, decay_steps, staircase)))
+
+
+def polynomial_decay(
+    learning_rate: float,
+    decay_steps: int,
+    end_learning_rate: float = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
+) -> ByRun:
+    return ByRun(lambda t: rates.polynomial(t, learning_rate, decay_steps, end_learning_rate, power, cycle))
+
+
+def piecewise_decay(boundaries: Sequence[int], values: Sequence[float]) -> ByRun:
+    rates.check_pieces(boundaries, values)
+    return ByRun(lambda t: rates.piecewise(t, boundaries, values))
+
+
+def cosine_decay(learning_rate: float, step_each_epoch: int, epochs: int) -> ByRun:
+    return ByRun(lambda t: learning_rate * (math.cos(t // step_each_epoch * math.pi / epochs) + 1) / 2)
+
+
+def linear_lr_warmup(learning_rate: float | ByRun, warmup_steps: int, start_lr: float, end_lr: float) -> ByRun:
+    """A schedule that comes after it counts the runs of the warm-up too."""
+    after = rates.checked(learning_rate)
+    return ByRun(lambda t: rates.warmup(t, warmup_steps, start_lr, end_lr) if t < warmup_steps else rates.at(after, t))
+
+
+def _share(t: int, decay_steps: int, staircase: bool) -> float:
+    return t // decay_steps if staircase else t / decay_steps

@@ -1,0 +1,24 @@
+"""paddle.static: programs and their executor."""
+
+from __future__ import annotations
+
+from fleetx.applications import Program
+from fleetx.fleet import device_guard
+from fleetx.static.covered import not_covered
+from fleetx.static.executor import Executor
+from fleetx.static.graph_settings import BuildStrategy, ExecutionStrategy
+from fleetx.static.programs import default_main_program, default_startup_program
+from fleetx.static.scope import global_scope
+
+__all__ = [
+    "BuildStrategy",
+    "ExecutionStrategy",
+    "Executor",
+    "Program",
+    "default_main_program",
+    "default_startup_program",
+    "device_guard",
+    "global_scope",
+]
+
+__getattr__ = not_covered(__name__)

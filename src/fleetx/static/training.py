@@ -1,0 +1,239 @@
+"""What has become of an application: how its optimizer was described, and what fleet.distribute made of it.
+
+minimize(loss)             describe: optimizer and strategy are written down
+run of the startup         start
+both                       fleet.distribute; under `auto` at the first batch, which it measures with
+run of the main program    step
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from fleetx import fleet, paddle_parameters
+from fleetx.applications import Application, Parameter, Program, Variable
+from fleetx.errors import StrategyError, UsageError
+from fleetx.fleet import planning, roster
+from fleetx.roles import from_environment
+from fleetx.scheduled import ScheduledEngine
+from fleetx.static import places, rates
+from fleetx.static.clips import Clip, ClipByGlobalNorm
+from fleetx.strategy import DistributedStrategy
+
+if TYPE_CHECKING:
+    from fleetx.static.optimizers import Described
+
+_KEY = "_fleetx_static"  # on an application; a copy of it has a fresh one
+
+
+class Training:
+    """Of one application."""
+
+    def __init__(self) -> None:
+        self.described: Described | None = None
+        self.strategy = DistributedStrategy()
+        self.started = False
+        self.runs = 0
+        self.optimizer: torch.optim.Optimizer | None = None  # there once it is distributed
+
+    def __deepcopy__(self, memo: Any) -> Training:
+        return Training()
+
+    def __reduce__(self) -> Any:
+        return Training, ()
+
+
+def of(application: Application) -> Training:
+    found: Training = application.__dict__.setdefault(_KEY, Training())
+    return found
+
+
+def is_described(model: Any) -> TypeGuard[Application]:
+    """Was it given to `minimize`?"""
+    return isinstance(model, Application) and of(model).described is not None
+
+
+# --- minimize -------------------------------------------------------------------------------------
+def declared(strategy: DistributedStrategy | None, clip: Clip | None) -> DistributedStrategy:
+    """A copy of the strategy, or of that of fleet.init, with the clipping that the optimizer asks for; checked."""
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
+    made = copy.deepcopy(strategy or fleet._strategy or DistributedStrategy())
+    if clip is not None:
+        _clip(made, clip)
+    made.plan()
+    return made
+
+
+def _clip(strategy: DistributedStrategy, clip: Clip) -> None:
+    whole = isinstance(clip, ClipByGlobalNorm)
+    if not whole and not strategy.dgc:
+        raise StrategyError(
+            "clipping each tensor by its own norm is covered with dgc alone: use GradientClipByGlobalNorm "
+            "(ClipGradByGlobalNorm)"
+        )
+    settings = strategy.clip_configs if whole else strategy.dgc_configs
+    if "clip_norm" in settings.given and settings["clip_norm"] != clip.clip_norm:
+        raise StrategyError(
+            f"the strategy clips to {settings['clip_norm']} and grad_clip of the optimizer to {clip.clip_norm}: "
+            "keep one of them"
+        )
+    settings["clip_norm"] = clip.clip_norm
+    if whole:
+        strategy.clip = True
+
+
+def alone() -> None:
+    """Be a world of one, for an optimizer that was not given to fleet."""
+    if (size := from_environment().size) > 1:
+        raise UsageError(
+            f"{size} workers would train {size} models, each alone: give the optimizer to "
+            "fleet.distributed_optimizer(optimizer, strategy) before minimize"
+        )
+    fleet.init(is_collective=True)
+
+
+def describe(
+    loss: Variable,
+    described: Described,
+    strategy: DistributedStrategy,
+    only: Sequence[Parameter | str] | None,
+    frozen: Sequence[Parameter | str],
+) -> None:
+    """Write down how the program of this loss is trained: only these parameters, without those that are frozen."""
+    if not isinstance(loss, Variable):
+        raise UsageError(f"minimize takes the loss of an application, such as model.loss, not {loss!r}")
+    application = loss.application
+    if loss.name != application.loss.name:
+        raise UsageError(f"minimize takes model.loss; {loss.name!r} has no gradient")
+    found = of(application)
+    if found.described is not None:
+        raise UsageError("minimize was called before for this model: make a new model to train it otherwise")
+    kept = list(application.parameters()) if only is None else _parameters(application, only)
+    trained = {id(p) for p in kept} - {id(p) for p in _parameters(application, frozen)}
+    for p in application.parameters():
+        p.requires_grad_(p.requires_grad and id(p) in trained)
+    found.described, found.strategy = described, strategy
+    for name, reason in strategy.without_meaning():
+        places.say_once(f"no meaning here: {name} ({reason})")
+    _distribute(application)
+
+
+def _parameters(application: Application, which: Sequence[Parameter | str]) -> list[nn.Parameter]:
+    try:
+        return [application.get_parameter(p if isinstance(p, str) else p.name) for p in which]
+    except AttributeError as error:
+        raise UsageError(str(error)) from None
+
+
+# --- the startup program --------------------------------------------------------------------------
+def start(application: Application) -> None:
+    """The parameters are there since the application was made; from now on it may be run."""
+    found = of(application)
+    if found.runs:
+        raise UsageError(f"the model has trained for {found.runs} steps, which its startup program would undo")
+    found.started = True
+    if fleet._world is not None:
+        application.to(fleet.device())
+    _distribute(application)
+
+
+def start_once(application: Application) -> None:
+    """Where nobody has, as the trainer does by itself."""
+    if not of(application).started:
+        start(application)
+
+
+def _distribute(application: Application, sample: dict[str, Tensor] | None = None) -> None:
+    found = of(application)
+    described, strategy = found.described, found.strategy
+    measures = strategy.auto or planning.ASKED in os.environ
+    if found.optimizer is not None or described is None or not found.started or (measures and sample is None):
+        return
+    if strategy.auto and "pipeline" not in strategy.declared():
+        # The script has dealt its batches to the workers by now, and stages of a pipeline would need the same ones.
+        strategy.pipeline = False
+    application.to(fleet.device())
+    params = [p for p in application.parameters() if p.requires_grad]
+    if not params:
+        raise UsageError("no parameter is left to train: parameter_list and no_grad_set leave none")
+    _, found.optimizer = fleet.distribute(application, described.make(application, params), strategy, sample=sample)
+
+
+# --- the main program -----------------------------------------------------------------------------
+def check_can_run(program: Program) -> None:
+    """Before anything else is looked at."""
+    found = of(program.application)
+    if program.kind == "main" and found.described is None:
+        raise UsageError(
+            "this program has no optimizer: call minimize(model.loss) first, or run program.clone(for_test=True) to "
+            "look at its outputs"
+        )
+    if not found.started:
+        raise UsageError("run the startup program first: exe.run(fluid.default_startup_program())")
+
+
+def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One step of training; what the application returned, by name."""
+    found = of(application)
+    if found.optimizer is None:
+        _distribute(application, sample=feed)
+    assert found.described is not None
+    assert found.optimizer is not None
+    if not application.training:
+        application.train()
+    rate = rates.at(found.described.rate, found.runs)
+    for group in found.optimizer.param_groups:
+        group["lr"] = rate
+    outputs: dict[str, Tensor] = {}
+
+    def keep(out: Any) -> Tensor:
+        outputs.update({name: getattr(out, name).detach() for name in application.outputs})
+        loss: Tensor = getattr(out, application.outputs[0])
+        return loss
+
+    if divided(application):
+        outputs[application.outputs[0]] = fleet.forward_backward(feed, model=application)
+    else:
+        fleet.forward_backward(feed, loss_fn=keep, model=application)
+    found.optimizer.step()
+    found.optimizer.zero_grad()
+    found.runs += 1
+    found.described.runs = found.runs
+    return outputs
+
+
+def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A forward without dropout and without gradients."""
+    training = application.training
+    application.eval()
+    try:
+        with torch.no_grad():
+            if divided(application):
+                return {application.outputs[0]: fleet.forward_backward(feed, model=application)}
+            out = application(**feed)
+            return {name: getattr(out, name) for name in application.outputs}
+    finally:
+        application.train(training)
+
+
+def divided(application: Application) -> bool:
+    """Do the stages of a pipeline hold it? They hand back the loss alone."""
+    if of(application).optimizer is None:
+        return False
+    return isinstance(roster.find(application, half=False), ScheduledEngine)
+
+
+def parameter(application: Application, name: str) -> tuple[nn.Parameter, bool]:
+    """By either of its names; and whether Paddle's shape of it is the other way round: a Linear's is (in, out)."""
+    names = paddle_parameters.names(application)
+    torch_name = next((own for own, all_names in names.items() if name in all_names), name)
+    owner, _, field = torch_name.rpartition(".")
+    linear = isinstance(application.get_submodule(owner), nn.Linear) and field == "weight"
+    return application.get_parameter(torch_name), linear and name != torch_name

@@ -1,0 +1,348 @@
+"""Executor, programs, feeds, fetches and the scope, in a world of one."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from small_applications import batch, make
+from static_models import losses, minimized, optimizer_of, started
+
+from fleetx import UsageError, fleet
+from fleetx.applications import Application
+from fleetx.static import places, training
+from fleetx.static.paddle import fleet as paddle_fleet
+from fleetx.static.paddle import fluid
+
+
+@pytest.fixture
+def resnet():
+    return started()
+
+
+# --- fetches --------------------------------------------------------------------------------------
+def test_any_output_input_or_parameter_is_fetched_by_its_name(resnet):
+    model, executor = resnet
+    fed = batch("resnet")
+    names = [model.loss, "acc1", model.target["acc5"], "label", "conv2d_0.w_0", model.parameter_list()[1]]
+    loss, acc1, acc5, label, weight, scale = executor.run(model.main_prog, feed=fed, fetch_list=names)
+    assert all(isinstance(found, np.ndarray) for found in (loss, acc1, acc5, label, weight, scale))
+    assert 0 <= acc1 <= acc5 <= 1
+    np.testing.assert_array_equal(label, fed["label"])
+    np.testing.assert_array_equal(weight, model.get_parameter("conv2d_0.w_0").detach())
+    np.testing.assert_array_equal(scale, model.get_parameter("batch_norm_0.w_0").detach())
+
+
+def test_a_number_is_an_array_of_one_and_prints_as_a_number(resnet):
+    model, executor = resnet
+    (loss,) = executor.run(model.main_prog, batch("resnet"), [model.loss.name])
+    assert loss.shape == (1,)
+    assert "%f" % loss == "%f" % loss[0]  # noqa: UP031
+    assert float(loss) == loss.item()
+    assert int(loss) == int(loss.item())
+    assert repr(loss) == repr(np.array([loss.item()], np.float32))
+
+
+def test_paddles_name_of_a_linear_weight_gives_paddles_shape(resnet):
+    model, executor = resnet
+    by_paddle, by_torch, bias = executor.run(
+        model.main_prog, batch("resnet"), ["fc_0.w_0", "classifier.1.weight", "fc_0.b_0"]
+    )
+    assert by_paddle.shape == (32, 10)
+    np.testing.assert_array_equal(by_paddle, by_torch.T)
+    assert bias.shape == (10,)
+
+
+def test_what_was_fetched_does_not_change_with_later_steps(resnet):
+    model, executor = resnet
+    first = executor.run(model.main_prog, batch("resnet"), ["conv2d_0.w_0"])[0]
+    kept = first.copy()
+    second = executor.run(model.main_prog, batch("resnet"), ["conv2d_0.w_0"])[0]
+    np.testing.assert_array_equal(first, kept)
+    assert not np.array_equal(first, second)
+
+
+def test_without_numpy_tensors_come_back_and_without_a_list_nothing(resnet):
+    model, executor = resnet
+    found = executor.run(model.main_prog, batch("resnet"), ["loss"], return_numpy=False)
+    assert isinstance(found[0], torch.Tensor)
+    assert executor.run(model.main_prog, feed=batch("resnet")) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ("los", "no variable 'los': did you mean 'loss'"),
+        ("fc_0.w_00", "did you mean 'fc_0.w_0'"),
+        (make("vgg").loss, "'loss' in fetch_list belongs to another model"),
+    ],
+)
+def test_a_fetch_that_is_not_there_is_refused_before_anything_is_trained(resnet, wanted, says):
+    model, executor = resnet
+    before = model.get_parameter("fc_0.b_0").clone()
+    with pytest.raises(UsageError, match=says):
+        executor.run(model.main_prog, batch("resnet"), [wanted])
+    assert torch.equal(before, model.get_parameter("fc_0.b_0"))
+
+
+# --- feeds ----------------------------------------------------------------------------------------
+def test_arrays_of_other_widths_and_lists_with_one_dict_are_the_same_batch():
+    fed = batch("resnet")
+    other = [{"label": fed["label"].numpy().astype(np.int32), "image": fed["image"].numpy().astype(np.float64)}]
+    results = []
+    for one in (fed, other, tuple(other)):
+        model, executor = started()
+        results.append(executor.run(model.main_prog, one, ["loss"])[0].item())
+    assert len(set(results)) == 1
+
+
+IMAGE, LABEL = np.zeros((2, 3, 32, 32), np.float32), np.zeros((2, 1), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("feed", "says"),
+    [
+        (None, "feed must be a dict of arrays by name"),
+        ([{}, {}], "not a list of 2"),
+        ({"image": IMAGE}, "feed lacks label"),
+        ({"imag": IMAGE, "label": LABEL}, "no input 'imag': did you mean 'image'"),
+        ({"zzz": IMAGE, "label": LABEL}, "its inputs are image, label"),
+        ({"image": IMAGE, "label": LABEL.astype(np.float32)}, r"feed\['label'\] holds torch.float32, and .*int64"),
+        ({"image": IMAGE, "label": np.array(["a", "b"])}, "which is no kind of number"),
+        ({"image": IMAGE[:, :, 1:], "label": LABEL}, "image has the shape"),
+    ],
+)
+def test_a_feed_that_does_not_fit_is_refused(resnet, feed, says):
+    model, executor = resnet
+    with pytest.raises(UsageError, match=says):
+        executor.run(model.main_prog, feed, ["loss"])
+
+
+# --- order ----------------------------------------------------------------------------------------
+def test_a_program_is_minimized_started_and_run_in_this_order():
+    fleet.init()
+    model, executor = make("resnet"), fluid.Executor()
+    with pytest.raises(UsageError, match="no optimizer: call minimize"):
+        executor.run(model.main_prog, batch("resnet"))
+    with pytest.raises(UsageError, match="run the startup program first"):
+        executor.run(model.main_prog.clone(for_test=True), batch("resnet"))
+    model = minimized()
+    with pytest.raises(UsageError, match="run the startup program first"):
+        executor.run(model.main_prog, batch("resnet"))
+    with pytest.raises(UsageError, match="leave feed and fetch_list out"):
+        executor.run(model.startup_prog, fetch_list=["loss"])
+    executor.run(model.startup_prog)
+    executor.run(model.startup_prog)  # nothing is lost yet
+    with pytest.raises(UsageError, match="minimize was called before"):
+        fluid.optimizer.SGD(0.1).minimize(model.loss)
+    executor.run(model.main_prog, batch("resnet"))
+    with pytest.raises(UsageError, match="has trained for 1 steps"):
+        executor.run(model.startup_prog)
+
+
+def test_minimize_may_come_after_the_startup():
+    fleet.init()
+    model, executor = make("resnet"), fluid.Executor()
+    executor.run(fluid.default_startup_program())
+    fluid.optimizer.Momentum(0.01, 0.9).minimize(model.loss)
+    late = losses(model, executor, "resnet")
+    assert late == losses(*started(), "resnet")
+
+
+@pytest.mark.parametrize("loss", [3.0, "loss", None])
+def test_minimize_takes_the_loss_of_a_model(loss):
+    with pytest.raises(UsageError, match=r"minimize takes the loss of an application, such as model\.loss"):
+        fluid.optimizer.SGD(0.1).minimize(loss)
+
+
+def test_minimize_takes_no_other_output():
+    with pytest.raises(UsageError, match="'acc1' has no gradient"):
+        fluid.optimizer.SGD(0.1).minimize(make("resnet").target["acc1"])
+
+
+def test_fleet_must_be_begun_before_an_optimizer_is_distributed():
+    with pytest.raises(UsageError, match=r"call fleet\.init\(\) first"):
+        paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1))
+
+
+def test_workers_that_would_train_each_alone_are_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"2 workers would train 2 models.*fleet\.distributed_optimizer"):
+        fluid.optimizer.SGD(0.1).minimize(make("resnet").loss)
+
+
+@pytest.mark.parametrize("wrong", ["main", None, 3])
+def test_only_places_and_programs_are_taken(wrong):
+    executor = fluid.Executor()
+    if wrong is not None:
+        with pytest.raises(UsageError, match="takes a program"):
+            executor.run(wrong)
+        with pytest.raises(UsageError, match="takes a place"):
+            fluid.Executor(wrong)
+    with pytest.raises(AttributeError, match=r"does not cover paddle\.fluid\.Executor\.train_from_dataset"):
+        executor.train_from_dataset()
+    executor.close()
+
+
+# --- programs -------------------------------------------------------------------------------------
+def test_a_clone_for_test_neither_trains_nor_drops_out():
+    model, executor = started("vgg")
+    twin = make("vgg").eval()
+    test = model.main_prog.clone(for_test=True)
+    before = copy.deepcopy(model.state_dict())
+    found = executor.run(test, batch("vgg"), ["loss", "acc1"])
+    assert found[0].item() == twin(**batch("vgg")).loss.item()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.training
+    executor.run(model.main_prog, batch("vgg"))
+    assert executor.run(test, batch("vgg"), ["loss"])[0] != found[0]
+
+
+def test_other_clones_are_refused():
+    model = make("vgg")
+    for program, for_test in ((model.main_prog, False), (model.startup_prog, True)):
+        with pytest.raises(UsageError, match=r"clone\(for_test=True\) of a main program is all there is"):
+            program.clone(for_test=for_test)
+
+
+def test_the_default_programs_are_those_of_the_model_that_was_made_last(monkeypatch):
+    first, second = make("vgg"), make("resnet")
+    assert fluid.default_main_program() == second.main_prog != first.main_prog
+    assert fluid.default_startup_program() == second.startup_prog
+    monkeypatch.setattr(Application, "last", None)
+    with pytest.raises(UsageError, match="there is no program yet"):
+        fluid.default_main_program()
+
+
+def test_a_copy_of_a_model_is_not_described(resnet):
+    model, _ = resnet
+    assert training.is_described(model)
+    assert not training.is_described(copy.deepcopy(model))
+
+
+# --- the scope ------------------------------------------------------------------------------------
+def test_parameters_are_read_and_set_in_the_scope_by_either_name():
+    model, _ = started()
+    scope = fluid.global_scope()
+    weight = scope.var("fc_0.w_0").get_tensor()
+    assert weight.shape() == [32, 10]
+    np.testing.assert_array_equal(np.array(weight), model.classifier[1].weight.detach().T)
+    new = np.arange(320, dtype=np.float32).reshape(32, 10)
+    weight.set(new, fluid.CPUPlace())
+    np.testing.assert_array_equal(model.classifier[1].weight.detach(), new.T)
+    np.testing.assert_array_equal(np.array(scope.find_var("classifier.1.weight").get_tensor()), new.T)
+    assert np.array(weight, dtype=np.float64).dtype == np.float64
+    with pytest.raises(UsageError, match=r"has the shape \(32, 10\), and an array of \(10, 32\) was given"):
+        weight.set(new.T)
+
+
+def test_the_scope_knows_no_other_names():
+    model = make("resnet")
+    scope = fluid.global_scope()
+    assert scope.var(model.parameter_list()[0].name).application is model
+    assert scope.find_var("fc_9.w_0") is None
+    with pytest.raises(UsageError, match=r"no variable 'fc_0\.w_00': did you mean 'fc_0\.w_0'"):
+        scope.var("fc_0.w_00")
+    with pytest.raises(UsageError, match=r"fetch it with fetch_list=\['loss'\]"):
+        scope.var("loss")
+
+
+# --- places and settings --------------------------------------------------------------------------
+def test_a_gpu_means_the_cpu_where_that_computes_and_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(places, "_said", set())
+    assert fluid.CUDAPlace(0) == fluid.CUDAPlace(0)
+    assert capsys.readouterr().err == "fleetx: CUDAPlace means the CPU here, where this run computes\n"
+    fluid.CUDAPlace(1).check(torch.device("cpu"))
+    with pytest.raises(UsageError, match="must be the number of a GPU"):
+        fluid.CUDAPlace(-1)
+
+
+def test_a_place_that_is_not_the_workers_own_is_refused():
+    with pytest.raises(UsageError, match=r"this worker trains on cuda:0: write\s+CUDAPlace"):
+        fluid.CUDAPlace(1).check(torch.device("cuda", 0))
+    with pytest.raises(UsageError, match="start it with --device cpu"):
+        fluid.CPUPlace().check(torch.device("cuda", 0))
+    fluid.CUDAPlace(1).check(torch.device("cuda", 1))
+
+
+def test_settings_of_the_graph_are_checked_by_name_and_said_to_have_no_meaning(capsys, monkeypatch):
+    monkeypatch.setattr(places, "_said", set())
+    execution, build = fluid.ExecutionStrategy(), fluid.BuildStrategy()
+    execution.num_threads = 2
+    build.enable_inplace = True
+    minimized(declared={"execution_strategy": execution, "build_strategy": build})
+    said = capsys.readouterr().err
+    assert "no meaning here: execution_strategy (there is no graph executor" in said
+    assert "no meaning here: build_strategy" in said
+    with pytest.raises(AttributeError, match="ExecutionStrategy has no 'num_thread': did you mean 'num_threads'"):
+        execution.num_thread = 2
+    with pytest.raises(AttributeError, match=r"set it on fleet\.DistributedStrategy\(\)"):
+        build.nccl_comm_num = 2
+    with pytest.raises(AttributeError, match="fleetx covers enable_sequential_execution"):
+        build.zzz = 2
+
+
+def test_the_program_cache_has_no_meaning_and_says_so(resnet, capsys):
+    model, executor = resnet
+    executor.run(model.main_prog, batch("resnet"), use_program_cache=True)
+    assert "no meaning here: use_program_cache" in capsys.readouterr().err
+
+
+# --- parameters -----------------------------------------------------------------------------------
+def test_only_the_parameters_of_the_list_are_trained_or_all_but_the_frozen():
+    fleet.init()
+    for only, frozen in ((["fc_0.w_0", "classifier.1.bias"], None), (None, "all but them")):
+        model, executor = make("resnet"), fluid.Executor()
+        mine = {"classifier.1.weight", "classifier.1.bias"}
+        others = [p for p in model.parameter_list() if p.torch_name not in mine]
+        fluid.optimizer.SGD(0.1).minimize(model.loss, parameter_list=only, no_grad_set=frozen and others)
+        executor.run(model.startup_prog)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        executor.run(model.main_prog, batch("resnet"))
+        assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == mine
+        assert len(optimizer_of(model).param_groups[0]["params"]) == 2
+
+
+def test_parameters_that_are_not_there_are_refused():
+    fleet.init()
+    model = make("resnet")
+    with pytest.raises(UsageError, match=r"no parameter 'fc_0\.w_1': did you mean 'fc_0\.w_0'"):
+        fluid.optimizer.SGD(0.1, parameter_list=["fc_0.w_1"]).minimize(model.loss)
+    assert all(p.requires_grad for p in model.parameters())
+    for none_left in ({"no_grad_set": model.parameter_list()}, {"parameter_list": []}):
+        model = make("resnet")
+        fluid.optimizer.SGD(0.1).minimize(model.loss, **none_left)
+        with pytest.raises(UsageError, match="no parameter is left to train"):
+            fluid.Executor().run(model.startup_prog)
+
+
+def test_a_startup_program_of_another_model_is_refused():
+    model, other = make("resnet"), make("vgg")
+    with pytest.raises(UsageError, match="startup_program belongs to another model"):
+        fluid.optimizer.SGD(0.1).minimize(model.loss, other.startup_prog)
+    fluid.optimizer.SGD(0.1).minimize(other.loss, fluid.default_startup_program())
+
+
+# --- auto -----------------------------------------------------------------------------------------
+class DistributedError(Exception):
+    """In the place of a search, which takes seconds; the documents' script has one."""
+
+
+@pytest.mark.parametrize("declared", [{}, {"pipeline": True}])
+def test_auto_waits_for_the_first_batch_and_makes_no_pipeline_by_itself(monkeypatch, declared):
+    given = {}
+
+    def distribute(model, update, strategy, *, sample):
+        given.update(strategy=strategy, sample=sample)
+        raise DistributedError
+
+    monkeypatch.setattr(fleet, "distribute", distribute)
+    model, executor = started(declared={"auto": True} | declared)
+    fed = batch("resnet")
+    with pytest.raises(DistributedError):
+        executor.run(model.main_prog, fed, ["loss"])
+    torch.testing.assert_close(given["sample"], fed)
+    assert given["strategy"].declared()["pipeline"] is bool(declared)

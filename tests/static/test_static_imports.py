@@ -1,0 +1,178 @@
+"""`import paddle`: what it gives, what is said where something is not covered, and who decides."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+
+import pytest
+from static_runs import PACKAGES
+
+import fleetx
+from fleetx import UsageError
+from fleetx.errors import LaunchError
+from fleetx.launch import environment
+from fleetx.launch.job import World
+from fleetx.launch.options import parse
+from fleetx.static import imports, install
+from fleetx.static import paddle as home
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """For one test: afterwards paddle is not to be found again."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
+    install()
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("paddle", "fleet_lightning"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "real"),
+    [
+        ("paddle", "fleetx.static.paddle"),
+        ("paddle.fluid", "fleetx.static.paddle.fluid"),
+        ("paddle.static", "fleetx.static.paddle.static"),
+        ("paddle.optimizer.lr", "fleetx.static.paddle.optimizer.lr"),
+        ("paddle.fleet", "fleetx.static.paddle.fleet"),
+        ("paddle.distributed.fleet", "fleetx.static.paddle.fleet"),
+        ("paddle.fleet.base.role_maker", "fleetx.fleet.base.role_maker"),
+        ("paddle.distributed.fleet.base.role_maker", "fleetx.fleet.base.role_maker"),
+        ("fleet_lightning", "fleetx"),
+        ("fleet_lightning.applications", "fleetx.applications"),
+    ],
+)
+def test_a_module_is_the_same_under_both_names(installed, name, real):
+    found = importlib.import_module(name)
+    assert found is importlib.import_module(real)
+    assert found.__spec__.name == found.__name__ == real
+
+
+def test_every_name_that_is_said_to_be_covered_is_there(installed):
+    modules = [m for n, m in sys.modules.items() if n.startswith("fleetx.static.paddle") and hasattr(m, "__all__")]
+    assert len(modules) > 10
+    for module in modules:
+        for name in module.__all__:
+            assert getattr(module, name) is not None, (module.__name__, name)
+
+
+def test_fleet_has_all_that_fleetx_has():
+    assert set(fleetx.fleet.__all__) <= set(home.fleet.__all__)
+    assert home.fleet.init is fleetx.fleet.init
+    assert home.fleet.updated in (True, False)  # which fleetx.fleet finds when it is asked
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("paddle.fluid.layers.fc", r"does not cover paddle\.fluid\.layers\.fc: layers of a model are torch's"),
+        ("paddle.fluid.Exector", "did you mean 'Executor'"),
+        ("paddle.to_tensor", r"does not cover paddle\.to_tensor: .*paddle has CPUPlace, CUDAPlace"),
+        ("paddle.distributed.fleet.util", r"does not cover paddle\.fleet\.util"),
+        ("paddle.fluid.CompiledProgram", "there is no graph to compile: run the program itself"),
+        ("paddle.disable_static", "for eager training use PyTorch"),
+    ],
+)
+def test_an_attribute_that_is_not_covered_says_so_and_what_is(code, says):
+    found = home
+    with pytest.raises(AttributeError, match=says):  # noqa: PT012
+        for name in code.split(".")[1:]:
+            found = getattr(found, name)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("import paddle.nn.functional as F", r"does not cover paddle\.nn\.functional"),
+        ("import paddle.vision", r"does not cover paddle\.vision"),
+        ("from paddle.fluid import Exector", "did you mean 'Executor'"),
+        ("from paddle.optimizer.lr import CosineDecay", r"does not cover paddle\.optimizer\.lr\.CosineDecay"),
+        ("from paddle.fluid.incubate.fleet.collective import fleet", r"does not cover paddle\.fluid\.incubate"),
+        ("import paddle.distributed.fleet.utils", r"does not cover paddle\.fleet\.utils"),
+    ],
+)
+def test_an_import_that_is_not_covered_says_so_and_what_is(installed, line, says):
+    with pytest.raises(ImportError, match=says):
+        exec(line, {})
+
+
+def test_it_is_said_once_and_by_the_first_worker_alone(monkeypatch, capsys):
+    for rank, said in (("0", "fleetx: `import paddle` gives fleetx: this script trains on PyTorch\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        finder = imports.Finder()
+        assert finder.find_spec("paddle") is not None
+        assert finder.find_spec("fleet_lightning") is not None
+        assert finder.find_spec("numpy") is None
+        assert capsys.readouterr().err == said
+
+
+def test_paddle_itself_is_not_pushed_aside_once_it_is_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "paddle", types.ModuleType("paddle"))
+    with pytest.raises(UsageError, match="paddle itself is loaded already"):
+        install()
+
+
+def test_the_mode_is_dynamic_until_static_is_enabled(monkeypatch):
+    from fleetx.static.paddle import mode
+
+    monkeypatch.setattr(mode, "_static", False)
+    assert home.in_dynamic_mode()
+    home.enable_static()
+    assert not home.in_dynamic_mode()
+    assert not home.is_compiled_with_cuda()
+
+
+# --- under fleetrun -------------------------------------------------------------------------------
+WORKER = """
+import fleetx.launch.runner as runner, sys
+runner.serve_paddle_scripts()
+assert not {"torch", "fleetx.static"} & set(sys.modules)
+import paddle
+print(paddle.__name__, hasattr(paddle, "its_own"))
+"""
+
+
+def imported(folder, *, there, api):
+    """What a worker's `import paddle` gives, with another paddle installed or not."""
+    if there:
+        (folder / "paddle.py").write_text("its_own = True\n")
+    variables = {"PYTHONPATH": f"{PACKAGES}:{folder}", "FLEETX_DEVICE": "cpu"} | (
+        {"FLEETX_PADDLE_API": api} if api else {}
+    )
+    return subprocess.run(
+        [sys.executable, "-c", WORKER], env=variables, capture_output=True, text=True, timeout=60, cwd=folder
+    )
+
+
+def test_paddle_itself_is_taken_where_it_is_installed(tmp_path):
+    for api in (None, "paddle"):
+        assert imported(tmp_path, there=True, api=api).stdout == "paddle True\n"
+
+
+def test_fleetx_stands_in_where_it_is_not_or_where_that_is_asked_for(tmp_path):
+    for there, api in ((False, None), (True, "fleetx")):
+        found = imported(tmp_path, there=there, api=api)
+        assert found.stdout == "fleetx.static.paddle False\n"
+        assert found.stderr == "fleetx: `import paddle` gives fleetx: this script trains on PyTorch\n"
+
+
+def test_without_either_nothing_is_found(tmp_path):
+    assert "No module named 'paddle'" in imported(tmp_path, there=False, api="paddle").stderr
+    assert "FLEETX_PADDLE_API=padle: must be fleetx or paddle" in imported(tmp_path, there=False, api="padle").stderr
+
+
+def test_the_option_reaches_the_workers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    world = World(attempt=0, run_id="r", master_addr="127.0.0.1", master_port=1, endpoints=("127.0.0.1:1",))
+    for words, expected in (([], None), (["--paddle-api", "fleetx"], "fleetx"), (["--paddle_api", "paddle"], "paddle")):
+        job = parse(["--device", "cpu", *words, "train.py"], given={})
+        found = environment.of_worker(job, world=world, local_rank=0, error_file=tmp_path / "e", given={})
+        assert found.get("FLEETX_PADDLE_API") == expected
+    with pytest.raises(LaunchError, match="'tensorflow' is not one of 'fleetx', 'paddle'"):
+        parse(["--paddle-api", "tensorflow", "train.py"], given={})
