@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,12 +95,12 @@ class Search:
             if one is None:
                 return
             left, needed = until - time.monotonic(), 3 * one.account.seconds * one.candidate.bill.every + 2
-            if not from_first(self.world, partial(operator.gt, left, needed)):
+            # By the clock of rank 0: who alone measured a peak would wait for the others.
+            enough, roomy = from_first(self.world, partial(_time_for, left, needed))
+            if not enough:
                 return
-            divided = any(part.divides for part in one.candidate.plan.parts)
-            one.trial = tried(
-                self.job, one.candidate, self.world, seconds=max(30.0, 10 * needed), peak=divided and needed < left / 2
-            )
+            peak = roomy and any(part.divides for part in one.candidate.plan.parts)
+            one.trial = tried(self.job, one.candidate, self.world, seconds=max(30.0, 10 * needed), peak=peak)
             if one.trial.error:
                 one.why = f"failed when tried: {one.trial.error}"
             elif one.trial.peak > self.scene.memory:
@@ -218,6 +217,11 @@ class Search:
             "(auto_configs['global_batch'] lets it be cut), more ranks to divide the model between, or an optimizer "
             "that gathers less would help"
         )
+
+
+def _time_for(left: float, needed: float) -> tuple[bool, bool]:
+    """For a trial; and for another update in it, under the profiler."""
+    return left > needed, needed < left / 2
 
 
 def _undominated(plans: Sequence[Considered]) -> list[Considered]:
