@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 
@@ -38,6 +39,12 @@ def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         size += bytes_
     if bucket:
         yield bucket
+
+
+def in_turn(tensors: list[Tensor]) -> int:
+    """The most bytes that `average` has under way at once: two buckets."""
+    sizes = [sum(t.nbytes for t in bucket) for bucket in buckets(tensors)]
+    return max((a + b for a, b in itertools.pairwise([*sizes, 0])), default=0)
 
 
 def pack(bucket: list[Tensor]) -> Tensor:

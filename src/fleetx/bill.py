@@ -71,6 +71,7 @@ class Bill:
     sent: float = 1.0  # bytes that are reduced for each byte of gradients
     every: int = 1  # updates between two reductions
     late: bool = False  # is it reduced when backward is over, and not while it runs?
+    averages: bool = False  # are parameters reduced, and not gradients?
     way: Link | None = None  # by which it is reduced, if not by the flat one
     dtype: str = ""  # of 16 bits, if it is reduced in one
     buckets: float = 0.0  # bytes that are read and written to bring gradients into buckets, while backward runs

@@ -80,6 +80,35 @@ def test_a_pipeline_waits_for_its_stages():
     assert found.peak < cost(feed=16).peak
 
 
+def test_in_a_pipeline_of_unequal_stages_the_others_are_passed_through_once():
+    uneven = replace(WORK, pieces=(replace(PIECES[0], seconds=0.75), replace(PIECES[1], seconds=0.25)))
+    found = cost(work=uneven, pipeline={"degree": 2, "accumulate_steps": 4}, feed=16)
+    whole = 4 * 0.3  # a micro-batch of 4 through both stages
+    assert found.compute == pytest.approx(4 * 0.75 * whole)
+    assert found.waiting == pytest.approx(0.25 * whole)
+
+
+def test_weights_that_two_stages_have_are_held_twice_and_reduced_between_them():
+    free = replace(WORK, plain=replace(WORK.plain, peak=Line(800 * MB, 0.0)))
+    tied = replace(free, pieces=(*PIECES[:3], replace(PIECES[3], tied=((0, 50 * MB),))))
+    both = [cost(work=work, pipeline={"degree": 2, "accumulate_steps": 2}, feed=16) for work in (free, tied)]
+    assert both[1].network - both[0].network == pytest.approx(0.5)
+    assert both[0].peak == 400 * MB
+    assert both[1].peak == 600 * MB, "three quarters of all"
+
+
+def test_each_micro_batch_under_way_has_its_own_casts():
+    cast = replace(WORK.plain, peak=Line(900 * MB, 0.0), casts=100.0 * MB)
+    parts = DistributedStrategy(pipeline={"degree": 2, "accumulate_steps": 2}).plan().parts
+    found = account(bill_of(parts, SCENE, WORK), WORK, cast, 16)
+    assert found.peak == (400 + 2 * 50) * MB
+
+
+def test_parameters_are_averaged_beside_all_that_is_there():
+    much = replace(WORK, averaged=150 * MB)
+    assert cost(work=much, localsgd={"k_steps": 4}).peak == 950 * MB
+
+
 def test_shards_keep_a_part_and_send_half_as_much_again():
     found = cost(sharding={"sharding_degree": 2, "stage": 2})
     assert found.network == pytest.approx(4.0), "a gathering and a scattering, which nothing hides"

@@ -38,7 +38,7 @@ def _both(declared, feed):
     found = work(job, base, [], world, largest=256, seconds=60)
     bill = bill_of(plan.parts, here, found)
     assert cut(bill, 64) == 64
-    candidate = Candidate(strategy, plan, {}, feed, bill)
+    candidate = Candidate(declared, {}, plan, feed, bill)
     trial = tried(job, candidate, world, seconds=60, peak=True)
     assert not trial.error, trial.error
     kept = beside(candidate, model)
@@ -53,8 +53,9 @@ def _both(declared, feed):
         ({"amp": {"dtype": "bfloat16"}}, 256),
         ({"dgc": {"sparsity": [0.99]}}, 256),
         ({"fp16_allreduce": True}, 64),
+        ({"localsgd": {"k_steps": 2}}, 64),
     ],
-    ids=["plain", "merged", "amp", "dgc", "fp16_allreduce"],
+    ids=["plain", "merged", "amp", "dgc", "fp16_allreduce", "localsgd"],
 )
 def test_the_peak_of_an_update_on_two_ranks_is_within_two_percent_and_not_low(declared, feed, ranks):
     for predicted, measured in ranks.run(_both, declared, feed):

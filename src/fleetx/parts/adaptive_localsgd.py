@@ -68,7 +68,7 @@ class AdaptiveLocalSGD(Part):
         return local_rounds.keeps(self, params)
 
     def cost(self, bill: Bill) -> None:
-        bill.every, bill.late = self.init_k_steps, True
+        bill.every, bill.late, bill.averages = self.init_k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:

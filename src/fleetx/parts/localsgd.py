@@ -65,7 +65,7 @@ class LocalSGD(Part):
             yield Offer({"k_steps": 4}, "lossy")
 
     def cost(self, bill: Bill) -> None:
-        bill.every, bill.late = self.k_steps, True
+        bill.every, bill.late, bill.averages = self.k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fleetx.errors import StrategyError
 from fleetx.memory.trace import Step
 from fleetx.moment import Batch, Moment
 from fleetx.pipeline.partition import partition
-from fleetx.recompute import probe
-from fleetx.recompute.solver import Block
+from fleetx.pipeline.places import pieces
 
 
 def starts(moment: Moment, batch: Batch, stages: int) -> list[str]:
@@ -19,9 +16,8 @@ def starts(moment: Moment, batch: Batch, stages: int) -> list[str]:
     step = Step(
         moment.model, moment.optimizer, args=args, kwargs=kwargs, loss=batch.loss_fn, targets=batch.target, parts=parts
     )
-    (coarse,) = probe.probes(step, fine=False)
-    blocks = coarse.blocks
-    allowed = [i for i in range(1, len(blocks)) if cuttable(blocks, i)]
+    found, allowed = pieces(step)
+    blocks = found.blocks
     if len(allowed) < stages - 1:
         raise StrategyError(
             f"pipeline: the model can be cut into {len(allowed) + 1} pieces at most, and {stages} stages were asked "
@@ -29,13 +25,4 @@ def starts(moment: Moment, batch: Batch, stages: int) -> list[str]:
         )
     times = [block.forward + block.backward for block in blocks]
     sizes = [float(block.saved + block.takes) for block in blocks]
-    return [blocks[i].name for i in partition(times, sizes, stages, allowed)]
-
-
-def cuttable(blocks: Sequence[Block], start: int) -> bool:
-    """Is whatever later blocks read of earlier ones handed to this one too? And does no code between use it?"""
-    handed = {number for _, number, _ in blocks[start].reads}
-    later = blocks[start + 1 :]
-    return not any(block.loose for block in later) and all(
-        maker >= start or number in handed for block in later for maker, number, _ in block.reads
-    )
+    return [allowed[i] for i in partition(times, sizes, stages, list(allowed))]

@@ -9,6 +9,7 @@ which the next stage begins, it sends just these.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -224,7 +225,10 @@ def borders(units_: Units, device: torch.device, run: Callable[[Visitor], Any]) 
     """`run` makes a forward that tells the visitor."""
     visitor = Borders(units_, device)
     try:
-        run(visitor)
+        with warnings.catch_warnings():
+            # What code between modules makes of parameters is real, no leaf, and torch asks for its gradient.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            run(visitor)
     except _Crossed as error:
         before = units_.starts[visitor.stage - 1] if visitor.stage else units_.starts[0]
         raise StrategyError(

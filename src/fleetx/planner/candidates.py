@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetx.bill import ALLOWED, Bill, Offer, Scene
-from fleetx.compose import Plan
+from fleetx.compose import Plan, compose
 from fleetx.errors import StrategyError
-from fleetx.part import every
+from fleetx.part import Part, every
 from fleetx.planner.cost import bill_of
 from fleetx.planner.job import by_budget
 from fleetx.planner.work import Work
@@ -21,11 +21,15 @@ from fleetx.strategy import DistributedStrategy
 class Candidate:
     """A strategy, and how the batch is cut under it: global = feed x merged x replicas."""
 
-    strategy: DistributedStrategy
+    mine: Mapping[str, Any]  # what the user said
+    chosen: Mapping[str, Mapping[str, Any]]  # and what not
     plan: Plan
-    chosen: Mapping[str, Any]  # what the user did not say
     feed: int
     bill: Bill
+
+    @property
+    def strategy(self) -> DistributedStrategy:
+        return DistributedStrategy(**self.mine, **_keywords(self.chosen))
 
     @property
     def budgeted(self) -> bool:
@@ -59,33 +63,26 @@ def offered(
     """budgets: may recomputation be chosen, too?"""
     mine = declared(strategy)
     given = {key.removesuffix("_configs") for key in mine}
-    free: dict[str, list[Offer | None]] = {}
+    free: dict[str, list[tuple[Offer, Part] | None]] = {}
     for switch, part in every().items():
         said = switch in given or any(name in given for name in part.flat)
         if said or part.always or (part.segments and not budgets):
             continue
         if offers := [offer for offer in part.offers(scene) if offer.needs in ALLOWED[allow]]:
-            free[switch] = [None, *offers]
+            free[switch] = [None, *((offer, part(**offer.settings)) for offer in offers)]
+    base = DistributedStrategy(**mine).plan().parts
     for combination in itertools.product(*free.values()):
-        chosen = {s: offer.settings for s, offer in zip(free, combination, strict=True) if offer is not None}
-        made = _candidate(mine, chosen, scene, work)
-        if made is not None:
-            yield made
-
-
-def _candidate(
-    mine: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]], scene: Scene, work: Work
-) -> Candidate | None:
-    try:
-        strategy = DistributedStrategy(**mine, **_keywords(chosen))
-        plan = strategy.plan()
-    except StrategyError:
-        return None
-    bill = bill_of(plan.parts, scene, work)
-    feed = cut(bill, work.samples)
-    if feed is None or (bill.stages > 1 and work.stages(bill.stages) is None):
-        return None
-    return Candidate(strategy, plan, chosen, feed, bill)
+        taken = {switch: one for switch, one in zip(free, combination, strict=True) if one is not None}
+        parts = [*base, *(part for _, part in taken.values())]
+        bill = bill_of(parts, scene, work)
+        feed = cut(bill, work.samples)
+        if feed is None or (bill.stages > 1 and work.stages(bill.stages) is None):
+            continue
+        try:
+            plan = compose(parts)
+        except StrategyError:
+            continue
+        yield Candidate(mine, {switch: offer.settings for switch, (offer, _) in taken.items()}, plan, feed, bill)
 
 
 def cut(bill: Bill, samples: int) -> int | None:

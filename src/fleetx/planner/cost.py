@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fleetx.bill import Bill, Link, Scene
 from fleetx.part import Part
-from fleetx.planner.work import Line, Piece, Way, Work
+from fleetx.planner.work import Piece, Way, Work
 
 BUCKET = 32 << 20  # bytes, the default of fuse_grad_size_in_MB
 SEGMENT = 32 << 20  # bytes, the default of segment_broadcast_MB
@@ -65,14 +65,16 @@ def account(
         border = max(stage[0].border for stage in stages[1:]) * n
         message = (bill.scene.outer if bill.scene.hosts > 1 else bill.scene.inner).seconds(border * way.border)
         compute = bill.micro * slot
-        waiting = (bill.stages - 1) * slot
-        # While the pipeline fills and drains a message is waited for; between, one in a slot is hidden, if it can be.
-        network += 2 * (bill.stages - 1) * message + (bill.micro - 1) * max(message, 2 * message - slot)
+        waiting = (forward + backward) * (1 - share)  # for the first to come through all other stages, and back
+        # While the pipeline fills and drains each message is waited for; between, one of the two in a slot.
+        network += 2 * (bill.stages - 1) * message + (bill.micro - 1) * message
     if bill.shards > 1:
         network += bill.gathers * _pieces(bill, bill.scene.gather, bill.parameters, work.tensors)
         network += _pieces(bill, bill.scene.scatter, bill.gradients, work.tensors)
     compute, waiting, network = (bill.merged * x for x in (compute, waiting, network))
     network += _reduction(bill, work, backward)
+    if stages is not None and (tied := sum(work.tied(stages))):
+        network += _among(bill.scene.flat, bill.scene.ranks, 2).seconds(tied)
     held = max(bill.shards, bill.stages)
     streamed = (bill.streamed + bill.merged * bill.each) / bill.stages + _copied(bill)
     return Account(
@@ -137,7 +139,7 @@ def _peak(bill: Bill, work: Work, way: Way, n: float, stages: Sequence[Sequence[
     line = way.peak
     running, floor = line.at(n), float(work.floor)
     if stages is not None:
-        running = floor = max(_stage_peak(bill, work, line, n, stages, number) for number in range(len(stages)))
+        running = floor = max(_stage_peak(bill, work, way, n, stages, number) for number in range(len(stages)))
     elif bill.shards > 1:
         divided = work.fixed / bill.shards
         segments, huge = min(SEGMENT, work.parameters), max(work.segment, 0)
@@ -149,14 +151,17 @@ def _peak(bill: Bill, work: Work, way: Way, n: float, stages: Sequence[Sequence[
         running += work.gradients if bill.merged > 1 else 0  # FSDP adds up whole gradients until it reduces them
     elif bill.merged > 1 and bill.scene.ranks > 1:
         running += work.gradients  # DDP's buckets, beside the gradients that are merged without it
+    if bill.averages and stages is None:
+        floor = max(floor, work.fixed + work.averaged)
     return int(max(running, floor))
 
 
-def _stage_peak(bill: Bill, work: Work, line: Line, n: float, stages: Sequence[Sequence[Piece]], number: int) -> float:
+def _stage_peak(bill: Bill, work: Work, way: Way, n: float, stages: Sequence[Sequence[Piece]], number: int) -> float:
     """1F1B: the first stage has as many micro-batches under way as there are stages, the last has one."""
     saved = [sum(piece.saved for piece in stage) or 1 for stage in stages]
     held = [sum(piece.gradients for piece in stage) for stage in stages]
+    share = (held[number] + work.tied(stages)[number]) / (sum(held) or 1)
     under_way = min(bill.micro, len(stages) - number)
-    once = max(line.base - work.fixed, 0.0)  # what does not grow with the batch: casts, the gradient in hand
-    whole = sum(held) or 1
-    return (work.fixed + once) * held[number] / whole + under_way * line.slope * n * saved[number] / sum(saved)
+    once = max(way.peak.base - way.casts - work.fixed, 0.0)  # the gradient in hand
+    activations = way.peak.slope * n * saved[number] / sum(saved)
+    return work.fixed * share + once + under_way * (way.casts * share + activations)

@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
-from fleetx import shards
+from fleetx import averaging, shards
 from fleetx.bill import Scene
 from fleetx.compose import compose
 from fleetx.engine import Engine
 from fleetx.errors import UsageError
 from fleetx.memory.trace import estimate
 from fleetx.part import Part
-from fleetx.pipeline.balance import cuttable
+from fleetx.pipeline.places import pieces
 from fleetx.planner import links
 from fleetx.planner.cost import SEGMENT
 from fleetx.planner.forked import Answer, forked
 from fleetx.planner.job import Job, alone, apart, everyone, from_first, name, now
 from fleetx.planner.work import Line, Piece, Way, Work
 from fleetx.recompute import budget
-from fleetx.recompute.probe import probes
 from fleetx.roles import Place
 from fleetx.routes import inside_hosts
 from fleetx.structure import loss_by
@@ -79,7 +78,7 @@ def work(
     times = plain.value["times"]
     made = from_first(world, lambda: apart(lambda: _counted(job, base, ends).written(), world.device))
     found = replace(Work.of(made), update=plain.value["update"])
-    found = replace(found, plain=_way(times, found.plain.peak))
+    found = replace(found, plain=replace(_way(times, found.plain.peak), casts=found.plain.casts))
     for parts in ways:
         found.ways[name(parts)] = _another(job, parts, times, ends, world, seconds)
     return found
@@ -107,17 +106,24 @@ def _another(
     if sum(times[0][1:]) < SLOW * sum(plain[0][1:]) and len(sizes) > 1:
         last = _timed(job, parts, sizes[-1:], world, seconds)
         times = times + last.value["times"] if not last.error else times
-    kept, border = from_first(world, lambda: apart(lambda: _changed(job, parts, ends), world.device))
-    return replace(_way(times, Line.through(list(zip(ends, kept, strict=True)))), border=border)
+    peak, bare, border = from_first(world, lambda: apart(lambda: _changed(job, parts, ends), world.device))
+    line = Line(*peak)
+    return replace(_way(times, line), border=border, casts=max(line.base - bare[0], 0.0))
 
 
-def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[list[int], float]:
-    """The peaks, and how much modules hand on against how much they do without what changes the forward."""
-    steps = [job.step(n, parts, kept=True) for n in ends]
-    plain = [part for part in parts if not part.local]
-    both = [probes(step, timed=False, fine=False) for step in (steps[0], job.step(ends[0], plain, kept=True))]
-    handed = [sum(block.input for block in coarse.blocks) for (coarse,) in both]
-    return [estimate(step).running for step in steps], handed[0] / max(handed[1], 1)
+def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[list[float], list[float], float]:
+    """The peak, and what it is without all that changes a forward; how much modules hand on, against how much then."""
+    handed, lines = [], []
+    for some in (parts, [part for part in parts if not part.local]):
+        found, starts = pieces(job.step(ends[0], some, kept=True), timed=False)
+        handed.append(sum(found.blocks[number].input for number in starts or range(len(found.blocks))))
+        line = _peak(job, some, ends)
+        lines.append([line.base, line.slope])
+    return lines[0], lines[1], handed[0] / handed[1] if handed[1] else 1.0
+
+
+def _peak(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> Line:
+    return Line.through([(n, estimate(job.step(n, parts, kept=True)).running) for n in ends])
 
 
 def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
@@ -130,20 +136,22 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
         found.append(estimate(step, budget.arm_of(segments, step)))
     first = found[0]
     peak = Line.through([(size, e.running) for size, e in zip(ends, found, strict=True)])
-    (coarse,) = probes(job.step(n, base, kept=True), fine=False)
+    bare = [part for part in base if not part.local]
+    casts = _peak(job, base, ends).base - _peak(job, bare, ends).base if len(bare) < len(base) else 0.0
+    row, starts = pieces(job.step(n, base, kept=True))
     modules = dict(job.model.named_modules())
-    seen: set[int] = set()
-    pieces = []
-    for number, block in enumerate(coarse.blocks):
-        own = [p for p in modules[block.name].parameters() if p.requires_grad and id(p) not in seen]
-        seen.update(map(id, own))
+    owners: dict[int, int] = {}
+    made = []
+    for number, block in enumerate(row.blocks):
+        trained = [p for p in modules[block.name].parameters() if p.requires_grad]
+        own = sum(p.nbytes for p in trained if owners.setdefault(id(p), number) == number)
+        tied = tuple((owners[id(p)], p.nbytes) for p in trained if owners[id(p)] != number)
         seconds, saved = block.forward + block.backward, (block.takes + block.saved) // n
-        starts = bool(number) and cuttable(coarse.blocks, number)
-        pieces.append(Piece(block.name, seconds, sum(p.nbytes for p in own), block.input // n, saved, starts))
+        made.append(Piece(block.name, seconds, own, block.input // n, saved, number in starts, tied))
     return Work(
-        job.samples, Way(peak=peak), 0.0, first.parameters, first.gradients, first.optimizer, first.buffers,
-        first.updating, sum(p.requires_grad for p in job.model.parameters()),
-        shards.largest(job.model, SEGMENT), tuple(pieces),
+        job.samples, Way(peak=peak, casts=max(casts, 0.0)), 0.0, first.parameters, first.gradients, first.optimizer,
+        first.buffers, first.updating, sum(p.requires_grad for p in job.model.parameters()),
+        shards.largest(job.model, SEGMENT), averaging.in_turn(list(job.model.parameters())), tuple(made),
     )  # fmt: skip
 
 

@@ -71,9 +71,7 @@ class Row:
     @property
     def rate(self) -> float:
         """Samples a second."""
-        if self.best is None or self.account is None:
-            return 0.0
-        return self.best.feed * self.best.bill.merged * self.best.bill.replicas / self.account.seconds
+        return 0.0 if self.best is None or self.account is None else _rate(self.best, self.account)
 
 
 def rows(machine: Machine, probed: Scene, work: Work, declared: dict[str, Any], *, allow: str) -> list[Row]:

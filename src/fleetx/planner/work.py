@@ -53,6 +53,7 @@ class Piece:
     border: int  # bytes that it hands on, of one sample
     saved: int  # bytes that it keeps for backward, of one sample
     starts: bool  # may a stage begin with it?
+    tied: tuple[tuple[int, int], ...] = ()  # weights that an earlier piece has too: its number, and bytes
 
 
 _NEVER = Line(0.0, 0.0)
@@ -66,6 +67,7 @@ class Way:
     backward: Line = _NEVER
     peak: Line = _NEVER  # bytes of forward and backward, gradients there from the beginning
     border: float = 1.0  # of the bytes that modules hand on without these parts
+    casts: float = 0.0  # bytes of the parameters in another type, of which each batch under way has its own
     error: str = ""
 
     def faster(self, factor: float) -> Way:
@@ -84,6 +86,7 @@ class Work:
     floor: int  # bytes of an update
     tensors: int = 0  # that have gradients
     segment: int = 0  # bytes of the largest piece that FSDP would gather as one
+    averaged: int = 0  # bytes that are under way at once when parameters are averaged
     pieces: tuple[Piece, ...] = ()
     ways: dict[str, Way] = field(default_factory=dict)
 
@@ -109,16 +112,24 @@ class Work:
         cuts = [0, *partition(times, sizes, number, starts), len(self.pieces)]
         return [list(self.pieces[low:high]) for low, high in itertools.pairwise(cuts)]
 
+    def tied(self, stages: Sequence[Sequence[Piece]]) -> list[int]:
+        """Bytes of the weights that each stage has beside an earlier one."""
+        ends = list(itertools.accumulate(len(stage) for stage in stages))
+        return [
+            sum(size for piece in stage for first, size in piece.tied if first < end - len(stage))
+            for stage, end in zip(stages, ends, strict=True)
+        ]
+
     def written(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(data: dict[str, Any]) -> Work:
         ways = {name: _way(way) for name, way in data["ways"].items()}
-        pieces = tuple(Piece(**piece) for piece in data["pieces"])
+        pieces = tuple(Piece(**{**piece, "tied": tuple(map(tuple, piece["tied"]))}) for piece in data["pieces"])
         return Work(**{**data, "plain": _way(data["plain"]), "ways": ways, "pieces": pieces})
 
 
 def _way(data: dict[str, Any]) -> Way:
     forward, backward, peak = (Line(**data[key]) for key in ("forward", "backward", "peak"))
-    return Way(forward, backward, peak, data["border"], data["error"])
+    return Way(forward, backward, peak, data["border"], data["casts"], data["error"])

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr
+from torch.autograd.graph import Node
 
 from fleetx.forwards import Layer, unwrap, wrap
 from fleetx.memory.insides import Insides, made_up
@@ -29,6 +31,9 @@ from fleetx.structure import map_tensors, named_modules, tensors_of
 MOST = 240  # blocks: the solver takes a second for so many
 LITTLE = 0.01  # of what a model saves: what may be saved between the blocks of a module that is taken apart
 REPEATS, ENOUGH = 4, 0.3  # runs of a block, and seconds after which two will do
+
+
+Edge = tuple[Node, int]  # an operation, and which of the tensors that it made
 
 
 @dataclass
@@ -46,6 +51,9 @@ class Call:
     args: Any = ()
     kwargs: Any = None
     made: list[Tensor] = field(default_factory=list)
+    handed: set[Edge] = field(default_factory=set)  # where the tensors that it is given come from in autograd's graph
+    times: tuple[int, int] = (0, 0)  # when it began and ended, as autograd numbers the operations of a forward
+    turns: tuple[int, int] = (0, 0)  # and as calls begin and end, one after the other
 
 
 @dataclass(frozen=True)
@@ -60,20 +68,25 @@ class Probe:
         return [block.name for block in self.blocks]
 
 
-def probes(step: Step, *, timed: bool = True, fine: bool = True) -> list[Probe]:
+def probes(step: Step, *, timed: bool = True) -> list[Probe]:
     """A coarse one, whose segments hold nothing but their borders, and a fine one, if the model has both.
 
     timed: without it nothing is run for real, and every block is said to take a second.
-    fine: without it the coarse one alone.
     """
+
+    def both(root: Call) -> list[list[Call]]:
+        coarse, fine = apart(root, _chained), apart(root, lambda _: True)
+        return [coarse] if [c.name for c in coarse] == [c.name for c in fine] else [coarse, fine]
+
+    return probed(step, both, timed=timed)
+
+
+def probed(step: Step, divide: Callable[[Call], list[list[Call]]], *, timed: bool) -> list[Probe]:
+    """divide: the forward -> one or more rows of calls that it is made of."""
     fakes = Fakes(step)
     with random_kept(), torch.enable_grad():
-        root = _calls(fakes)
-        found = [_apart(root, _chained)] + ([_apart(root, lambda _: True)] if fine else [])
-        if fine and [c.name for c in found[0]] == [c.name for c in found[1]]:
-            found.pop()
         known: dict[Any, Block] = {}
-        return [_probed(calls, fakes, known, timed) for calls in found]
+        return [_probed(calls, fakes, known, timed) for calls in divide(_calls(fakes))]
 
 
 # --- taking apart ---------------------------------------------------------------------------------
@@ -84,6 +97,7 @@ def _calls(fakes: Fakes) -> Call:
     own = {p.untyped_storage()._cdata for p in itertools.chain(fakes.model.parameters(), fakes.model.buffers())}
     seen = set(own)
     outputs: dict[int, tuple[Tensor, int]] = {}  # by id, of all calls so far, with their versions
+    turns = itertools.count()
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage()._cdata not in seen:
@@ -100,10 +114,13 @@ def _calls(fakes: Fakes) -> Call:
         versions = [t._version for t in given]
         call = Call(name, module, args=args, kwargs=kwargs)
         made = [t for t in given if t.grad_fn is not None]
+        call.handed = {(t.grad_fn, t.output_nr) for t in made if t.grad_fn is not None}
         call.loose = bytes_of(t for t in made if outputs.get(id(t), (t, -1))[1] != t._version)
         stack[-1].inside.append(call)
         stack.append(call)
+        began, turn = _get_sequence_nr(), next(turns)
         out = inner(*args, **kwargs)
+        call.times, call.turns = (began, _get_sequence_nr()), (turn, next(turns))
         stack.pop()
         call.made = tensors_of(out)
         call.writes = versions != [t._version for t in given]
@@ -114,7 +131,7 @@ def _calls(fakes: Fakes) -> Call:
         wrap(module, Layer.REPLAY, partial(around, name))
     assert fakes.engine  # its hooks are there
     with fakes.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        fakes.model(*fakes.args, **fakes.kwargs)
+        root.made = tensors_of(fakes.model(*fakes.args, **fakes.kwargs))
     unwrap(fakes.model)
     _sum_up(root)
     return root
@@ -125,9 +142,9 @@ def _sum_up(call: Call) -> int:
     return call.all
 
 
-def _apart(root: Call, allowed: Callable[[Call], bool]) -> list[Call]:
+def apart(root: Call, allowed: Callable[[Call], bool]) -> list[Call]:
     """Take the call that saves most apart, then the next, as long as little is saved between the pieces."""
-    order = {id(call): i for i, call in enumerate(_walk(root))}
+    order = {id(call): i for i, call in enumerate(walk(root))}
     found: list[Call] = []
     waiting = [(-root.all, 0, root)]
     while waiting:
@@ -150,10 +167,10 @@ def _chained(call: Call) -> bool:
     return True
 
 
-def _walk(call: Call) -> Iterator[Call]:
+def walk(call: Call) -> Iterator[Call]:
     yield call
     for inner in call.inside:
-        yield from _walk(inner)
+        yield from walk(inner)
 
 
 # --- what each costs ------------------------------------------------------------------------------
@@ -165,7 +182,7 @@ def _probed(calls: list[Call], fakes: Fakes, known: dict[Any, Block], timed: boo
         given = tensors_of((call.args, call.kwargs))
         reads = {id(t): (makers[id(t)], id(t), t.untyped_storage().nbytes()) for t in given if id(t) in makers}
         storages = {t.untyped_storage()._cdata for t in given}
-        saved = {key: bytes_ for inner in _walk(call) for key, bytes_ in inner.kept.items()}
+        saved = {key: bytes_ for inner in walk(call) for key, bytes_ in inner.kept.items()}
         key = _signature(call)
         if key not in known:
             known[key] = _cost(call, fakes, timed)

@@ -1,0 +1,201 @@
+"""Where stages may begin: what the graph says is what the survey, which runs the forward in pieces, accepts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from fleetx import StrategyError
+from fleetx.memory.trace import Step
+from fleetx.pipeline import survey
+from fleetx.pipeline.cut import Cut
+from fleetx.pipeline.places import pieces
+from fleetx.roles import Place
+from fleetx.world import World
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+class Skips(nn.Module):
+    """Residual blocks whose inside is a chain, between which stages may begin, and nowhere inside of them."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+        def forward(self, x):
+            return x + self.net(x)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class InPlace(nn.Module):
+    """Activations that change what they are given, as torchvision has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.c(self.relu(self.b(self.relu(self.a(x))))).sum()
+
+
+class Twice(nn.Module):
+    """One module that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.b(self.a(torch.relu(self.b(self.a(x))))).sum()
+
+
+class Looked(nn.Module):
+    """The first module makes a mask without a gradient, which the last one is handed."""
+
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return x * mask
+
+    class Mask(nn.Module):
+        def forward(self, x):
+            return (x > 0).float()
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.last = self.Mask(), self.Masked()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        mask = self.mask(x)
+        return self.last(self.b(self.a(x)), mask).sum()
+
+
+def words(batch=2, length=8):
+    ids = torch.randint(0, 50, (batch, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def image(side=32):
+    return {"pixel_values": torch.randn(2, 3, side, side), "labels": torch.zeros(2, dtype=torch.long)}
+
+
+def vector():
+    return {"x": torch.randn(2, 6)}
+
+
+MODELS = {
+    "bert": (lambda: BertForMaskedLM(BertConfig(vocab_size=50, **SMALL)), words),
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2)), words),
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(vocab_size=50, use_cache=False, **SMALL)), words),
+    "t5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, use_cache=False,
+                     decoder_start_token_id=0)
+        ),
+        words,
+    ),
+    "vit": (lambda: ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **SMALL)), image),
+    "resnet": (
+        lambda: ResNetForImageClassification(
+            ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="bottleneck")
+        ),
+        image,
+    ),
+    "skips": (Skips, vector),
+    "in place": (InPlace, vector),
+    "twice": (Twice, vector),
+    "looked": (Looked, vector),
+}  # fmt: skip
+
+AMONG = {
+    "bert": ["bert.encoder.layer.1", "bert.encoder.layer.2", "cls"],
+    "gpt2": ["transformer.h.1", "transformer.h.2"],
+    "llama": ["model.layers.1", "model.layers.2"],
+    "t5": ["encoder.block.1"],
+    "vit": [],  # the names of its layers changed between versions: counted below
+    "resnet": ["resnet.encoder.stages.1"],
+    "skips": ["blocks.1", "blocks.2"],
+    "in place": ["b", "c"],
+    "twice": [],
+    "looked": [],
+}
+
+
+def found(name):
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    model, inputs = make(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    row, starts = pieces(Step(model, optimizer, args=(), kwargs=inputs), timed=False)
+    return model, inputs, list(starts.values()), row
+
+
+def accepted(model, inputs, start):
+    """Does the survey, which a pipeline makes before it cuts, agree?"""
+    units = survey.units(model, [start], lambda: model(**inputs))
+    cut = Cut(model, units, lambda stage: 0, World(Place(), torch.device("cpu")))
+
+    def run(visitor):
+        cut.visitor = visitor
+        try:
+            model(**inputs)
+        finally:
+            cut.visitor = None
+
+    try:
+        survey.borders(units, torch.device("cpu"), run)
+    except StrategyError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_can_begin_wherever_the_graph_says(name):
+    names = found(name)[2]
+    for start in names:
+        model, inputs, _, _ = found(name)  # a cut leaves its hooks
+        assert accepted(model, inputs, start), start
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_cut_between_their_layers(name):
+    _, _, names, row = found(name)
+    shown = {block.name for block in row.blocks}
+    for wanted in AMONG[name]:
+        assert any(start == wanted or start.startswith(f"{wanted}.") for start in names), (wanted, names, shown)
+    if name == "vit":
+        assert len(names) >= 3
+
+
+def test_no_stage_begins_inside_of_a_residual_block_but_the_first_which_adds_the_batch_itself():
+    assert found("skips")[2] == ["blocks.0.net.1", "blocks.0.net.2", "blocks.1", "blocks.2"]
+
+
+def test_what_has_no_gradient_and_goes_past_a_module_keeps_a_stage_from_beginning_there():
+    assert found("looked")[2] == ["last"]
