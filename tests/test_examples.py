@@ -7,25 +7,98 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+RUN_BELOW = {"digits", "resnet", "bert", "static_style", "pipeline", "slow_network", "auto"}
 
 
-def fleetrun(*args, cwd):
-    command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150)
+def fleetrun(*args, cwd, options=()):
+    command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", *options]
+    done = subprocess.run([*command, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def numbers(pattern, text):
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+def test_each_example_is_run_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_BELOW | {"prepared"}
+
+
+@pytest.mark.parametrize("name", sorted(RUN_BELOW - {"static_style"}))
+def test_each_says_what_it_takes(name, tmp_path):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert "fleetrun" in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 def test_digits_trains_with_two_workers_and_reports_its_accuracy(tmp_path):
-    done = fleetrun(ROOT / "examples" / "digits.py", "--epochs", 2, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "requested: clip, gradient_merge, recompute, sync_batch_norm" in done.stdout
-    found = [float(a) for a in re.findall(r"test accuracy (\S+)%", done.stdout)]
+    said = fleetrun(EXAMPLES / "digits.py", "--epochs", 2, cwd=tmp_path)
+    assert "requested: clip, gradient_merge, recompute, sync_batch_norm" in said
+    found = numbers(r"test accuracy (\S+)%", said)
     assert len(found) == 2
     assert found[-1] > 85
 
 
 def test_digits_takes_a_strategy_from_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("amp: {dtype: bfloat16}\n")
-    done = fleetrun(ROOT / "examples" / "digits.py", "--epochs", 1, "--strategy", "mine.yaml", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "requested: amp\n" in done.stdout
+    said = fleetrun(EXAMPLES / "digits.py", "--epochs", 1, "--strategy", "mine.yaml", cwd=tmp_path)
+    assert "requested: amp\n" in said
+
+
+def test_resnet_learns_pictures(tmp_path):
+    said = fleetrun(EXAMPLES / "resnet.py", "--epochs", 4, cwd=tmp_path)
+    found = numbers(r"acc1: ([\d.]+)", said)
+    assert len(found) == 4
+    assert found[-1] > 0.7
+
+
+def test_bert_learns_words_and_goes_on_later(tmp_path):
+    found = numbers(r"of the words ([\d.]+)", fleetrun(EXAMPLES / "bert.py", "--steps", 80, cwd=tmp_path))
+    assert found[-1] < found[0] - 0.3
+    said = fleetrun(EXAMPLES / "bert.py", "--steps", 20, cwd=tmp_path)
+    assert "goes on with epoch" in said
+    assert numbers(r"of the words ([\d.]+)", said)[0] < found[0] - 0.3
+
+
+def test_the_static_style(tmp_path):
+    said = fleetrun(EXAMPLES / "static_style.py", cwd=tmp_path, options=["--paddle-api", "fleetx"])
+    found = numbers(r"epoch \d+: loss ([\d.]+)", said)
+    assert found[-1] < 0.6 * found[0]
+
+
+@pytest.mark.parametrize("options", [[], ["--balanced"]])
+def test_a_pipeline_of_two_workers(tmp_path, options):
+    said = fleetrun(EXAMPLES / "pipeline.py", "--steps", 30, *options, cwd=tmp_path)
+    assert "stages begin with" in said
+    found = numbers(r"step \d+: loss ([\d.]+)", said)
+    assert found[-1] < found[0]
+    assert "worker 0 holds" in said
+
+
+def test_the_slow_network_sends_less(tmp_path):
+    said = fleetrun(EXAMPLES / "slow_network.py", "--epochs", 6, cwd=tmp_path)
+    found = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.endswith("%")}
+    sent = {name: float(values[0]) for name, values in found.items()}
+    assert set(sent) == {"plain", "fp16_allreduce", "dgc", "localsgd", "adaptive_localsgd", "merged"}
+    assert sent["dgc"] < 0.5 * sent["plain"]
+    assert sent["localsgd"] < 0.3 * sent["plain"]
+    assert sent["merged"] < 0.4 * sent["plain"]
+    assert all(float(values[1].rstrip("%")) > 85 for values in found.values())
+
+
+def test_auto_chooses_and_the_file_repeats_it(tmp_path):
+    said = fleetrun(EXAMPLES / "auto.py", "--epochs", 3, cwd=tmp_path)
+    assert "plans predicted" in said
+    losses = numbers(r"loss ([\d.]+)", said)
+    assert losses[-1] < losses[0]
+    (feed,) = re.findall(r"= (\d+) samples at a time", (tmp_path / "strategy.yaml").read_text())
+    repeated = fleetrun(
+        EXAMPLES / "auto.py", "--epochs", 3, "--strategy", "strategy.yaml", "--feed", feed, cwd=tmp_path
+    )
+    assert numbers(r"loss ([\d.]+)", repeated) == losses

@@ -1,0 +1,77 @@
+"""BERT on the documents of this project: recomputation, merged gradients, LAMB, clipping; saved, and gone on with.
+
+    fleetrun --device cpu --nproc_per_node 2 examples/bert.py
+    fleetrun --device cpu --nproc_per_node 2 examples/bert.py --steps 80     # goes on where the first run ended
+
+The text is written to ./example_data/text as lines of numbers, the checkpoint to ./example_data/bert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import prepared
+import torch
+
+import fleetx as X
+from fleetx import fleet
+
+FOLDER = Path("example_data/bert")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=16, help="sentences per worker and step (default: 16)")
+    parser.add_argument("--merge", type=int, default=2, help="steps in an update (default: 2)")
+    parser.add_argument("--rate", type=float, default=0.005)
+    args = parser.parse_args()
+
+    fleet.init(is_collective=True)
+    torch.manual_seed(0)
+    model = X.applications.BertBase(layers=4, hidden=128, vocab_size=prepared.WORDS, max_seq_len=64).to(fleet.device())
+    text = prepared.text("example_data/text")
+    loader = model.load_digital_dataset_from_file(
+        text, text / "vocab.txt", batch_size=args.batch, max_seq_len=64, lang="ch", drop_last=True
+    )
+
+    strategy = fleet.DistributedStrategy()
+    strategy.recompute = True
+    strategy.recompute_configs = {"checkpoints": model.checkpoints}
+    strategy.gradient_merge = True
+    strategy.gradient_merge_configs = {"k_steps": args.merge}
+    strategy.lamb = True
+    strategy.lamb_configs = {"exclude_from_weight_decay": ["LayerNorm", "bias"]}
+    strategy.clip = True
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.rate)  # lamb_configs has the decay
+    model, optimizer = fleet.distribute(model, optimizer, strategy)
+
+    if (FOLDER / "loader.json").exists():
+        fleet.load(FOLDER)
+        loader.load_state_dict(json.loads((FOLDER / "loader.json").read_text()))
+        if fleet.is_first_worker():
+            print(f"goes on with epoch {loader.epoch}, sample {loader.position}", flush=True)
+    step = 0
+    while step < args.steps:
+        for batch in loader:
+            found = model(**{name: tensor.to(fleet.device()) for name, tensor in batch.items()})
+            found.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if fleet.is_first_worker() and step % 20 == 0:
+                print(
+                    f"step {step}: loss {found.loss.item():.3f}, of the words {found.mask_lm_loss.item():.3f}",
+                    flush=True,
+                )
+            if step == args.steps:
+                break
+    fleet.save(FOLDER)
+    if fleet.is_first_worker():
+        (FOLDER / "loader.json").write_text(json.dumps(loader.state_dict()))
+
+
+if __name__ == "__main__":
+    main()
