@@ -46,7 +46,7 @@ def main(only: str, models: str, networks: str, out: Path, only_report: bool) ->
         elif part == "search":
             results["search"] = _run("bert_base", "loopback", "search")
         elif part == "whatif":
-            results["whatif"] = _whatif()
+            results["whatif"] = _whatif(out / "probe.json")
         else:
             raise click.BadParameter(f"there is no {part!r}; there are {', '.join(PARTS)}")
         results["date"] = datetime.now(UTC).isoformat(timespec="seconds")
@@ -71,13 +71,11 @@ def _run(name: str, network: str, kind: str, *, hosts: int = 2) -> dict[str, Any
         return found
 
 
-def _whatif() -> list[dict[str, Any]]:
-    """From a probe of one worker: two and four hosts. Four of them share two cores, so compute is half as fast."""
+def _whatif(file: Path) -> list[dict[str, Any]]:
+    """From a probe of two workers on one host: two and four hosts. Four share two cores, so compute is half as fast."""
     found = []
     for name in ("mlp", "bert"):
-        probed = _run(name, "loopback", "probe", hosts=1)
-        file = OUT / "probe.json"
-        file.write_text(json.dumps(probed))
+        file.write_text(json.dumps(_run(name, "loopback", "probe")))
         known = store.probe(file)
         assert known is not None
         for hosts in (2, 4):
