@@ -28,9 +28,10 @@ PARTS = ("plans", "search", "whatif")
 @click.option("--only", default=",".join(PARTS), show_default=True, help="Some of the parts.")
 @click.option("--models", default=",".join(SCENES), show_default=True)
 @click.option("--networks", default=",".join(NETWORKS), show_default=True)
+@click.option("--most", default=8, show_default=True, help="Plans of a scene that are run.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
 @click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
-def main(only: str, models: str, networks: str, out: Path, only_report: bool) -> None:
+def main(only: str, models: str, networks: str, most: int, out: Path, only_report: bool) -> None:
     """What auto predicts beside what is measured: five models, three networks. Half an hour on two idle cores."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "auto.json"
@@ -41,7 +42,7 @@ def main(only: str, models: str, networks: str, out: Path, only_report: bool) ->
             for network in networks.split(","):
                 for name in models.split(","):
                     keep = [s for s in results["plans"] if (s["model"], s["network"]) != (name, network)]
-                    results["plans"] = [*keep, _run(name, network, "plans") | {"network": network}]
+                    results["plans"] = [*keep, _run(name, network, "plans", most=most) | {"network": network}]
                     file.write_text(json.dumps(results, indent=1))
         elif part == "search":
             results["search"] = _run("bert_base", "loopback", "search")
@@ -54,11 +55,11 @@ def main(only: str, models: str, networks: str, out: Path, only_report: bool) ->
     _show(results, out)
 
 
-def _run(name: str, network: str, kind: str, *, hosts: int = 2) -> dict[str, Any]:
+def _run(name: str, network: str, kind: str, *, hosts: int = 2, most: int = 0) -> dict[str, Any]:
     """Two workers of one thread each: on this machine, or each on a host of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        words = [name, str(out), kind]
+        words = [name, str(out), kind, str(most)]
         if network == "loopback":
             command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", str(hosts)]
             subprocess.run([*command, str(HERE / "worker.py"), *words], cwd=folder, check=True, timeout=1800)

@@ -1,9 +1,10 @@
-"""What every worker runs: fleetrun worker.py MODEL OUT KIND
+"""What every worker runs: fleetrun worker.py MODEL OUT KIND MOST
 
 KIND: plans    probe, predict all plans, and run those of each kind that are predicted to be best
       search   the whole search, as fleet.distribute does it
       probe    the probe alone, to ask about other machines
       plain    data parallelism, timed
+MOST: plans of a scene that are run, at most
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,18 @@ from fleetx.planner.job import Job
 from fleetx.planner.search import Considered, Search, allowed, ways
 from fleetx.planner.trial import tried
 
-MOST = 8  # plans of a scene that are run
 LONGEST = 15.0  # seconds of an update: what is predicted to take longer is not run
 TRIALS = 3  # what auto would try
 
 
-def main(name: str, out: str, kind: str) -> None:
+def main(name: str, out: str, kind: str, most: str) -> None:
     fleet.init()
     model = MODELS[name]
     module = model.make()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
     job = Job.of(module, optimizer, model.inputs(model.samples), None)
-    found = {"plans": _plans, "search": _search, "probe": _probe, "plain": _plain}[kind](job, model.total)
+    plans = partial(_plans, most=int(most))
+    found = {"plans": plans, "search": _search, "probe": _probe, "plain": _plain}[kind](job, model.total)
     if fleet.is_first_worker():
         Path(out).write_text(json.dumps({"model": name, "kind": kind, "ranks": fleet.worker_num()} | found))
 
@@ -53,27 +55,27 @@ def _looked(job: Job, total: int | None, allow: str) -> Search:
     return search
 
 
-def _plans(job: Job, total: int) -> dict[str, Any]:
+def _plans(job: Job, total: int, most: int) -> dict[str, Any]:
     begun = time.monotonic()
     search = _looked(job, total, "lossy")
     probed = time.monotonic() - begun
     rows = []
-    for one in _chosen(search):
+    for one in _chosen(search, most):
         one.trial = tried(job, one.candidate, fleet._here(), seconds=600, peak=True)
         rows.append(_row(one))
         if fleet.is_first_worker():
             print(rows[-1], flush=True)
-    return {"plans": rows, "probe_seconds": probed, "scene": asdict(search.scene)}
+    return {"plans": rows, "probe_seconds": probed, "scene": asdict(search.scene), "considered": len(search.plans)}
 
 
-def _chosen(search: Search) -> list[Considered]:
-    """The first three, which auto would try; then the best of each kind, while they are not too slow."""
+def _chosen(search: Search, most: int) -> list[Considered]:
+    """The first three, which auto would try; the best of each kind, while they are not too slow; the others."""
     kinds: dict[tuple[str, ...], Considered] = {}
     fitting = [one for one in search.plans if not one.why and _length(one) < LONGEST]
     for one in fitting:
         kinds.setdefault(tuple(sorted(one.candidate.chosen)), one)
-    wanted = [*fitting[:TRIALS], *(one for one in kinds.values() if one not in fitting[:TRIALS])]
-    return sorted(wanted[:MOST], key=lambda one: one.account.seconds)
+    wanted = list(dict.fromkeys([*fitting[:TRIALS], *kinds.values(), *fitting]))
+    return sorted(wanted[:most], key=lambda one: one.account.seconds)
 
 
 def _length(one: Considered) -> float:
