@@ -74,6 +74,8 @@ class Bill:
     averages: bool = False  # are parameters reduced, and not gradients?
     way: Link | None = None  # by which it is reduced, if not by the flat one
     dtype: str = ""  # of 16 bits, if it is reduced in one
+    bucket: float = 0.0  # bytes that are reduced at a time while backward runs
+    segment: float = 0.0  # bytes of divided parameters that are gathered at a time
     buckets: float = 0.0  # bytes that are read and written to bring gradients into buckets, while backward runs
     streamed: float = 0.0  # bytes that are read and written besides, in an update
     each: float = 0.0  # and in each step of it

@@ -52,6 +52,10 @@ def test_a_reduction_is_hidden_but_for_its_last_bucket():
     assert cost(fast).network == pytest.approx(0.05), "of a fast link only the last bucket is seen"
 
 
+def test_buckets_are_as_large_as_the_user_says():
+    assert cost(fuse_grad_size_in_MB=200).network == pytest.approx(2.0), "all of it, when backward is over"
+
+
 def test_a_core_that_is_busy_with_the_network_is_missed_by_backward():
     busy = replace(SCENE, flat=Link(0.0, 1e15, busy=0.1 / (200 * MB)))
     assert cost(busy).network == pytest.approx(0.1)

@@ -15,7 +15,6 @@ from fleetx.planner.candidates import Candidate, cut
 from fleetx.planner.cost import account, bill_of
 from fleetx.planner.job import Job, name
 from fleetx.planner.probe import scene, work
-from fleetx.planner.search import beside
 from fleetx.planner.trial import tried
 
 
@@ -41,7 +40,7 @@ def _both(declared, feed):
     candidate = Candidate(declared, {}, plan, feed, bill)
     trial = tried(job, candidate, world, seconds=60, peak=True)
     assert not trial.error, trial.error
-    kept = beside(candidate, model)
+    kept = candidate.keeps(model.parameters())
     return account(bill, found, found.way(name(plan.parts)), feed, kept=kept).peak, trial.peak
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -48,6 +48,12 @@ def test_a_slow_link_limits_and_a_fast_one_does_not():
 def test_faster_devices_are_faster_by_the_stated_factor():
     before, after = rows(link=1e15), rows(link=1e15, compute=10.0)
     assert after[0].rate == pytest.approx(10 * before[0].rate, rel=0.01)
+
+
+def test_what_a_strategy_keeps_is_counted():
+    shaped = replace(WORK, shapes=((50 * MB,),))  # of four bytes each
+    both = [whatif.rows(machine(nodes=1), SCENE, work, {"dgc": True}, allow="exact") for work in (WORK, shaped)]
+    assert both[1][0].account.peak - both[0][0].account.peak == 2 * 200 * MB
 
 
 def test_what_does_not_fit_is_said_with_the_least():

@@ -43,16 +43,20 @@ class DataParallel(Part):
         if not self.fuse_all_reduce_ops and self.fuse_grad_size_in_MB != type(self)().fuse_grad_size_in_MB:
             yield "fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False: remove one of them"
 
+    @property
+    def _bucket(self) -> float:
+        return self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _ALONE
+
     def cost(self, bill: Bill) -> None:
+        bill.bucket = self._bucket * 2**20
         bill.buckets = bill.gradients  # copied there and divided: one pass more than to add them up
 
     @at(Stage.MODEL)
     def replicate(self, model: nn.Module, moment: Moment) -> nn.Module:
         """give every rank the same model, and reduce its gradients by buckets during backward"""
-        size = self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _ALONE
         moment.notes["modules"] = list(model.modules())  # to walk over the model in every round would cost more
         moment.network.communicators = self.nccl_comm_num
-        moment.replicate(bucket_cap_mb=size, find_unused_parameters=self.find_unused_parameters)
+        moment.replicate(bucket_cap_mb=self._bucket, find_unused_parameters=self.find_unused_parameters)
         return model
 
     @at(Stage.PARAMETER)

@@ -129,8 +129,12 @@ class Sharding(Part):
         if 1 < scene.inside < scene.ranks:
             yield Offer({"sharding_degree": scene.inside, "stage": 2, "hybrid_dp": True})
 
+    @property
+    def _segment(self) -> int:
+        return int(self._said("segment_broadcast_MB", "fuse_broadcast_MB") * 2**20)
+
     def cost(self, bill: Bill) -> None:
-        bill.shards, bill.gathers = self._degree, 2 if self.stage == 3 else 1
+        bill.shards, bill.gathers, bill.segment = self._degree, 2 if self.stage == 3 else 1, self._segment
         bill.each += 3 * bill.gathers * bill.parameters + 4 * bill.gradients  # copied out of, and into, what travels
 
     # --- acts -------------------------------------------------------------------------------------
@@ -138,8 +142,7 @@ class Sharding(Part):
     def divide(self, model: nn.Module, moment: Moment) -> nn.Module:
         """divide parameters, gradients and optimizer state between the ranks"""
         if moment.everyone.size > 1:
-            size = self._said("segment_broadcast_MB", "fuse_broadcast_MB")
-            names = shards.segments(model, self.segment_anchors, int(size * 2**20))
+            names = shards.segments(model, self.segment_anchors, self._segment)
             moment.notes["segments"] = names
             group = shards.divide(
                 model, names, moment.everyone, self._degree,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from fleetx.bill import ALLOWED, Bill, Offer, Scene
 from fleetx.compose import Plan, compose
@@ -14,6 +16,7 @@ from fleetx.part import Part, every
 from fleetx.planner.cost import bill_of
 from fleetx.planner.job import by_budget
 from fleetx.planner.work import Work
+from fleetx.stage import Fact
 from fleetx.strategy import DistributedStrategy
 
 
@@ -30,6 +33,11 @@ class Candidate:
     @property
     def strategy(self) -> DistributedStrategy:
         return DistributedStrategy(**self.mine, **_keywords(self.chosen))
+
+    def keeps(self, params: Iterable[Tensor]) -> int:
+        """Bytes that strategies keep."""
+        params, made = list(params), frozenset().union(*(act.claim.makes for act in self.plan.acts))
+        return sum(part.keeps(params, scaled=Fact.SCALED in made) for part in self.plan.parts)
 
     @property
     def budgeted(self) -> bool:

@@ -9,8 +9,6 @@ from fleetx.bill import Bill, Link, Scene
 from fleetx.part import Part
 from fleetx.planner.work import Piece, Way, Work
 
-BUCKET = 32 << 20  # bytes, the default of fuse_grad_size_in_MB
-SEGMENT = 32 << 20  # bytes, the default of segment_broadcast_MB
 TENSOR = 6e-4  # seconds for each tensor that FSDP gathers or scatters, of Python and of small copies, on a CPU
 IN_FLIGHT = 5  # segments that FSDP has gathered, or reduces, at once: measured, see docs/results/pipeline.md
 
@@ -94,7 +92,7 @@ def _pieces(bill: Bill, link: Link, size: int, tensors: int) -> float:
     """As many gatherings, or scatterings, as there are segments. They are not hidden: FSDP does so on CUDA only."""
     link = _among(link, bill.scene.ranks, bill.shards)
     handled = tensors * TENSOR if bill.scene.device == "cpu" else 0.0
-    return link.latency * max(size / SEGMENT, 1) + size / link.speed + handled
+    return link.latency * max(size / bill.segment, 1) + size / link.speed + handled
 
 
 def _among(link: Link, ranks: int, some: int) -> Link:
@@ -120,7 +118,7 @@ def _reduction(bill: Bill, work: Work, backward: float) -> float:
     for piece in reversed(work.pieces):
         clock += length * piece.seconds / whole
         waiting += share * piece.gradients
-        if waiting >= share * BUCKET:
+        if waiting >= share * bill.bucket:
             free = max(clock, free) + link.seconds(waiting)
             waiting = 0.0
     rest = share * (bill.gradients - sum(piece.gradients for piece in work.pieces)) + waiting
@@ -142,9 +140,9 @@ def _peak(bill: Bill, work: Work, way: Way, n: float, stages: Sequence[Sequence[
         running = floor = max(_stage_peak(bill, work, way, n, stages, number) for number in range(len(stages)))
     elif bill.shards > 1:
         divided = work.fixed / bill.shards
-        segments, huge = min(SEGMENT, work.parameters), max(work.segment, 0)
+        segments, huge = min(bill.segment, work.parameters), max(work.segment, 0)
         # Of one module that is larger than a segment should be, the gradient and what is scattered come beside it.
-        most = work.parameters + (segments if huge <= SEGMENT else 2 * huge)
+        most = work.parameters + (segments if huge <= bill.segment else 2 * huge)
         gathered = most if bill.gathers == 1 else max(min(IN_FLIGHT * segments, work.parameters), 3 * huge)
         running = divided + gathered + line.slope * n
         floor = work.floor / bill.shards

@@ -21,7 +21,6 @@ from fleetx.memory.trace import estimate
 from fleetx.part import Part
 from fleetx.pipeline.places import pieces
 from fleetx.planner import links
-from fleetx.planner.cost import SEGMENT
 from fleetx.planner.forked import Answer, forked
 from fleetx.planner.job import Job, alone, apart, everyone, from_first, name, now
 from fleetx.planner.work import Line, Piece, Way, Work
@@ -32,6 +31,7 @@ from fleetx.structure import loss_by
 from fleetx.world import World, anew
 
 HALVES = (torch.float16, torch.bfloat16)
+SEGMENT = 32 << 20  # bytes: as sharding gathers by default
 SLOW = 1.5  # times: another way to run a forward that takes so much longer is not looked at more closely
 SHORT = 1.0  # seconds: of a step that takes less, the better of two counts
 
@@ -152,6 +152,7 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
         job.samples, Way(peak=peak, casts=max(casts, 0.0)), 0.0, first.parameters, first.gradients, first.optimizer,
         first.buffers, first.updating, sum(p.requires_grad for p in job.model.parameters()),
         shards.largest(job.model, SEGMENT), averaging.in_turn(list(job.model.parameters())), tuple(made),
+        shapes=tuple(tuple(p.shape) for p in job.model.parameters()),
     )  # fmt: skip
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from fleetx.bill import ALLOWED, Scene
 from fleetx.errors import StrategyError
 from fleetx.memory.sizes import words
@@ -22,7 +20,6 @@ from fleetx.planner.trial import Trial, tried
 from fleetx.planner.work import Work
 from fleetx.recompute import budget
 from fleetx.refusals import refuse
-from fleetx.stage import Fact
 from fleetx.strategy import DistributedStrategy
 from fleetx.structure import plain_name
 from fleetx.world import World
@@ -149,7 +146,7 @@ class Search:
 
     def _rough(self, candidate: Candidate) -> Considered:
         way = self.work.way(name(candidate.plan.parts))
-        kept = beside(candidate, self.job.model)
+        kept = candidate.keeps(self.job.model.parameters())
         plain = account(candidate.bill, self.work, way, candidate.feed, kept=kept)
         if not candidate.budgeted:
             return Considered(candidate, plain)
@@ -181,7 +178,7 @@ class Search:
         part = next(part for part in candidate.plan.parts if by_budget(part))
         kept = candidate.bill.merged > 1 or self.scene.ranks > 1
         apart = budget.buckets(self.job.model) if candidate.bill.merged > 1 and self.scene.ranks > 1 else 0
-        keeps = beside(candidate, self.job.model) + apart
+        keeps = candidate.keeps(self.job.model.parameters()) + apart
         step = self.job.step(candidate.feed, candidate.plan.parts, kept=kept, beside=keeps)
         try:
             choice = budget.choose(step, part.memory_budget)  # type: ignore[attr-defined]
@@ -242,12 +239,6 @@ def _undominated(plans: Sequence[Considered]) -> list[Considered]:
         )
 
     return [one for one in plans if not any(idle(one, switch) for switch in one.candidate.chosen)]
-
-
-def beside(candidate: Candidate, model: nn.Module) -> int:
-    """Bytes that strategies keep."""
-    made = frozenset().union(*(act.claim.makes for act in candidate.plan.acts))
-    return sum(part.keeps(list(model.parameters()), scaled=Fact.SCALED in made) for part in candidate.plan.parts)
 
 
 def allowed(candidates: Iterator[Candidate], job: Job, world: World) -> Iterator[Candidate]:

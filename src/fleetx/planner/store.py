@@ -23,7 +23,7 @@ from fleetx.world import World
 
 log = logging.getLogger(__name__)
 _LAST = "last_probe"
-_VERSION = 1  # of what is stored
+_VERSION = 2  # of what is stored
 _FIELDS = {"declared", "equation", "text", "feed", "merged", "replicas"}
 PROBE = "FLEETX_PLAN_PROBE"  # a file to which the probe is written too
 

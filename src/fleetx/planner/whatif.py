@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fleetx.bill import Link, Scene
 from fleetx.errors import StrategyError, UsageError
 from fleetx.memory.sizes import words
@@ -83,11 +85,13 @@ def _row(machine: Machine, nodes: int, probed: Scene, work: Work, declared: dict
     scene = machine.scene(nodes, probed)
     work = work.faster(machine.compute)
     found = []
+    params = [torch.empty(shape, device="meta", requires_grad=True) for shape in work.shapes]
     # What a budget of bytes chooses cannot be known without the model.
     for candidate in offered(DistributedStrategy(**declared), scene, work, allow=allow, budgets=False):
         way = work.way(name(candidate.plan.parts))
         if not way.error:
-            found.append((candidate, account(candidate.bill, work, way, candidate.feed)))
+            kept = candidate.keeps(params)
+            found.append((candidate, account(candidate.bill, work, way, candidate.feed, kept=kept)))
     fitting = [(c, a) for c, a in found if a.peak <= scene.memory]
     least = min((a.peak for _, a in found), default=0)
     best = max(fitting, key=lambda pair: _rate(*pair), default=None)

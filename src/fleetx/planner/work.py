@@ -89,6 +89,7 @@ class Work:
     averaged: int = 0  # bytes that are under way at once when parameters are averaged
     pieces: tuple[Piece, ...] = ()
     ways: dict[str, Way] = field(default_factory=dict)
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the parameters
 
     @property
     def fixed(self) -> int:
@@ -127,7 +128,8 @@ class Work:
     def of(data: dict[str, Any]) -> Work:
         ways = {name: _way(way) for name, way in data["ways"].items()}
         pieces = tuple(Piece(**{**piece, "tied": tuple(map(tuple, piece["tied"]))}) for piece in data["pieces"])
-        return Work(**{**data, "plain": _way(data["plain"]), "ways": ways, "pieces": pieces})
+        shapes = tuple(map(tuple, data["shapes"]))
+        return Work(**{**data, "plain": _way(data["plain"]), "ways": ways, "pieces": pieces, "shapes": shapes})
 
 
 def _way(data: dict[str, Any]) -> Way:
