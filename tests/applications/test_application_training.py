@@ -204,7 +204,7 @@ def _divided(declared, folder):
 
 
 def test_a_column_of_masked_places_cannot_be_cut_into_micro_batches(ranks):
-    with pytest.raises(RankError, match="its first dimension must be that of the batch"):
+    with pytest.raises(RankError, match='must be that of the batch; make the loader with masked="row"'):
         ranks.run(_column_in_pipeline)
 
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 from data_files import digital, images, labels, rows, varied
+from PIL import Image
 
 from fleetx.data import DataError, load_digital_dataset_from_file, load_imagenet_from_file
 
@@ -47,11 +48,57 @@ def test_a_broken_image_names_its_list_line_and_file(tmp_path, workers, keep, wo
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_batch_of_which_nothing_is_left_is_an_error_even_then(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_of_which_nothing_is_left_is_the_next_sound_record_instead(tmp_path, caplog, workers):
+    options = SMALL | {"shuffle": False, "on_error": "skip", "num_workers": workers}
     filelist = broken_images(tmp_path)
-    loader = load_imagenet_from_file(filelist, 1, on_error="skip", **SMALL)
-    with pytest.raises(DataError, match="every record of a batch is broken"):
-        list(loader)
+    (tmp_path / "train" / "7.JPEG").write_bytes(b"nor is this")
+    loader = load_imagenet_from_file(filelist, 1, **options)
+    with caplog.at_level(logging.WARNING):
+        assert labels(loader) == [[0], [1], [3], [3], [5], [5], [0], [0]]
+    assert loader.skipped == 4
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith("epoch 0: 4 broken records were skipped; the first: ")
+    assert said.endswith("line 3: 2.JPEG cannot be decoded: cannot identify image file; 4 batches of nothing else were "
+                         "replaced by a sound record each")  # fmt: skip
+    shares = [labels(load_imagenet_from_file(filelist, 1, replica=(r, 2), **options)) for r in range(2)]
+    assert shares == [[[0], [3], [5], [0]], [[1], [3], [5], [0]]]
+
+
+def test_where_nothing_at_all_can_be_read_skipping_ends(tmp_path):
+    filelist = images(tmp_path, 4)
+    for file in (tmp_path / "train").iterdir():
+        file.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"every record is broken.* One of them: .*train.txt, line \d: \d.JPEG cannot"):
+        list(load_imagenet_from_file(filelist, 2, on_error="skip", **SMALL))
+
+
+@pytest.mark.parametrize("error", [IndexError("list index"), MemoryError(), ZeroDivisionError("division by zero")])
+def test_whatever_a_decoder_raises_is_a_broken_record(tmp_path, monkeypatch, error):
+    filelist = images(tmp_path, 3)
+
+    def fail(file):
+        raise error
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(DataError, match=r"train.txt, line \d: \d.JPEG cannot be decoded: .*(list|Memory|division)"):
+        list(load_imagenet_from_file(filelist, 3, **SMALL))
+
+
+def test_a_missing_file_is_named_as_in_the_list(tmp_path):
+    filelist = images(tmp_path, 1)
+    filelist.write_text("n01/x.JPEG 0\n")
+    with pytest.raises(DataError, match=r"line 1: n01/x.JPEG cannot be read: No such file or directory\."):
+        list(load_imagenet_from_file(filelist, 1, **SMALL))
+
+
+def test_labels_beyond_the_classes_are_broken(tmp_path):
+    filelist = images(tmp_path, 3)
+    with pytest.raises(DataError, match=r"train.txt, line 3: the label 2 is beyond the 2 classes"):
+        load_imagenet_from_file(filelist, 3, num_classes=2, **SMALL)
+    loader = load_imagenet_from_file(filelist, 3, num_classes=2, on_error="skip", **SMALL)
+    assert sorted(labels(loader)[0]) == [0, 1]
+    assert loader.skipped == 1
 
 
 @pytest.mark.parametrize(
@@ -67,6 +114,8 @@ def test_a_batch_of_which_nothing_is_left_is_an_error_even_then(tmp_path):
         ("1 5 6 2 7 2;0 0 0 0 1 1;0 1 2 3 4 5;0", "generate_neg_sample=False"),
         ("1 5 6 8 7 9;0 0 0 0 1 1;0 1 2 3 4 5;1", r"no \[SEP\]"),
         ("1 2 2;0 0 1;0 1 2;1", "no word that could be masked"),
+        ("1 5 6 2 7 2;0 0 0 0 1 1;0 1 2 3 4 32;1", "the position 32 is not below max_seq_len = 32"),
+        ("1 5 6 2 7 2;0 0 0 0 1 7;0 1 2 3 4 5;1", "the sentence 7 is neither 0 nor 1"),
     ],
 )
 @pytest.mark.parametrize("cached", [False, True])

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleetx.data import chance
-from fleetx.data.dealing import BySamples, ByTokens, deal
+from fleetx.data.dealing import BySamples, ByTokens, _say_too_large, deal
 from fleetx.errors import UsageError
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=8, max_size=120).map(np.array)
@@ -42,7 +42,8 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(lengths, cut, b
     position = int(first[step * before])
     left = len(lengths) - position
     if 0 < left < after:
-        with pytest.raises(UsageError, match=rf"{left} samples are too few for {after} ranks"):
+        words = rf"{left} samples are too few for {after} ranks.* fewer ranks, or go on without these {left}"
+        with pytest.raises(UsageError, match=words):
             deal(cut, lengths, position, after, drop_last=False)
         return
     rest = deal(cut, lengths, position, after, drop_last=False)
@@ -58,6 +59,15 @@ def test_with_drop_last_every_batch_is_full(lengths, size, ranks):
     assert len(lengths) - borders[-1] < size * ranks
 
 
+@given(LENGTHS, CUTS, st.integers(1, 8), st.booleans())
+@example(np.ones(13, int), BySamples(3), 4, False)  # the last two steps are shared out together
+@example(np.array([14, 8, 4, 9, 3, 18, 4, 13, 14]), ByTokens(36, 20), 3, False)
+def test_whoever_goes_on_after_a_step_gets_the_batches_that_would_have_come(lengths, cut, ranks, drop_last):
+    whole = deal(cut, lengths, 0, ranks, drop_last=drop_last).tolist()
+    for step in range(0, len(whole), ranks):
+        assert deal(cut, lengths, whole[step], ranks, drop_last=drop_last).tolist() == whole[step:]
+
+
 def test_the_last_step_is_shared_out_evenly():
     assert np.diff(deal(BySamples(8), np.ones(20), 0, 2, drop_last=False)).tolist() == [8, 8, 2, 2]
     assert np.diff(deal(BySamples(8), np.ones(27), 0, 2, drop_last=False)).tolist() == [8, 8, 5, 6]
@@ -65,7 +75,15 @@ def test_the_last_step_is_shared_out_evenly():
 
 def test_a_tail_too_small_for_all_ranks_is_shared_out_with_the_step_before():
     assert np.diff(deal(BySamples(4), np.ones(17), 0, 4, drop_last=False)).tolist() == [2, 2, 2, 2, 2, 2, 2, 3]
-    assert sorted(np.diff(deal(BySamples(1), np.ones(5), 0, 4, drop_last=False))) == [1, 1, 1, 2]
+
+
+def test_where_no_batch_has_room_for_a_tail_some_are_larger_which_is_said_once(caplog):
+    _say_too_large.cache_clear()
+    for _ in range(2):
+        assert sorted(np.diff(deal(BySamples(1), np.ones(5), 0, 4, drop_last=False))) == [1, 1, 1, 2]
+        assert sorted(np.diff(deal(ByTokens(20, 20), np.full(5, 20), 0, 4, drop_last=False))) == [1, 1, 1, 2]
+    said = "some batches at the end of the epoch are larger: too few samples are left for another step"
+    assert [r.getMessage() for r in caplog.records] == [f"batch_size = 1: {said}", f"batch_size = 20: {said}"]
 
 
 def test_tokens_count_what_fills_up():

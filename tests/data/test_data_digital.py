@@ -13,7 +13,7 @@ from data_files import CLS, MASK, PAD, SEP, VOCABULARY, digital, line, original,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.data import DataError, load_digital_dataset_from_file
+from fleetx.data import DataError, digital_train, digital_val, load_digital_dataset_from_file
 from fleetx.data.blocks import parse_block
 from fleetx.data.lines import WrongLineError, parse
 from fleetx.data.masking import mask
@@ -164,6 +164,43 @@ def test_a_bert_learns_from_its_batches(tmp_path):
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_every_validation_masks_the_same_words_and_every_training_epoch_others(tmp_path):
+    data, vocabulary = digital(tmp_path, varied(9))
+    vocabulary.rename(data / "vocab.txt")
+    for name in ("train", "val"):
+        (data / f"{name}.txt").write_text("part0\npart1\n")
+    val, train = digital_val(data, 64, 32), digital_train(data, 64, 32, shuffle=False)
+    assert rows(val) == rows(val)
+    assert rows(train) != rows(train)
+
+
+def test_a_listed_file_that_is_missing_speaks_of_downloads_in_shards(tmp_path):
+    data, vocabulary = digital(tmp_path, varied(9), files=1)
+    vocabulary.rename(data / "vocab.txt")
+    (data / "train.txt").write_text("part0\npart1\n")
+    with pytest.raises(DataError, match=r"part1, one of 2 files of .*train.txt, is not there.*shard_num.*replica="):
+        digital_train(data, 64, 32)
+
+
+def test_a_model_that_knows_fewer_words_than_the_vocabulary(tmp_path):
+    lines = [line(i) for i in range(40)]
+    data, vocabulary = digital(tmp_path, lines, files=1)
+    largest = max(int(word) for x in lines for word in x.split(";")[0].split())
+    with pytest.raises(
+        DataError, match=rf"part0, line \d+: the token id {largest} is beyond the vocabulary of {largest}"
+    ):
+        load_digital_dataset_from_file(data, vocabulary, 4, 32, vocab_size=largest)
+    few = [x for x in lines if max(map(int, x.split(";")[0].split())) < 190]
+    assert 5 < len(few) < 40
+    loader = load_digital_dataset_from_file(data, vocabulary, 40, 32, vocab_size=190, on_error="skip")
+    assert loader.skipped == 0
+    for _ in range(20):  # substitutes of masked words too
+        assert max(batch["src_ids"].max() for batch in loader) < 190
+    assert loader.skipped == 40 - len(few)
+    with pytest.raises(DataError, match=r"has \[MASK\] beyond the 3 words that the model knows"):
+        load_digital_dataset_from_file(data, vocabulary, 4, 32, vocab_size=3)
+
+
 # --- English --------------------------------------------------------------------------------------
 ENGLISH = "1 3 6 2 7 2 0 0;1 1 1 1 1 1 0 0;0 0 0 0 1 1 0 0;1 4 0;55 7 0;1.0 1.0 0.0;0"
 
@@ -187,6 +224,7 @@ def test_english_lines_are_taken_as_they_were_masked(tmp_path):
         ("55 7 0", "55 7", "lengths 3, 2 and 3"),
         ("55 7 0", "555 7 0", "token id 555"),
         ("1 3 6", "1 3 666", "token id 666"),
+        ("0 1 1 0 0;", "0 5 1 0 0;", "the sentence 5 is neither 0 nor 1"),
         ("1 4 0;", "1 8 0;", "beyond the 8 words"),
         ("1.0 1.0", "0.0 0.0", "no masked word"),
         ("1.0 1.0", "1.0 0.5", "not whole"),
@@ -288,6 +326,13 @@ def test_what_was_read_before_is_found_again_until_the_file_changes(tmp_path):
     assert len(folders()) == 2
 
 
+def test_what_was_read_may_be_kept_beside_the_data(tmp_path):
+    data, vocabulary = digital(tmp_path, varied(9))
+    for _ in range(3):
+        assert len(rows(load_digital_dataset_from_file(data, vocabulary, 4, 32, cache_dir=data))) == 18
+    assert len([path for path in data.iterdir() if path.is_dir()]) == 1
+
+
 def _load_cached(data, vocabulary, cache):
     assert rows(load_digital_dataset_from_file(data, vocabulary, 4, 32, cache_dir=cache))
 
@@ -314,9 +359,10 @@ def test_a_block_of_lines_is_what_its_lines_are_or_it_is_left_to_them(numbers, d
         new = data.draw(st.sampled_from([b"", b" ", b";", b"9", b"x", b"-", b"\t", b"2", b" 2 ", b"0"]))
         cut = data.draw(st.integers(0, 1))
         texts[which] = (texts[which][:place] + new + texts[which][place + cut :]).strip()
-    block = parse_block(texts, WORDS, only_positive=only_positive)
+    rules = {"longest": data.draw(st.integers(4, 12)), "only_positive": only_positive}
+    block = parse_block(texts, WORDS, **rules)
     try:
-        parsed = [parse(text, WORDS, "ch", only_positive=only_positive) for text in texts]
+        parsed = [parse(text, WORDS, "ch", **rules) for text in texts]
     except WrongLineError:
         assert block is None
         return
@@ -329,4 +375,10 @@ def test_a_block_of_lines_is_what_its_lines_are_or_it_is_left_to_them(numbers, d
 
 
 def test_sound_lines_are_parsed_as_a_block():
-    assert parse_block([line(i).encode() for i in range(5)], WORDS, only_positive=True) is not None
+    assert parse_block([line(i).encode() for i in range(5)], WORDS, longest=14, only_positive=True) is not None
+
+
+def test_lines_that_are_left_out_for_their_length_may_have_any_positions():
+    text = [line(i, first=9).encode() for i in range(3)]
+    assert parse_block(text, WORDS, longest=16, only_positive=True) is not None
+    assert parse(text[0], WORDS, "ch", longest=16)

@@ -168,24 +168,19 @@ def test_without_shards_every_rank_sees_everything():
         load_digits(shard=False, replica=(0, 2))
 
 
-@pytest.mark.parametrize(
-    ("change", "word"), [({"seed": 1}, "seed = 1"), ({"records": 9}, "records = 9"), ({"shuffle": False}, "shuffle")]
-)
-def test_a_state_of_other_data_or_another_order_is_refused(change, word):
-    loader = load_digits()
-    with pytest.raises(UsageError, match=word):
-        loader.load_state_dict(loader.state_dict() | change)
-    with pytest.raises(UsageError, match="no state of a fleetx loader"):
-        loader.load_state_dict({"epoch": 1})
-
-
-def test_an_older_loop_over_the_loader_cannot_go_on():
-    loader = load_digits()
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_older_loop_over_the_loader_cannot_go_on_and_leaves_the_newer_one_alone(tmp_path, begun):
+    filelist = images(tmp_path, 12)
+    loader, whole = (load_imagenet_from_file(filelist, 4, **SMALL) for _ in range(2))
+    list(whole)
     older = iter(loader)
-    next(older)
-    next(iter(loader))
+    if begun:
+        next(older)
+    newer = iter(loader)
+    got = [next(newer)]
     with pytest.raises(UsageError, match="only its latest"):
         next(older)
+    assert seen([*got, *newer]) == seen(whole)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +192,7 @@ def test_an_older_loop_over_the_loader_cannot_go_on():
         ({"replica": (2, 2)}, "replica"),
         ({"seed": -1}, "seed = -1"),
         ({"on_error": "skip"}, "means nothing here"),
+        ({"num_worker": 2}, "has no option 'num_worker': did you mean 'num_workers'"),
     ],
 )
 def test_wrong_options_are_refused(options, word):

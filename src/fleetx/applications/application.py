@@ -8,7 +8,7 @@ import inspect
 import os
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from fleetx import paddle_parameters
 from fleetx.applications.program import Parameter, Program, Variable
+from fleetx.data.checks import check_names
 from fleetx.errors import UsageError
+from fleetx.structure import plain_name
 
 FILE = "params.pt"  # inside of the folder that save_params is given
 
@@ -29,7 +31,16 @@ class Feed(NamedTuple):
     dtype: torch.dtype = torch.int64
 
 
-class Application(nn.Module):
+class _Remembered(type):
+    """Remembers the last one that was made: not before its constructor has ended well."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        Application.last = weakref.ref(made)
+        return made
+
+
+class Application(nn.Module, metaclass=_Remembered):
     """`model(**batch)` returns a named tuple: `loss` first, then the targets. The names of the batch are `inputs`'.
 
     The properties that describe it (`loss`, `inputs`, `target`, `main_prog` ...) are made anew each time, so that a
@@ -44,14 +55,9 @@ class Application(nn.Module):
     def __init__(self, unknown: Mapping[str, Any]):
         """unknown: options that the constructor has no name for."""
         super().__init__()
-        if unknown:
-            parameters = inspect.signature(type(self).__init__).parameters.values()
-            known = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-            name = next(iter(unknown))
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise UsageError(f"{type(self).__name__} has no option {name!r}: {hint}")
-        Application.last = weakref.ref(self)
+        parameters = inspect.signature(type(self).__init__).parameters.values()
+        known = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+        check_names(type(self).__name__, unknown, known)
 
     def feeds(self) -> dict[str, Feed]:
         """The inputs, by name."""
@@ -102,15 +108,18 @@ class Application(nn.Module):
         names = paddle_parameters.names(self)
         return [  # the last name: of `linear_0` and `fc_0`, Paddle's programs say `fc_0`
             Parameter(names[name][-1], tuple(p.shape), p.dtype, self, torch_name=name, trainable=p.requires_grad)
-            for name, p in self.named_parameters()
+            for name, p in self._plainly_named()
         ]
+
+    def _plainly_named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return ((plain_name(name), p) for name, p in self.named_parameters())
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As torch's, by Paddle's name too."""
         names = paddle_parameters.names(self)
-        found = next((name for name, all_names in names.items() if target in all_names), target)
+        found = next((name for name, all_names in names.items() if target in all_names), None)
         try:
-            return super().get_parameter(found)
+            return dict(self._plainly_named())[found] if found is not None else super().get_parameter(target)
         except AttributeError:  # which torch promises for a name that is not there
             near = difflib.get_close_matches(target, [n for some in names.values() for n in some], n=1)
             hint = f": did you mean {near[0]!r}?" if near else ""
@@ -165,17 +174,6 @@ def need_transformers(application: Application) -> None:
 
 
 # --- options --------------------------------------------------------------------------------------
-def check_whole_numbers(**options: int) -> None:
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} = {value!r}: must be a whole number of at least 1")
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{name} = {value!r}: must be {' or '.join(map(repr, known))}")
-
-
 def check_heads(hidden: int, heads: int) -> None:
     if hidden % heads:
         raise UsageError(f"hidden = {hidden} cannot be divided among heads = {heads}: choose a multiple")
@@ -184,3 +182,11 @@ def check_heads(hidden: int, heads: int) -> None:
 def check_dropout(dropout: float) -> None:
     if not 0 <= dropout < 1:
         raise UsageError(f"dropout = {dropout!r}: must be at least 0 and less than 1")
+
+
+def in_form(options: Mapping[str, Any], **form: Any) -> dict[str, Any]:
+    """Options of a loader, with those that the model decides: who says them too must say the same."""
+    for name, value in form.items():
+        if options.get(name, value) != value:
+            raise UsageError(f"{name} = {options[name]!r}: this model was made with {name} = {value!r}")
+    return {**options, **form}

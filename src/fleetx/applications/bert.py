@@ -12,17 +12,15 @@ from torch.nn.functional import cross_entropy
 from fleetx.applications.application import (
     Application,
     Feed,
-    check_choice,
     check_dropout,
     check_heads,
-    check_whole_numbers,
+    in_form,
     need_transformers,
 )
 from fleetx.data import Loader, digital_train, digital_val, load_digital_dataset_from_file
-from fleetx.data.digital import DigitalOptions
+from fleetx.data.checks import check_choice, check_whole
+from fleetx.data.digital import IGNORED, DigitalOptions
 from fleetx.errors import UsageError
-
-IGNORED = -100  # a label that counts for nothing, as everywhere in torch
 
 
 class Pretrained(NamedTuple):
@@ -64,10 +62,10 @@ class Bert(Application):
         layers = self.sizes[0] if layers is None else layers
         hidden = self.sizes[1] if hidden is None else hidden
         vocab_size = self.vocabularies[lang] if vocab_size is None else vocab_size
-        check_whole_numbers(layers=layers, hidden=hidden, vocab_size=vocab_size, max_seq_len=max_seq_len)
+        check_whole(layers=layers, hidden=hidden, vocab_size=vocab_size, max_seq_len=max_seq_len)
         heads = max(1, hidden // 64) if heads is None else heads
         ffn = 4 * hidden if ffn is None else ffn
-        check_whole_numbers(heads=heads, ffn=ffn)
+        check_whole(heads=heads, ffn=ffn)
         check_heads(hidden, heads)
         check_dropout(dropout)
         self.lang, self.max_seq_len, self.vocab_size, self._layers = lang, max_seq_len, vocab_size, layers
@@ -140,39 +138,45 @@ class Bert(Application):
         data_dir: str | Path,
         vocab_path: str | Path,
         batch_size: int = 16,
-        max_seq_len: int = 128,
+        max_seq_len: int | None = None,
         in_tokens: bool = False,
         shuffle: bool = True,
         **options: Unpack[DigitalOptions],
     ) -> Loader:
-        """All files of a folder; as in `fleetx.data`."""
-        return load_digital_dataset_from_file(
-            data_dir, vocab_path, batch_size, max_seq_len, in_tokens, shuffle, **options
-        )
+        """All files of a folder; as in `fleetx.data`. max_seq_len is 128, or the model's if that is less."""
+        length, form = self._length(max_seq_len, 128), in_form(options, vocab_size=self.vocab_size)
+        return load_digital_dataset_from_file(data_dir, vocab_path, batch_size, length, in_tokens, shuffle, **form)
 
     def get_train_dataloader(
         self,
         data_dir: str | Path,
         batch_size: int = 4096,
-        max_seq_len: int = 512,
+        max_seq_len: int | None = None,
         in_tokens: bool = True,
         shuffle: bool = True,
         **options: Unpack[DigitalOptions],
     ) -> Loader:
-        """The files that train.txt in a folder lists; batch_size counts tokens."""
-        return digital_train(data_dir, batch_size, max_seq_len, in_tokens, shuffle, **options)
+        """The files that train.txt in a folder lists; batch_size counts tokens; max_seq_len is 512, or the model's."""
+        length, form = self._length(max_seq_len, 512), in_form(options, vocab_size=self.vocab_size)
+        return digital_train(data_dir, batch_size, length, in_tokens, shuffle, **form)
 
     def get_val_dataloader(
         self,
         data_dir: str | Path,
         batch_size: int = 4096,
-        max_seq_len: int = 512,
+        max_seq_len: int | None = None,
         in_tokens: bool = True,
         shuffle: bool = False,
         **options: Unpack[DigitalOptions],
     ) -> Loader:
-        """The files that val.txt in a folder lists; batch_size counts tokens."""
-        return digital_val(data_dir, batch_size, max_seq_len, in_tokens, shuffle, **options)
+        """The files that val.txt in a folder lists; each rank gets its share of them, unless shard=False."""
+        length, form = self._length(max_seq_len, 512), in_form(options, vocab_size=self.vocab_size)
+        return digital_val(data_dir, batch_size, length, in_tokens, shuffle, **form)
+
+    def _length(self, asked: int | None, usual: int) -> int:
+        if asked is not None and asked > self.max_seq_len:
+            raise UsageError(f"max_seq_len = {asked}: this model was made with max_seq_len = {self.max_seq_len}")
+        return min(usual, self.max_seq_len) if asked is None else asked
 
     def paddle_names(self) -> dict[str, list[str]]:
         found = dict(_NAMES)

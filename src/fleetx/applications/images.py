@@ -14,13 +14,15 @@ from fleetx import paddle_parameters
 from fleetx.applications.application import (
     Application,
     Feed,
-    check_choice,
     check_dropout,
-    check_whole_numbers,
+    in_form,
     need_transformers,
 )
-from fleetx.data import Loader, LoaderOptions, imagenet_train, imagenet_val, load_imagenet_from_file
+from fleetx.data import Loader, imagenet_train, imagenet_val, load_imagenet_from_file
+from fleetx.data.checks import check_choice, check_whole
+from fleetx.data.images import LAYOUTS, ImageOptions
 from fleetx.errors import UsageError
+from fleetx.structure import plain_name
 
 CHANNELS = 3
 
@@ -38,8 +40,8 @@ class ImageClassifier(Application):
 
     def __init__(self, data_layout: str, image_size: int, num_classes: int, unknown: dict[str, Any]):
         super().__init__(unknown)
-        check_choice("data_layout", data_layout, ("NCHW", "NHWC"))
-        check_whole_numbers(image_size=image_size, num_classes=num_classes)
+        check_choice("data_layout", data_layout, LAYOUTS)
+        check_whole(image_size=image_size, num_classes=num_classes)
         self.data_layout, self.image_size, self.num_classes = data_layout, image_size, num_classes
 
     def feeds(self) -> dict[str, Feed]:
@@ -75,10 +77,10 @@ class ImageClassifier(Application):
         phase: str = "train",
         shuffle: bool | None = None,
         use_dali: bool = False,
-        **options: Unpack[LoaderOptions],
+        **options: Unpack[ImageOptions],
     ) -> Loader:
         """Images of a list, in the size and layout that this takes; the rest as in `fleetx.data`."""
-        return load_imagenet_from_file(filelist, batch_size, phase, shuffle, **self._form(use_dali), **options)
+        return load_imagenet_from_file(filelist, batch_size, phase, shuffle, **self._form(use_dali, options))
 
     def get_train_dataloader(
         self,
@@ -86,10 +88,10 @@ class ImageClassifier(Application):
         batch_size: int = 32,
         shuffle: bool = True,
         use_dali: bool = False,
-        **options: Unpack[LoaderOptions],
+        **options: Unpack[ImageOptions],
     ) -> Loader:
         """The images of train.txt in a folder."""
-        return imagenet_train(local_path, batch_size, shuffle, **self._form(use_dali), **options)
+        return imagenet_train(local_path, batch_size, shuffle, **self._form(use_dali, options))
 
     def get_val_dataloader(
         self,
@@ -97,16 +99,17 @@ class ImageClassifier(Application):
         batch_size: int = 32,
         shuffle: bool = False,
         use_dali: bool = False,
-        **options: Unpack[LoaderOptions],
+        **options: Unpack[ImageOptions],
     ) -> Loader:
-        """The images of val.txt in a folder."""
-        return imagenet_val(local_path, batch_size, shuffle, **self._form(use_dali), **options)
+        """The images of val.txt in a folder; each rank gets its share of them, unless shard=False."""
+        return imagenet_val(local_path, batch_size, shuffle, **self._form(use_dali, options))
 
-    def _form(self, use_dali: bool) -> dict[str, Any]:
+    def _form(self, use_dali: bool, options: ImageOptions) -> dict[str, Any]:
         """What a loader must know of this model."""
         if use_dali:
             raise UsageError("use_dali=True: images are read by torch's DataLoader: leave it out, and set num_workers")
-        return {"data_layout": self.data_layout, "image_size": self.image_size}
+        form = {"data_layout": self.data_layout, "image_size": self.image_size, "num_classes": self.num_classes}
+        return in_form(options, **form)
 
     def _in_layout(self) -> None:
         """Once the layers are there."""
@@ -117,7 +120,7 @@ class ImageClassifier(Application):
 def _check_stages(layers: Any) -> None:
     if not isinstance(layers, Sequence) or not layers:
         raise UsageError(f"layers = {layers!r}: must be a list of numbers, one for each stage")
-    check_whole_numbers(**{f"layers[{i}]": n for i, n in enumerate(layers)})
+    check_whole(**{f"layers[{i}]": n for i, n in enumerate(layers)})
 
 
 class Resnet50(ImageClassifier):
@@ -135,7 +138,7 @@ class Resnet50(ImageClassifier):
     ):
         """layers: blocks in each of its stages; hidden: channels of the stem, which the blocks multiply."""
         super().__init__(data_layout, image_size, num_classes, unknown)
-        check_whole_numbers(hidden=hidden)
+        check_whole(hidden=hidden)
         _check_stages(layers)
         need_transformers(self)
         from transformers import ResNetConfig, ResNetForImageClassification
@@ -165,7 +168,9 @@ class Resnet50(ImageClassifier):
         blocks, begun = set(self.checkpoints), 0
         placed = []
         for name, module in self.named_modules():
-            begun += name in blocks
+            if (plain := plain_name(name)) in blocks:
+                blocks.remove(plain)  # what torch.compile has wrapped goes by the same name
+                begun += 1
             placed.append((begun, ".shortcut." in name, name, module))
         return paddle_parameters.numbered((name, module) for *_, name, module in sorted(placed, key=lambda p: p[:2]))
 
@@ -187,7 +192,7 @@ class VGG16(ImageClassifier):
     ):
         """layers: convolutions before each pooling; hidden: channels of the first; ffn: width of the classifier."""
         super().__init__(data_layout, image_size, num_classes, unknown)
-        check_whole_numbers(hidden=hidden, ffn=ffn)
+        check_whole(hidden=hidden, ffn=ffn)
         _check_stages(layers)
         check_dropout(dropout)
         if image_size % 2 ** len(layers):

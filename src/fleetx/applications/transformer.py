@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu, scaled_dot_product_attention
 
-from fleetx.applications.application import Application, Feed, check_dropout, check_heads, check_whole_numbers
+from fleetx.applications.application import Application, Feed, check_dropout, check_heads
+from fleetx.data.checks import check_whole
 from fleetx.errors import UsageError
 
 
@@ -118,9 +119,9 @@ class Transformer(Application):
     ):
         """layers: of the encoder, and of the decoder; ffn is 4 * hidden, where it is not said."""
         super().__init__(unknown)
-        check_whole_numbers(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, max_seq_len=max_seq_len)
+        check_whole(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, max_seq_len=max_seq_len)
         ffn = 4 * hidden if ffn is None else ffn
-        check_whole_numbers(ffn=ffn)
+        check_whole(ffn=ffn)
         check_heads(hidden, heads)
         check_dropout(dropout)
         if not 0 <= label_smoothing < 1:

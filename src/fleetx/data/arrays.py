@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from fleetx.data import chance
-from fleetx.data.broken import check_choice
+from fleetx.data.checks import check_names
 from fleetx.data.dealing import BySamples
-from fleetx.data.images import PHASES
-from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan
+from fleetx.data.fingerprint import all_of, fingerprint, pieces_of
+from fleetx.data.images import shuffled
+from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan, plan_alike
 from fleetx.errors import DataError, UsageError
 
 FASHION = (0.2860, 0.3530)  # mean and deviation of the training pixels, in [0, 1]
@@ -37,7 +38,7 @@ def load_idx_from_file(
     **options: Unpack[LoaderOptions],
 ) -> Loader:
     """The images and labels of two idx files of bytes, plain or .gz: (pixel / 255 - mean) / deviation."""
-    _check_no_skip(options)
+    _check(options)
     pixels, marks = read_idx(Path(images)), read_idx(Path(labels))
     if pixels.ndim != 3 or marks.ndim != 1:
         raise DataError(
@@ -59,10 +60,12 @@ def load_fashion_mnist(
     deviation: float = FASHION[1],
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """Fashion-MNIST, or what else has files of the same four names, plain or .gz; "val" are those called t10k."""
-    check_choice("phase", phase, PHASES)
+    """Fashion-MNIST, or what else has files of the same four names, plain or .gz; "val" are those called t10k.
+
+    Both are divided between the ranks, unless shard=False.
+    """
+    shuffle = shuffled(phase, shuffle)
     images, labels = (_file(Path(data_dir), _FILES[phase].format(kind)) for kind in ("images-idx3", "labels-idx1"))
-    shuffle = phase == "train" if shuffle is None else shuffle
     return load_idx_from_file(images, labels, batch_size, shuffle, mean=mean, deviation=deviation, **options)
 
 
@@ -72,9 +75,12 @@ def load_digits(
     shuffle: bool | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """The 1,797 scans of 8 x 8 pixels inside of scikit-learn: 1,500 to train with, the others are "val"."""
-    check_choice("phase", phase, PHASES)
-    _check_no_skip(options)
+    """The 1,797 scans of 8 x 8 pixels inside of scikit-learn: 1,500 to train with, the others are "val".
+
+    Both are divided between the ranks, unless shard=False.
+    """
+    shuffle = shuffled(phase, shuffle)
+    _check(options)
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
@@ -84,7 +90,6 @@ def load_digits(
     order = chance.permutation(chance.key(0, 0, "digits"), len(digits.target))
     mine = order[:_DIGITS_TO_TRAIN] if phase == "train" else order[_DIGITS_TO_TRAIN:]
     source = Arrays(digits.images[mine, None].astype(np.float32), digits.target[mine], 8.0, 16.0)
-    shuffle = phase == "train" if shuffle is None else shuffle
     return Loader(source, BySamples(batch_size), shuffle=shuffle, **options)
 
 
@@ -115,9 +120,11 @@ class Arrays:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def fingerprint(self) -> str:
+        return fingerprint(all_of(self._labels), pieces_of(self._images))
+
     def plan(self, seed: int, epoch: int, *, shuffle: bool) -> Plan:
-        order = chance.permutation(chance.key(seed, epoch, "order"), len(self)) if shuffle else np.arange(len(self))
-        return Plan(order[:, None], np.ones(len(self), np.int64))
+        return plan_alike(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
         which = rows[:, 0]
@@ -133,6 +140,7 @@ def _file(folder: Path, name: str) -> Path:
     raise DataError(f"{folder} has neither {name} nor {name}.gz")
 
 
-def _check_no_skip(options: LoaderOptions) -> None:
+def _check(options: LoaderOptions) -> None:
+    check_names("a loader of arrays", options, ("batch_size", "shuffle", *LoaderOptions.__annotations__))
     if options.get("on_error", "raise") == "skip":
         raise UsageError('on_error="skip" means nothing here: a file of arrays is sound as a whole, or not')

@@ -23,7 +23,7 @@ class Block(NamedTuple):
     heads: np.ndarray
 
 
-def parse_block(lines: list[bytes], vocabulary: Vocabulary, *, only_positive: bool) -> Block | None:
+def parse_block(lines: list[bytes], vocabulary: Vocabulary, *, longest: int, only_positive: bool) -> Block | None:
     """None if any of them is not as it should be."""
     text = b"\n".join(lines) + b"\n"
     if text.translate(None, _USUAL):
@@ -54,6 +54,8 @@ def parse_block(lines: list[bytes], vocabulary: Vocabulary, *, only_positive: bo
     ordinary = (words != vocabulary.sep) & (words != vocabulary.cls)
     if (
         words.max() >= vocabulary.size
+        or sentences.max() > 1
+        or (positions.max() >= longest and np.any(np.maximum.reduceat(positions, starts)[n <= longest] >= longest))
         or np.any(labels != 1 if only_positive else labels > 1)
         or (only_positive and np.any(first >= ends))
         or not np.logical_or.reduceat(ordinary, starts).all()

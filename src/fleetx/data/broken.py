@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from typing import Any
-
-from fleetx.errors import DataError, UsageError
+from fleetx.data.checks import check_choice
+from fleetx.errors import DataError
 
 ON_ERROR = ("raise", "skip")
 
@@ -23,16 +20,3 @@ class Complaints:
         if not self.skip:
             raise DataError(f'{complaint}. on_error="skip" goes on without such records')
         self.found.append(complaint)
-
-
-def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(map(repr, known))}"
-        raise UsageError(f"{name} = {value!r}: {hint}")
-
-
-def check_whole(*, least: int = 1, **numbers: Any) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UsageError(f"{name} = {value!r}: must be a whole number, at least {least}")

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from fleetx.data import chance, lines, packed
-from fleetx.data.broken import Complaints, check_choice, check_whole
+from fleetx.data.broken import Complaints
+from fleetx.data.checks import check_choice, check_names, check_whole
 from fleetx.data.dealing import BySamples, ByTokens
+from fleetx.data.fingerprint import all_of, fingerprint, pieces_of
 from fleetx.data.lines import FIELDS, Lines
 from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan
 from fleetx.data.masking import mask
@@ -36,6 +38,7 @@ class DigitalOptions(LoaderOptions, total=False):
     generate_neg_sample: one more sample for each line, whose second sentence is another line's, with the label 0.
     Chinese data has them unless this is False.
     masked: how masked words are said, see above.
+    vocab_size: how many words the model knows, where they are fewer than those of the vocabulary.
     cache_dir: where to keep what was read, for the next time and for all workers of a machine together; without it
     each worker holds it in its own memory, about half as large as the text.
     """
@@ -43,6 +46,7 @@ class DigitalOptions(LoaderOptions, total=False):
     lang: str | None
     generate_neg_sample: bool | None
     masked: str
+    vocab_size: int | None
     cache_dir: str | Path | None
 
 
@@ -79,7 +83,7 @@ def digital_train(
 
     batch_size counts tokens. With in_tokens=False there are always batch_size // max_seq_len samples in a batch.
     """
-    return _listed(Path(data_dir), "train.txt", batch_size, max_seq_len, in_tokens, shuffle, options)
+    return _listed(Path(data_dir), "train", batch_size, max_seq_len, in_tokens, shuffle, options)
 
 
 def digital_val(
@@ -90,22 +94,27 @@ def digital_val(
     shuffle: bool = False,
     **options: Unpack[DigitalOptions],
 ) -> Loader:
-    """The files that val.txt in the folder lists; the rest as in `digital_train`."""
-    return _listed(Path(data_dir), "val.txt", batch_size, max_seq_len, in_tokens, shuffle, options)
+    """The files that val.txt in the folder lists; the rest as in `digital_train`.
+
+    Each rank gets its share of them, unless shard=False. Every epoch masks the same words, so that losses compare.
+    """
+    return _listed(Path(data_dir), "val", batch_size, max_seq_len, in_tokens, shuffle, options)
 
 
 def _listed(
-    folder: Path, name: str, batch_size: int, max_seq_len: int, in_tokens: bool, shuffle: bool, options: DigitalOptions
+    folder: Path, phase: str, batch_size: int, max_seq_len: int, in_tokens: bool, shuffle: bool, options: DigitalOptions
 ) -> Loader:
     check_whole(batch_size=batch_size, max_seq_len=max_seq_len)
     if batch_size < max_seq_len:
         raise UsageError(f"batch_size = {batch_size} counts tokens, and must be at least max_seq_len = {max_seq_len}")
+    filelist = folder / f"{phase}.txt"
     try:
-        paths = [folder / line.split()[0] for line in (folder / name).read_text().splitlines() if line.strip()]
+        paths = [folder / line.split()[0] for line in filelist.read_text().splitlines() if line.strip()]
     except OSError as error:
-        raise DataError(f"the list of files {folder / name} cannot be read: {error.strerror}") from error
+        raise DataError(f"the list of files {filelist} cannot be read: {error.strerror}") from error
     size = batch_size if in_tokens else batch_size // max_seq_len
-    return _load(paths, folder / name, folder / "vocab.txt", size, max_seq_len, in_tokens, shuffle, **options)
+    vocab_path, same_masks = folder / "vocab.txt", phase == "val"
+    return _load(paths, filelist, vocab_path, size, max_seq_len, in_tokens, shuffle, same_masks=same_masks, **options)
 
 
 def _load(
@@ -117,20 +126,29 @@ def _load(
     in_tokens: bool,
     shuffle: bool,
     *,
+    same_masks: bool = False,
     lang: str | None = None,
     generate_neg_sample: bool | None = None,
     masked: str = "batch",
+    vocab_size: int | None = None,
     cache_dir: str | Path | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
+    known = ("batch_size", "max_seq_len", "in_tokens", "shuffle", *DigitalOptions.__annotations__)
+    check_names("a loader of digital data", options, known)
     check_choice("masked", masked, MASKED)
     check_whole(max_seq_len=max_seq_len)
+    if vocab_size is not None:
+        check_whole(vocab_size=vocab_size)
     cut = ByTokens(batch_size, max_seq_len) if in_tokens else BySamples(batch_size)
     if not paths:
         raise DataError(f"{origin} names no file of digital data")
     if absent := [path for path in paths if not path.is_file()]:
-        raise DataError(f"{absent[0]}, one of {len(paths)} files of {origin}, is not there")
-    vocabulary = read_vocabulary(vocab_path)
+        raise DataError(
+            f"{absent[0]}, one of {len(paths)} files of {origin}, is not there. If it was left out by a download with "
+            "shard_num, list the files of this node alone, and pass replica=(fleet.local_rank(), workers on this node)"
+        )
+    vocabulary = read_vocabulary(vocab_path, vocab_size)
     found_lang = lines.language(paths) if lang is None else lang
     check_choice("lang", found_lang, tuple(FIELDS))
     if generate_neg_sample and found_lang == "en":
@@ -139,15 +157,16 @@ def _load(
     complaints = Complaints(options.get("on_error", "raise"))
 
     def read(into: Complaints) -> Lines:
-        return lines.read(paths, vocabulary, found_lang, into, only_positive=negatives)
+        return lines.read(paths, vocabulary, found_lang, into, longest=max_seq_len, only_positive=negatives)
 
     if cache_dir is None:
         found = read(complaints)
     else:
-        found = packed.kept(Path(cache_dir), paths, (vocabulary, found_lang, negatives), complaints, read)
+        about = (vocabulary, found_lang, max_seq_len, negatives)
+        found = packed.kept(Path(cache_dir), paths, about, complaints, read)
     source = Digital(
-        found, vocabulary, max_seq_len, complaints.found,
-        negatives=negatives, masked_before=found_lang == "en", by_rows=masked == "row",
+        found, vocabulary, max_seq_len, complaints.found, negatives=negatives,
+        masked_before=found_lang == "en", by_rows=masked == "row", same_masks=same_masks,
     )  # fmt: skip
     return Loader(source, cut, shuffle=shuffle, **options)
 
@@ -157,10 +176,11 @@ class Digital:
 
     def __init__(
         self, all_lines: Lines, vocabulary: Vocabulary, max_seq_len: int, broken: list[str],
-        *, negatives: bool, masked_before: bool, by_rows: bool,
+        *, negatives: bool, masked_before: bool, by_rows: bool, same_masks: bool,
     ):  # fmt: skip
-        self._lines, self._vocabulary, self._longest = all_lines, vocabulary, max_seq_len
-        self._negatives, self._masked_before, self._by_rows, self.broken = negatives, masked_before, by_rows, broken
+        self._lines, self._vocabulary, self._longest, self.broken = all_lines, vocabulary, max_seq_len, broken
+        self._negatives, self._masked_before = negatives, masked_before
+        self._by_rows, self._same_masks = by_rows, same_masks
         lengths = np.diff(all_lines.starts)
         self._short = np.flatnonzero(lengths <= max_seq_len)
         if left_out := len(lengths) - len(self._short):
@@ -172,6 +192,12 @@ class Digital:
 
     def __len__(self) -> int:
         return len(self._short)
+
+    def fingerprint(self) -> str:
+        plan = all_of(self._lines.starts), all_of(self._lines.heads), all_of(self._lines.labels)
+        return fingerprint(
+            self._vocabulary, self._longest, self._negatives, self._masked_before, *plan, pieces_of(self._lines.words)
+        )
 
     def plan(self, seed: int, epoch: int, *, shuffle: bool) -> Plan:
         """Each line, and with negatives behind it its first sentence with the second one of another."""
@@ -223,7 +249,8 @@ class Digital:
         if self._masked_before:
             chosen = self._answers(first)
         else:
-            chosen = mask(words, present, 2 * first + ~positive, vocabulary, seed, epoch)
+            same = 0 if self._same_masks else epoch
+            chosen = mask(words, present, 2 * first + ~positive, vocabulary, seed, same)
         labels = np.where(positive, all_lines.labels[first], 0).astype(np.int64)
         mask_label, mask_pos = self._chosen(*chosen, size, width)
         found = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from fleetx.data import augment, chance
-from fleetx.data.broken import Complaints, check_choice, check_whole
+from fleetx.data.broken import Complaints
+from fleetx.data.checks import check_choice, check_names, check_whole
 from fleetx.data.dealing import BySamples
-from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan
+from fleetx.data.fingerprint import all_of, fingerprint
+from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan, plan_alike
 from fleetx.data.transport import room
 from fleetx.errors import DataError, UsageError
 
@@ -28,6 +30,7 @@ class ImageOptions(LoaderOptions, total=False):
 
     data_layout: str
     image_size: int
+    num_classes: int | None
 
 
 def load_imagenet_from_file(
@@ -38,43 +41,54 @@ def load_imagenet_from_file(
     *,
     data_layout: str = "NCHW",
     image_size: int = 224,
+    num_classes: int | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
     """Images of a list. Those of "train" are cut out at random and mirrored, of "val" from the centre.
 
     They lie in the folder that is called as the list without .txt, or else in the one beside it that is called as the
-    phase. Unless `shuffle` says so, "train" is shuffled and "val" is not.
+    phase. Unless `shuffle` says so, "train" is shuffled and "val" is not. Both are divided between the ranks, unless
+    shard=False. With `num_classes`, labels from there on are broken records.
     """
-    check_choice("phase", phase, PHASES)
+    shuffle = shuffled(phase, shuffle)
     check_choice("data_layout", data_layout, LAYOUTS)
     check_whole(image_size=image_size)
-    shuffle = phase == "train" if shuffle is None else shuffle
-    source = ImageList(Path(filelist), phase, data_layout, image_size, options.get("on_error", "raise"))
+    if num_classes is not None:
+        check_whole(num_classes=num_classes)
+    check_names("a loader of images", options, ("batch_size", "phase", "shuffle", *ImageOptions.__annotations__))
+    source = ImageList(Path(filelist), phase, data_layout, image_size, num_classes, options.get("on_error", "raise"))
     return Loader(source, BySamples(batch_size), shuffle=shuffle, **options)
+
+
+def shuffled(phase: str, shuffle: bool | None) -> bool:
+    """As it was said; else what is trained with is."""
+    check_choice("phase", phase, PHASES)
+    return phase == "train" if shuffle is None else shuffle
 
 
 def imagenet_train(
     local_path: str | Path, batch_size: int = 32, shuffle: bool = True, **options: Unpack[ImageOptions]
 ) -> Loader:
-    """The images of train.txt in a folder."""
+    """The images of train.txt in a folder, as in `load_imagenet_from_file`."""
     return load_imagenet_from_file(Path(local_path) / "train.txt", batch_size, "train", shuffle, **options)
 
 
 def imagenet_val(
     local_path: str | Path, batch_size: int = 32, shuffle: bool = False, **options: Unpack[ImageOptions]
 ) -> Loader:
-    """The images of val.txt in a folder."""
+    """The images of val.txt in a folder. Each rank gets its share of them, unless shard=False."""
     return load_imagenet_from_file(Path(local_path) / "val.txt", batch_size, "val", shuffle, **options)
 
 
 class ImageList:
     """The images that a list names."""
 
-    def __init__(self, filelist: Path, phase: str, layout: str, size: int, on_error: str):
+    def __init__(self, filelist: Path, phase: str, layout: str, size: int, classes: int | None, on_error: str):
         _check_pillow()
         self._list, self._root = filelist, _root(filelist, phase)
         self._random, self._layout, self._size = phase == "train", layout, size
         complaints = Complaints(on_error)
+        limit = 1 << 63 if classes is None else classes
         names, labels, lines = [], [], []
         for number, line in enumerate(_content(filelist).split(b"\n"), 1):
             parts = line.split()
@@ -86,6 +100,8 @@ class ImageList:
                 complaints.add(
                     f"{filelist}, line {number}: the label {parts[1].decode(errors='replace')!r} is no number"
                 )
+            elif int(parts[1]) >= limit:
+                complaints.add(f"{filelist}, line {number}: the label {int(parts[1])} is beyond the {limit} classes")
             else:
                 names.append(parts[0])
                 labels.append(int(parts[1]))
@@ -98,9 +114,11 @@ class ImageList:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def fingerprint(self) -> str:
+        return fingerprint(self._names, all_of(self._ends), all_of(self._labels))
+
     def plan(self, seed: int, epoch: int, *, shuffle: bool) -> Plan:
-        order = chance.permutation(chance.key(seed, epoch, "order"), len(self)) if shuffle else np.arange(len(self))
-        return Plan(order[:, None], np.ones(len(self), np.int64))
+        return plan_alike(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
         which, size = rows[:, 0], self._size
@@ -114,8 +132,8 @@ class ImageList:
                 cut = augment.cut_anywhere(image, size, numbers) if self._random else augment.cut_centre(image, size)
                 augment.normalise(cut, pixels[len(kept)])
                 kept.append(index)
-            except _BROKEN as error:
-                problems.append(f"{self._list}, line {self._lines[index]}: {_sentence(error)}")
+            except Exception as error:  # pillow raises almost anything for what is no image
+                problems.append(f"{self._list}, line {self._lines[index]}: {self._name(index)} {_sentence(error)}")
         if not kept:
             return {}, problems
         pixels = pixels[: len(kept)]
@@ -127,27 +145,23 @@ class ImageList:
         """The whole image, in RGB."""
         from PIL import Image
 
-        name = self._names[self._ends[index] : self._ends[index + 1]].decode(errors="surrogateescape")
-        path = self._root / name
-        try:
-            file = open(path, "rb")  # noqa: SIM115
-        except FileNotFoundError:
-            # Lists that go with the archives of the past say .JPEG, and the files are called .jpeg.
-            file = open(self._root / name.replace("JPEG", "jpeg"), "rb")  # noqa: SIM115
-        with file:
-            try:
-                image = Image.open(file)
-                image.load()
-                return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
-            except (Image.DecompressionBombError, *_BROKEN) as error:
-                raise OSError(f"{file.name} cannot be decoded: {str(error).replace(repr(file), 'the file')}") from error
+        path = self._root / self._name(index)
+        if not path.exists():  # lists that go with the archives of the past say .JPEG, and the files are called .jpeg
+            path = self._root / self._name(index).replace("JPEG", "jpeg")
+        with open(path, "rb") as file:
+            image = Image.open(file)
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
-
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error)  # what pillow raises for files that are no images
+    def _name(self, index: int) -> str:
+        return self._names[self._ends[index] : self._ends[index + 1]].decode(errors="surrogateescape")
 
 
 def _sentence(error: Exception) -> str:
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read: {error.strerror}"
+    why = re.sub(" ?<_io.*?>", "", str(error))
+    return f"cannot be decoded: {why or type(error).__name__}"
 
 
 def _root(filelist: Path, phase: str) -> Path:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -29,6 +30,13 @@ from fleetx.errors import DataError
 
 FIELDS = {"ch": 4, "en": 7}
 _BLOCK = 128  # lines that are parsed at once; more do not stay in the cache
+
+
+class Rules(TypedDict):
+    """What lines must keep to besides; see `parse`."""
+
+    longest: int
+    only_positive: bool
 
 
 class WrongLineError(ValueError):
@@ -66,8 +74,13 @@ class Lines:
         return len(self.labels)
 
 
-def parse(line: bytes, vocabulary: Vocabulary, lang: str, *, only_positive: bool = False) -> Line:
-    """One line; WrongLineError says what is wrong with it."""
+def parse(
+    line: bytes, vocabulary: Vocabulary, lang: str, *, longest: int | None = None, only_positive: bool = False
+) -> Line:
+    """One line; WrongLineError says what is wrong with it.
+
+    longest: lines of more words are left out later, and others must not have positions beyond it.
+    """
     columns = line.split(b";")
     if len(columns) != FIELDS[lang]:
         raise WrongLineError(f"{len(columns)} fields instead of {FIELDS[lang]}")
@@ -78,8 +91,11 @@ def parse(line: bytes, vocabulary: Vocabulary, lang: str, *, only_positive: bool
     if counts != [n, n, n, 1]:
         raise WrongLineError(f"words, sentences, positions and label have the lengths {counts}, not n, n, n and 1")
     values = _numbers(line.replace(b";", b" "), 3 * n + 1)
-    words, label = values[:n], int(values[-1])
+    words, sentences, positions, label = values[:n], values[n : 2 * n], values[2 * n : 3 * n], int(values[-1])
     _check(values, words, vocabulary)
+    _check_sentences(sentences)
+    if longest is not None and n <= longest and (furthest := int(positions.max())) >= longest:
+        raise WrongLineError(f"the position {furthest} is not below max_seq_len = {longest}")
     if label not in (0, 1):
         raise WrongLineError(f"the label {label} is neither 0 nor 1")
     separators = np.flatnonzero(words == vocabulary.sep)
@@ -95,7 +111,7 @@ def parse(line: bytes, vocabulary: Vocabulary, lang: str, *, only_positive: bool
         raise WrongLineError("no word that could be masked")
     head = int(separators[0]) + 1 if len(separators) else n
     nothing = values[:0]
-    return Line(words, values[n : 2 * n], values[2 * n : 3 * n], np.ones(n, np.uint8), nothing, nothing, label, head)
+    return Line(words, sentences, positions, np.ones(n, np.uint8), nothing, nothing, label, head)
 
 
 def _english(columns: list[bytes], vocabulary: Vocabulary) -> Line:
@@ -118,6 +134,7 @@ def _english(columns: list[bytes], vocabulary: Vocabulary) -> Line:
         raise WrongLineError(f"a masked position lies beyond the {len(words)} words")
     _check(answers, answers, vocabulary)
     _check(sentences, words, vocabulary)
+    _check_sentences(sentences)
     return Line(
         words, sentences, np.arange(len(words)), (present > 0).astype(np.uint8), masked, answers, int(labels[0]), 0
     )
@@ -149,13 +166,18 @@ def _check(values: np.ndarray, words: np.ndarray, vocabulary: Vocabulary) -> Non
         raise WrongLineError(f"the token id {largest} is beyond the vocabulary of {vocabulary.size}")
 
 
-def read(paths: list[Path], vocabulary: Vocabulary, lang: str, complaints: Complaints, *, only_positive: bool) -> Lines:
+def _check_sentences(sentences: np.ndarray) -> None:
+    if (last := int(sentences.max())) > 1:
+        raise WrongLineError(f"the sentence {last} is neither 0 nor 1")
+
+
+def read(paths: list[Path], vocabulary: Vocabulary, lang: str, complaints: Complaints, **rules: Unpack[Rules]) -> Lines:
     """The lines of all files, one behind the other."""
     found: list[Lines] = []
     for path in paths:
         texts = _texts(path)
         while block := list(islice(texts, _BLOCK)):
-            found.append(_read_block(path, block, vocabulary, lang, complaints, only_positive))
+            found.append(_read_block(path, block, vocabulary, lang, complaints, **rules))
     return _joined(found or [_packed([])])
 
 
@@ -165,9 +187,9 @@ def _read_block(
     vocabulary: Vocabulary,
     lang: str,
     complaints: Complaints,
-    only_positive: bool,
+    **rules: Unpack[Rules],
 ) -> Lines:
-    if lang == "ch" and (quick := parse_block([text for _, text in block], vocabulary, only_positive=only_positive)):
+    if lang == "ch" and (quick := parse_block([text for _, text in block], vocabulary, **rules)):
         starts, nothing = np.cumsum(np.append(0, quick.lengths)), np.empty(0, np.uint8)
         return Lines(
             starts, _small(quick.words), _small(quick.sentences), _small(quick.positions),
@@ -177,7 +199,7 @@ def _read_block(
     found: list[Line] = []
     for number, text in block:
         try:
-            found.append(parse(text, vocabulary, lang, only_positive=only_positive))
+            found.append(parse(text, vocabulary, lang, **rules))
         except WrongLineError as error:
             complaints.add(f"{path}, line {number}: {error}")
     return _packed(found)

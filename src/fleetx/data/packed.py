@@ -16,19 +16,20 @@ import numpy as np
 from fleetx.data.broken import Complaints
 from fleetx.data.lines import Lines
 
-_VERSION = 1  # of what is stored
+_VERSION = 2  # of what is stored
 
 
 def kept(folder: Path, paths: list[Path], about: tuple[object, ...], complaints: Complaints,
          read: Callable[[Complaints], Lines]) -> Lines:  # fmt: skip
     """What `read` returns for these files, from the folder if it is there already; else it is put there.
 
-    Processes that want the same wait for the one that came first.
+    Processes that want the same wait for the one that came first. The folder may be that of the data, of which hidden
+    files and folders are no part.
     """
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = hashlib.sha256(repr((_VERSION, files, about)).encode()).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as lock:
+    with open(folder / f".{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, also by a process that dies
         where = folder / name
         if not where.is_dir():

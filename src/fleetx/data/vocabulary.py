@@ -27,7 +27,8 @@ class Vocabulary:
         return np.setdiff1d(np.arange(self.size), [self.pad, self.cls, self.sep, self.mask])
 
 
-def read_vocabulary(path: Path) -> Vocabulary:
+def read_vocabulary(path: Path, at_most: int | None = None) -> Vocabulary:
+    """at_most: how many words the model knows; those from there on are left out."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -43,6 +44,10 @@ def read_vocabulary(path: Path) -> Vocabulary:
     if absent := [token for token in SPECIAL if token not in numbers]:
         raise DataError(f"the vocabulary {path} lacks {', '.join(absent)}")
     size = max(numbers.values()) + 1
+    if at_most is not None and at_most < size:
+        if beyond := [token for token in SPECIAL if numbers[token] >= at_most]:
+            raise DataError(f"the vocabulary {path} has {beyond[0]} beyond the {at_most} words that the model knows")
+        size = at_most
     vocabulary = Vocabulary(size, *(numbers[token] for token in SPECIAL))
     if not len(vocabulary.ordinary):
         raise DataError(f"the vocabulary {path} has no tokens besides the special ones")

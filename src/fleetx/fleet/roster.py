@@ -53,6 +53,11 @@ def rounds() -> int:
     return engine.round if engine is not None else 0
 
 
+def shares() -> set[tuple[int, int]]:
+    """Which of how many replicas this worker feeds, for each of the models."""
+    return {(engine.holding.axis.rank, engine.holding.axis.size) for engine in list(engines)}
+
+
 def let_go() -> None:
     """Before the process group is left: a reducer that still holds it at the very end may abort the process."""
     for engine in list(engines):

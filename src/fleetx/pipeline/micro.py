@@ -61,9 +61,12 @@ def split(value: Any, batch: int, number: int) -> list[Any]:
     """Tensors as long as the batch are cut along their first dimension; all else goes to every micro-batch."""
     strange = [t for t in tensors_of(value) if t.dim() and len(t) not in (1, batch)]
     if strange:
+        named = value if isinstance(value, dict) else {}
+        masks = any(named.get(name) is strange[0] for name in ("mask_pos", "mask_label"))
+        hint = '; make the loader with masked="row"' if masks else ""
         raise UsageError(
             f"the batch has {batch} samples, and a tensor of the shape {tuple(strange[0].shape)} has neither so many "
-            "nor one: its first dimension must be that of the batch"
+            f"nor one: its first dimension must be that of the batch{hint}"
         )
 
     def cut(index: int) -> Any:
