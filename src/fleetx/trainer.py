@@ -22,7 +22,7 @@ from fleetx.fleet import roster
 from fleetx.scheduled import ScheduledEngine
 from fleetx.static import feeds
 from fleetx.static import training as static
-from fleetx.structure import arguments, loss_of, map_tensors, tensors_of
+from fleetx.structure import arguments, loss_of, map_tensors, samples_in
 
 LINE = "epoch id: %d, step%d, train_loss: %f, total time cost = %f, step per second: %f, speed: %f"
 MEASURED = 100  # steps of `benchmark`
@@ -37,7 +37,7 @@ class MultiGPUTrainer:
         for number in range(epoch):
             total = 0.0
             for i, batch in enumerate(_batches(dataloader)):
-                loss, seconds = _timed(_step, model, batch)
+                loss, _, seconds = _timed(_step, model, batch)
                 if i >= start_step:
                     total += seconds
                     print(LINE % (number, i, loss, total, (i - start_step + 1) / total, 1 / seconds), flush=True)
@@ -51,12 +51,13 @@ class MultiGPUTrainer:
         world = fleet._here()
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=world.device)
         for batch in _batches(dataloader):
-            outputs, samples = _outputs(model, batch), _samples(batch)
+            fed = _fed(model, batch)
+            outputs, samples = _outputs(model, fed), samples_in(fed)
             sums += torch.tensor([*(_named(outputs, name) * samples for name in names), samples], device=world.device)
         world.sum(sums)
         *means, samples = sums.tolist()
         if not samples:
-            raise UsageError("there is no sample to evaluate: the loader gives no batch")
+            raise UsageError("there is no sample to evaluate: the loader gives no batch of tensors")
         found = {name: mean / samples for name, mean in zip(names, means, strict=True)}
         said = ", ".join(f"{name}: {value:f}" for name, value in found.items())
         print(f"epoch id: {current_epoch}, {said}" if current_epoch >= 0 else said, flush=True)
@@ -108,58 +109,59 @@ def _measured(act: Callable[[nn.Module, Any], float], model: nn.Module, loader: 
         raise UsageError(f"start_step = {start} must come before end_step = {end}")
     samples, total = 0, 0.0
     for i, batch in enumerate(_batches(loader, end)):
-        _, seconds = _timed(act, model, batch)
+        _, number, seconds = _timed(act, model, batch)
         if i >= start:
-            samples, total = samples + _samples(batch), total + seconds
+            samples, total = samples + number, total + seconds
     print(f"steps {start} to {end - 1}: {samples / total:f} samples per second", flush=True)
     return samples / total
 
 
-def _timed(act: Callable[[nn.Module, Any], float], model: nn.Module, batch: Any) -> tuple[float, float]:
+def _timed(act: Callable[[nn.Module, Any], float], model: nn.Module, batch: Any) -> tuple[float, int, float]:
+    """The loss, the number of samples, seconds."""
     begun = time.perf_counter()
-    return act(model, batch), time.perf_counter() - begun
+    fed = _fed(model, batch)
+    return act(model, fed), samples_in(fed), time.perf_counter() - begun
 
 
 # --- one batch ------------------------------------------------------------------------------------
-def _step(model: nn.Module, batch: Any) -> float:
+def _fed(model: nn.Module, batch: Any) -> Any:
+    """The batch as the model takes it, on its device."""
     if static.is_described(model):
-        return static.step(model, feeds.tensors(model, batch))[model.loss.name].item()
+        return feeds.tensors(model, batch)
+    return map_tensors(lambda t: t.to(fleet.device()), batch)
+
+
+def _step(model: nn.Module, fed: Any) -> float:
+    if static.is_described(model):
+        return static.step(model, fed)[model.loss.name].item()
     if not model.training:
         model.train()
     optimizer = roster.find(model, half=False).optimizer
-    loss = fleet.forward_backward(_here(batch), model=model)
+    loss = fleet.forward_backward(fed, model=model)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
-def _outputs(model: nn.Module, batch: Any) -> Any:
+def _outputs(model: nn.Module, fed: Any) -> Any:
     """What the model returns in evaluation; of a pipeline that is the loss."""
     if static.is_described(model):
-        return static.evaluate(model, feeds.tensors(model, batch))
-    batch, training = _here(batch), model.training
+        return static.evaluate(model, fed)
+    training = model.training
     model.eval()
     try:
         with torch.no_grad():
             if isinstance(roster.find(model, half=False), ScheduledEngine):
-                return fleet.forward_backward(batch, model=model)
-            args, kwargs = arguments(batch)
+                return fleet.forward_backward(fed, model=model)
+            args, kwargs = arguments(fed)
             return model(*args, **kwargs)
     finally:
         model.train(training)
 
 
-def _evaluated(model: nn.Module, batch: Any) -> float:
-    loss = loss_of(_outputs(model, batch))
+def _evaluated(model: nn.Module, fed: Any) -> float:
+    loss = loss_of(_outputs(model, fed))
     return 0.0 if loss is None else loss.item()
-
-
-def _here(batch: Any) -> Any:
-    return map_tensors(lambda t: t.to(fleet.device()), batch)
-
-
-def _samples(batch: Any) -> int:
-    return next((len(t) for t in tensors_of(batch) if t.dim()), 1)
 
 
 def _named(outputs: Any, name: str) -> float:

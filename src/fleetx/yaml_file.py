@@ -16,7 +16,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(k, deep=True) for k, _ in node.value]
         for key in [k for k in keys if keys.count(k) > 1]:
-            raise StrategyError(f"line {node.start_mark.line + 1}: {key!r} is given more than once")
+            said = repr(key) if isinstance(key, str) else f"a key of the type {type(key).__name__}"  # aliases unfold
+            raise StrategyError(f"line {node.start_mark.line + 1}: {said} is given more than once")
         return super().construct_mapping(node, deep)
 
 

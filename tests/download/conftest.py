@@ -5,7 +5,15 @@ from file_server import Server
 
 from fleetx.download import Downloader, Patience
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PADDLE_RANK_IN_NODE", "PADDLE_TRAINER_ID", "SLURM_STEP_ID")
+VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "PADDLE_RANK_IN_NODE",
+    "PADDLE_TRAINER_ID",
+    "SLURM_STEP_ID",
+)
 
 
 @pytest.fixture(autouse=True)

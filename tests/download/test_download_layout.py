@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -129,7 +129,7 @@ def test_other_files_than_tars_are_brought_as_they_are_and_compressed_tars_are_u
     [
         ("bos_paht: http://x\n", "unknown key 'bos_paht': did you mean 'bos_path'?"),
         ("", "bos_path is missing"),
-        ("bos_path: [1]\n", "bos_path must be a text"),
+        ("bos_path: [1]\n", "bos_path must be a text that is not empty, not a list"),
         ("bos_path: a\nbos_path: b\n", "given more than once"),
         ("bos_path: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("- 1\n", "must be a mapping"),
@@ -148,6 +148,56 @@ def test_only_yaml_files_that_are_there_are_read(tmp_path):
         Downloader().download_from_bos("config.json", str(tmp_path))
     with pytest.raises(DownloadError, match=r"none.yaml: No such file"):
         Downloader().download_from_bos(tmp_path / "none.yaml", str(tmp_path))
+
+
+def test_a_yaml_that_would_unfold_without_end_is_refused_at_once(tmp_path):
+    nested = "&a0 [l, l, l, l, l, l, l, l, l]"
+    for depth in range(1, 12):
+        nested = f"&a{depth} [{nested}, {', '.join([f'*a{depth - 1}'] * 8)}]"
+    (tmp_path / "x.yaml").write_text(f"bos_path: {nested}\n")
+    with pytest.raises(DownloadError, match="bos_path must be a text that is not empty, not a list"):
+        Downloader().download_from_bos(tmp_path / "x.yaml", str(tmp_path / "data"))
+
+
+def test_a_yaml_from_afar_has_a_bounded_length(server, tmp_path):
+    address = f"bos_path: {server.publish(TARS)}\n"
+    server.files |= {"/short.yaml": (address + "#" * 1000).encode(), "/long.yaml": (address + "#" * MEGABYTE).encode()}
+    for lengths in (True, False):
+        server.lengths = lengths
+        Downloader().download_from_bos(f"{server.url}/short.yaml", str(tmp_path / "data"))
+        with pytest.raises(DownloadError, match=r"long\.yaml: is longer than 1 MB"):
+            Downloader().download_from_bos(f"{server.url}/long.yaml", str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://a..b/x",
+        "http://[::1/x",
+        "http://me:secret@[::1/x",
+        "http://127.0.0.1:port/x",
+        f"http://{'a' * 70}.com/x",
+        "file://[x/y",
+        "nosuch://[::1/x",
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused_at_once(bring, tmp_path, address):
+    for call in (
+        lambda: bring(address),
+        lambda: Downloader().download_from_bos(f"{address}.yaml", str(tmp_path / "data")),
+    ):
+        with pytest.raises(DownloadError, match="address") as error:
+            call()
+        assert "secret" not in str(error.value)
+        assert "tries" not in str(error.value)
+
+
+def test_a_redirection_to_what_is_no_address_is_refused(server, bring):
+    address = server.publish({"a.bin": b"1"})
+    server.faults["/set/a.bin"] = [("redirect", "http://[::1/x")]
+    with pytest.raises(DownloadError, match=r"set/a\.bin: is no address that can be opened, or redirects to one"):
+        bring(address)
+    gc.collect()  # a connection that was left open would be told now
 
 
 # --- the lists ----------------------------------------------------------------------------------------
@@ -304,11 +354,11 @@ def test_as_many_files_as_asked_for_come_at_once(server, bring):
 def test_a_disk_without_room_is_refused_before_the_first_file(server, bring, monkeypatch, tmp_path):
     usage = folder.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: usage._replace(free=3 * MEGABYTE))
-    with pytest.raises(DownloadError, match=r"1 files need 4.2 MB, their unpacking included, .* has 3.1 MB left"):
+    with pytest.raises(DownloadError, match=r"1 files, with their unpacking, need 4.2 MB, .* has 3.1 MB left"):
         bring(server.publish({"a.tar": bytes(2 * MEGABYTE)}))
     assert server.got("set/a.tar") == []
     server.heads = False  # then the answer to the GET tells
-    with pytest.raises(DownloadError, match=r"a.bin needs 4.2 MB more, but the disk of .* has 3.1 MB left"):
+    with pytest.raises(DownloadError, match=r"a.bin still needs 4.2 MB, but the disk of .* has 3.1 MB left"):
         bring(server.publish({"a.bin": bytes(4 * MEGABYTE)}, folder="other"))
 
 
@@ -365,6 +415,11 @@ def test_the_downloader_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_utils_has_the_downloader_and_nothing_else():
-    assert fleetx.utils.__all__ == ["Downloader"]
-    assert len(Path(fleetx.utils.__file__).read_text().splitlines()) < 12
+def test_utils_has_the_old_systems_names_and_loads_torch_for_the_schedule_alone():
+    assert fleetx.utils.__all__ == ["Downloader", "linear_warmup_decay"]
+    code = (
+        "import sys, fleetx.utils; assert 'torch' not in sys.modules; "
+        "rate = fleetx.utils.linear_warmup_decay(1.0, 2, 4); assert (rate(1), rate(3)) == (0.5, 0.25); "
+        "assert not hasattr(fleetx.utils, 'linear_warmup')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 
 import pytest
 from file_server import tar
 
 from fleetx import fleet
 from fleetx.download import Downloader, DownloadError, node
+from fleetx.download.records import Records
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
 PROGRAM = """
@@ -28,13 +31,13 @@ except DownloadError as error:
 
 @pytest.fixture
 def start(tmp_path):
-    """start(address, rank): a process that downloads from it into tmp_path/data."""
+    """start(address, rank, variables): a process that downloads from it into tmp_path/data."""
     started = []
 
-    def one(address, rank=0):
+    def one(address, rank=0, variables=None):
         config = tmp_path / "set.yaml"
         config.write_text(f"bos_path: {address}\n")
-        env = {**os.environ, "LOCAL_RANK": str(rank)}
+        env = {**os.environ, "LOCAL_RANK": str(rank), **(variables or {})}
         command = [sys.executable, "-c", PROGRAM, str(config), str(tmp_path / "data")]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=env, **pipes))
@@ -205,3 +208,59 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "x.yaml").write_text("bos_path: memory://x\n")
     with pytest.raises(DownloadError, match=r"cannot be written: .*Not a directory"):
         Downloader().download_from_bos(tmp_path / "x.yaml", str(tmp_path / "file/data"))
+
+
+# --- what counts as an outcome ------------------------------------------------------------------------
+def test_nobody_works_without_the_lock_when_an_outcome_cannot_be_read(tmp_path, monkeypatch):
+    records = Records(tmp_path)
+    records.write(records.outcome("k"), {"id": "old", "pid": 1, "error": "", "failed": []})
+    reads, works = [], []
+
+    def unreadable_once(path, read=Records.read):
+        reads.append(path)
+        return {} if len(reads) == 3 else read(path)
+
+    monkeypatch.setattr(Records, "read", staticmethod(unreadable_once))
+    holder = records.lock.open("a+")
+    node.fcntl.flock(holder, node.fcntl.LOCK_EX)
+    threading.Timer(0.5, holder.close).start()
+    node.once_per_node(lambda: works.append(holder.closed), records, key="k", task="works", first=True)
+    assert works == [True]
+    assert len(reads) > 3
+
+
+def test_a_worker_that_comes_late_takes_the_outcome_of_its_run(server, start, tmp_path):
+    address = server.publish({"a.tar": BIG})
+    variables = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert end(start(address, 0, variables))[0] == 0
+    asked = len(server.asked)
+    assert end(start(address, 1, variables))[:2] == (0, f"{tmp_path}/data\n")
+    assert len(server.asked) == asked
+    for other in ({"TORCHELASTIC_RUN_ID": "two"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "none"}):
+        before = len(server.asked)
+        assert end(start(address, 0, variables | other))[0] == 0
+        assert len(server.asked) > before  # another run looks for itself
+
+
+def test_a_late_worker_takes_the_failure_of_its_run_too(server, start):
+    address = server.publish({"a.tar": BIG})
+    server.faults["/set/a.tar"] = [("status", 403)]
+    variables = {"TORCHELASTIC_RUN_ID": "one"}
+    assert end(start(address, 0, variables))[0] == 3
+    code, out, _ = end(start(address, 1, variables))
+    assert code == 3
+    assert "which worked for this node, failed" in out
+
+
+def test_each_call_of_a_run_has_an_outcome_of_its_own(tmp_path, monkeypatch):
+    """Of two workers in one process: their counts are as far as each has come."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    worked, counts = [], {"first": Counter(), "second": Counter()}
+
+    def call(worker):
+        monkeypatch.setattr(node, "_calls", counts[worker])
+        node.once_per_node(lambda: worked.append(worker), Records(tmp_path), key="k", task="works", first=True)
+
+    for worker in ("first", "second", "first", "first", "second", "second", "second"):
+        call(worker)
+    assert worked == ["first", "first", "first", "second"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import signal
 import tarfile
 import threading
 
@@ -105,8 +107,8 @@ def test_a_tar_that_cannot_be_read_is_refused_by_name(server, bring, tmp_path, d
 
 
 def test_a_member_that_the_disk_cannot_hold_is_refused(tmp_path, monkeypatch):
-    usage = unpack.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(unpack.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     (tmp_path / "a.tar").write_bytes(tar({"x": bytes(101)}))
     with pytest.raises(DownloadError, match=r"'x' needs 101 B, but the disk of .* has 100 B left"):
         unpack.unpack(tmp_path / "a.tar", tmp_path / "beside", shown="a.tar", stop=threading.Event())
@@ -132,7 +134,7 @@ def test_an_interrupted_unpacking_is_done_again(server, bring, monkeypatch, tmp_
     where = bring(address)
     assert sorted(p.name for p in where.glob("[0-9].txt")) == [f"{i}.txt" for i in range(9)]
     assert server.got("set/a.tar") == []
-    assert not (tmp_path / "data/.fleetx-download/unpacking/a.tar").exists()
+    assert not list((tmp_path / "data/.fleetx-download/unpacking").iterdir())
 
 
 def test_owners_and_set_id_bits_of_a_tar_are_not_taken_over(server, bring):
@@ -143,3 +145,45 @@ def test_owners_and_set_id_bits_of_a_tar_are_not_taken_over(server, bring):
         archive.addfile(info, io.BytesIO(b"true"))
     where = bring(server.publish({"a.tar": out.getvalue()}))
     assert (where / "run.sh").stat().st_mode & 0o7022 == 0
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w:bz2"])
+def test_a_stream_that_breaks_in_the_middle_of_a_member_is_refused_by_name(server, bring, mode):
+    """Its md5 is right: this is how it was published."""
+    suffix = mode.partition(":")[2]
+    data = bytearray(tar({"x": os.urandom(1 << 20)}, mode=mode))
+    data[1 << 19 : (1 << 19) + 4000] = os.urandom(4000)
+    with pytest.raises(DownloadError, match=rf"set/a\.tar\.{suffix}: cannot be unpacked: "):
+        bring(server.publish({f"a.tar.{suffix}": bytes(data)}))
+
+
+def test_a_thread_that_an_interruption_left_behind_harms_no_later_run(server, bring, monkeypatch):
+    extract, asleep, wake, left = tarfile.TarFile.extract, threading.Event(), threading.Event(), []
+
+    def slow(*words, **options):
+        extract(*words, **options)
+        if not asleep.is_set():  # a member of many GB
+            left.append(threading.current_thread())
+            asleep.set()
+            wake.wait(20)
+
+    def interrupt():
+        asleep.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", slow)
+    monkeypatch.setattr("fleetx.download.parallel._GRACE", 0.1)
+    address = server.publish({"a.tar": tar({"x": FILE, "y": FILE})})
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        bring(address)
+
+    def meanwhile(*words, **options):
+        extract(*words, **options)
+        wake.set()
+        left[0].join(20)
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", meanwhile)
+    where = bring(address)
+    assert [(where / name).read_bytes() for name in "xy"] == [FILE, FILE]
+    assert not left[0].is_alive()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +62,21 @@ def test_val_is_the_mean_over_all_samples_and_trains_nothing(capsys):
             assert found[name] == pytest.approx(mean.item())
         assert capsys.readouterr().out == f"epoch id: 3, acc1: {found['acc1']:f}, loss: {found['loss']:f}\n"
         assert model.training
+
+
+def test_arrays_count_as_many_samples_as_tensors():
+    loader = [batch("resnet", seed=0, rows=6), batch("resnet", seed=1, rows=2)]
+    arrays = [{name: tensor.numpy() for name, tensor in one.items()} for one in loader]
+    expected = MultiGPUTrainer().val(minimized(), loader, ["acc1", "loss"])
+    assert MultiGPUTrainer().val(minimized(), arrays, ["acc1", "loss"]) == expected
+
+
+def test_a_benchmark_counts_the_samples_of_arrays_too(monkeypatch):
+    clock = count()
+    each_step_takes_a_second = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("fleetx.trainer.time", each_step_takes_a_second)
+    arrays = [{name: tensor.numpy() for name, tensor in batch("resnet", rows=6).items()}]
+    assert MultiGPUTrainer().quick_benchmark(minimized(), arrays, start_step=0, end_step=3) == 6
 
 
 def test_val_of_two_ranks_counts_the_samples_of_both(ranks):

@@ -11,7 +11,7 @@ from small_applications import ROWS, batch, make
 from static_models import losses, share, started
 from torch import Tensor, nn
 
-from fleetx import fleet
+from fleetx import UsageError, fleet
 from fleetx.applications import Application
 from fleetx.applications.application import Feed
 from fleetx.static.paddle import fleet as paddle_fleet
@@ -114,6 +114,28 @@ def divided_and_evaluated():
     model, executor = started("bert", fluid.optimizer.Adam(0.01), {"sharding": {"sharding_degree": 2}})
     _, weight = executor.run(model.main_prog, batch("bert"), ["loss", "encoder_layer_0_ffn_fc_0.w_0"])
     return before.item(), after.item(), weight.shape
+
+
+def test_one_worker_that_reads_a_sharded_weight_alone_is_told_and_the_run_goes_on(ranks):
+    for said, shape, losses_ in ranks.run(read_alone):
+        assert shape == [32, 64]
+        assert len(losses_) == 2
+        if said:
+            assert "fetch it on every worker, with fetch_list=['encoder_layer_0_ffn_fc_0.w_0']" in said
+
+
+def read_alone():
+    model, executor = started("bert", fluid.optimizer.Adam(0.01), {"sharding": {"sharding_degree": 2}})
+    found = [executor.run(model.main_prog, batch("bert"), ["loss"])[0].item()]
+    weight, said = fluid.global_scope().var("encoder_layer_0_ffn_fc_0.w_0").get_tensor(), ""
+    if fleet.worker_index() == 0:
+        try:
+            np.array(weight)
+        except UsageError as error:
+            said = str(error)
+        assert said
+    found.append(executor.run(model.main_prog, batch("bert"), ["loss"])[0].item())
+    return said, weight.shape(), found
 
 
 # --- device_guard ---------------------------------------------------------------------------------

@@ -1,18 +1,15 @@
-"""Executor, programs, feeds, fetches and the scope, in a world of one."""
+"""Executor: feeds, fetches, their order, places and settings; in a world of one."""
 
 from __future__ import annotations
-
-import copy
 
 import numpy as np
 import pytest
 import torch
-from small_applications import batch, make
+from small_applications import batch, flat, make
 from static_models import losses, minimized, optimizer_of, started
 
 from fleetx import UsageError, fleet
-from fleetx.applications import Application
-from fleetx.static import places, training
+from fleetx.static import places
 from fleetx.static.paddle import fleet as paddle_fleet
 from fleetx.static.paddle import fluid
 
@@ -77,6 +74,8 @@ def test_without_numpy_tensors_come_back_and_without_a_list_nothing(resnet):
         ("los", "no variable 'los': did you mean 'loss'"),
         ("fc_0.w_00", "did you mean 'fc_0.w_0'"),
         (make("vgg").loss, "'loss' in fetch_list belongs to another model"),
+        (None, "fetch_list takes names and variables, such as model.loss, not None"),
+        (3, "not 3"),
     ],
 )
 def test_a_fetch_that_is_not_there_is_refused_before_anything_is_trained(resnet, wanted, says):
@@ -85,6 +84,34 @@ def test_a_fetch_that_is_not_there_is_refused_before_anything_is_trained(resnet,
     with pytest.raises(UsageError, match=says):
         executor.run(model.main_prog, batch("resnet"), [wanted])
     assert torch.equal(before, model.get_parameter("fc_0.b_0"))
+
+
+def test_one_name_or_variable_alone_is_fetched_too(resnet):
+    model, executor = resnet
+    test, fed = model.main_prog.clone(for_test=True), batch("resnet")
+    expected = executor.run(test, fed, [model.loss])
+    for one in ("loss", model.loss, (model.loss,)):
+        assert executor.run(test, fed, one) == expected
+    with pytest.raises(UsageError, match=r"fetch_list must be a list of names and variables, not \{'loss'\}"):
+        executor.run(test, fed, {"loss"})
+
+
+def test_there_is_one_scope(resnet):
+    model, executor = resnet
+    executor.run(model.main_prog, batch("resnet"), scope=fluid.global_scope())
+    with pytest.raises(UsageError, match=r"takes fluid\.global_scope\(\), or no scope, not 'mine'"):
+        executor.run(model.main_prog, batch("resnet"), scope="mine")
+
+
+def test_the_names_of_a_program_are_found_once_in_a_run(resnet, monkeypatch):
+    model, executor = resnet
+    asked = []
+    names = type(model).paddle_names
+    monkeypatch.setattr(type(model), "paddle_names", lambda self: asked.append(self) or names(self))
+    executor.run(model.main_prog, batch("resnet"), ["loss", "acc1", "acc5"])
+    once = len(asked)
+    executor.run(model.main_prog, batch("resnet"), ["loss"])
+    assert len(asked) == 2 * once
 
 
 # --- feeds ----------------------------------------------------------------------------------------
@@ -111,13 +138,55 @@ IMAGE, LABEL = np.zeros((2, 3, 32, 32), np.float32), np.zeros((2, 1), np.int64)
         ({"zzz": IMAGE, "label": LABEL}, "its inputs are image, label"),
         ({"image": IMAGE, "label": LABEL.astype(np.float32)}, r"feed\['label'\] holds torch.float32, and .*int64"),
         ({"image": IMAGE, "label": np.array(["a", "b"])}, "which is no kind of number"),
-        ({"image": IMAGE[:, :, 1:], "label": LABEL}, "image has the shape"),
+        (
+            {"image": IMAGE[:, :, 1:], "label": LABEL},
+            r"feed\[.image.\] has the shape \(2, 3, 31, 32\), and the program takes \(-1, 3, 32, 32\)",
+        ),
+        ({"image": IMAGE, "label": LABEL.reshape(1, 2)}, r"feed\[.label.\] has the shape \(1, 2\), and .* \(-1, 1\)"),
+        ({"image": IMAGE, "label": np.zeros((2, 2), int)}, r"feed\[.label.\] has the shape \(2, 2\)"),
+        ({"image": IMAGE, "label": np.zeros((4, 1), int)}, r"feed\[.label.\] has 4 rows, and feed\[.image.\] has 2"),
+        ({"image": IMAGE, "label": 1}, r"feed\[.label.\] has 1 rows, and feed\[.image.\] has 2"),
+        (
+            {"image": IMAGE, "label": LABEL.astype(">i8")},
+            r"feed\[.label.\] holds >i8, .*: feed array.astype\(.int64.\)",
+        ),
+        ({"image": IMAGE.astype(np.longdouble), "label": LABEL}, r"feed\[.image.\] holds <f16, .*astype\(.float64.\)"),
+        ({"image": IMAGE.astype(complex), "label": LABEL}, "complex128, which is no kind of number"),
+        ({"image": IMAGE, "label": [[1], [2, 3]]}, r"feed\[.label.\] cannot be made an array"),
     ],
 )
 def test_a_feed_that_does_not_fit_is_refused(resnet, feed, says):
     model, executor = resnet
     with pytest.raises(UsageError, match=says):
         executor.run(model.main_prog, feed, ["loss"])
+
+
+def test_columns_may_come_without_their_last_dimension_or_with_more(resnet):
+    model, executor = resnet
+    test, fed = model.main_prog.clone(for_test=True), batch("resnet")
+    labels = [fed["label"], fed["label"][:, 0], fed["label"][:, :, None]]
+    assert len({executor.run(test, fed | {"label": label}, ["loss"])[0].item() for label in labels}) == 1
+
+
+@pytest.mark.parametrize("name", ["pos_ids", "sent_ids", "input_mask"])
+def test_words_that_lie_the_other_way_are_refused(name):
+    model, executor = started("bert")
+    test, fed = model.main_prog.clone(for_test=True), batch("bert")
+    executor.run(test, fed, ["loss"])
+    executor.run(test, flat(fed), ["loss"])
+    with pytest.raises(UsageError, match=rf"feed\['{name}'\] has 12 rows, and feed\['src_ids'\] has 8"):
+        executor.run(test, fed | {name: fed[name].flatten(1).t().contiguous()}, ["loss"])
+
+
+def test_a_bias_that_may_be_left_out_is_broadcast():
+    model, executor = started("transformer")
+    test, fed = model.main_prog.clone(for_test=True), batch("transformer")
+    length = fed["src_word"].shape[1]
+    plain = executor.run(test, fed, ["loss"])[0].item()
+    bias = np.zeros((1, 1, 1, length), np.float32)
+    assert executor.run(test, fed | {"src_slf_attn_bias": bias}, ["loss"])[0].item() == pytest.approx(plain)
+    with pytest.raises(UsageError, match=r"feed\['src_slf_attn_bias'\] has the shape \(1, 3, 1, 12\)"):
+        executor.run(test, fed | {"src_slf_attn_bias": np.zeros((1, 3, 1, length), np.float32)}, ["loss"])
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -187,69 +256,6 @@ def test_only_places_and_programs_are_taken(wrong):
     executor.close()
 
 
-# --- programs -------------------------------------------------------------------------------------
-def test_a_clone_for_test_neither_trains_nor_drops_out():
-    model, executor = started("vgg")
-    twin = make("vgg").eval()
-    test = model.main_prog.clone(for_test=True)
-    before = copy.deepcopy(model.state_dict())
-    found = executor.run(test, batch("vgg"), ["loss", "acc1"])
-    assert found[0].item() == twin(**batch("vgg")).loss.item()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert model.training
-    executor.run(model.main_prog, batch("vgg"))
-    assert executor.run(test, batch("vgg"), ["loss"])[0] != found[0]
-
-
-def test_other_clones_are_refused():
-    model = make("vgg")
-    for program, for_test in ((model.main_prog, False), (model.startup_prog, True)):
-        with pytest.raises(UsageError, match=r"clone\(for_test=True\) of a main program is all there is"):
-            program.clone(for_test=for_test)
-
-
-def test_the_default_programs_are_those_of_the_model_that_was_made_last(monkeypatch):
-    first, second = make("vgg"), make("resnet")
-    assert fluid.default_main_program() == second.main_prog != first.main_prog
-    assert fluid.default_startup_program() == second.startup_prog
-    monkeypatch.setattr(Application, "last", None)
-    with pytest.raises(UsageError, match="there is no program yet"):
-        fluid.default_main_program()
-
-
-def test_a_copy_of_a_model_is_not_described(resnet):
-    model, _ = resnet
-    assert training.is_described(model)
-    assert not training.is_described(copy.deepcopy(model))
-
-
-# --- the scope ------------------------------------------------------------------------------------
-def test_parameters_are_read_and_set_in_the_scope_by_either_name():
-    model, _ = started()
-    scope = fluid.global_scope()
-    weight = scope.var("fc_0.w_0").get_tensor()
-    assert weight.shape() == [32, 10]
-    np.testing.assert_array_equal(np.array(weight), model.classifier[1].weight.detach().T)
-    new = np.arange(320, dtype=np.float32).reshape(32, 10)
-    weight.set(new, fluid.CPUPlace())
-    np.testing.assert_array_equal(model.classifier[1].weight.detach(), new.T)
-    np.testing.assert_array_equal(np.array(scope.find_var("classifier.1.weight").get_tensor()), new.T)
-    assert np.array(weight, dtype=np.float64).dtype == np.float64
-    with pytest.raises(UsageError, match=r"has the shape \(32, 10\), and an array of \(10, 32\) was given"):
-        weight.set(new.T)
-
-
-def test_the_scope_knows_no_other_names():
-    model = make("resnet")
-    scope = fluid.global_scope()
-    assert scope.var(model.parameter_list()[0].name).application is model
-    assert scope.find_var("fc_9.w_0") is None
-    with pytest.raises(UsageError, match=r"no variable 'fc_0\.w_00': did you mean 'fc_0\.w_0'"):
-        scope.var("fc_0.w_00")
-    with pytest.raises(UsageError, match=r"fetch it with fetch_list=\['loss'\]"):
-        scope.var("loss")
-
-
 # --- places and settings --------------------------------------------------------------------------
 def test_a_gpu_means_the_cpu_where_that_computes_and_is_said_once(capsys, monkeypatch):
     monkeypatch.setattr(places, "_said", set())
@@ -312,9 +318,9 @@ def test_parameters_that_are_not_there_are_refused():
     with pytest.raises(UsageError, match=r"no parameter 'fc_0\.w_1': did you mean 'fc_0\.w_0'"):
         fluid.optimizer.SGD(0.1, parameter_list=["fc_0.w_1"]).minimize(model.loss)
     assert all(p.requires_grad for p in model.parameters())
-    for none_left in ({"no_grad_set": model.parameter_list()}, {"parameter_list": []}):
+    for none_left in (lambda model: {"no_grad_set": model.parameter_list()}, lambda model: {"parameter_list": []}):
         model = make("resnet")
-        fluid.optimizer.SGD(0.1).minimize(model.loss, **none_left)
+        fluid.optimizer.SGD(0.1).minimize(model.loss, **none_left(model))
         with pytest.raises(UsageError, match="no parameter is left to train"):
             fluid.Executor().run(model.startup_prog)
 

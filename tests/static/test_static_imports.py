@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import types
+from multiprocessing import spawn
 
 import pytest
 from static_runs import PACKAGES
@@ -13,7 +15,7 @@ from static_runs import PACKAGES
 import fleetx
 from fleetx import UsageError
 from fleetx.errors import LaunchError
-from fleetx.launch import environment
+from fleetx.launch import environment, runner
 from fleetx.launch.job import World
 from fleetx.launch.options import parse
 from fleetx.static import imports, install
@@ -24,6 +26,7 @@ from fleetx.static import paddle as home
 def installed(monkeypatch):
     """For one test: afterwards paddle is not to be found again."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
     before = set(sys.modules)
     install()
     yield
@@ -101,13 +104,15 @@ def test_an_import_that_is_not_covered_says_so_and_what_is(installed, line, says
         exec(line, {})
 
 
-def test_it_is_said_once_and_by_the_first_worker_alone(monkeypatch, capsys):
+def test_it_is_said_once_by_the_first_worker_alone_and_not_to_who_only_asks(monkeypatch, capsys):
     for rank, said in (("0", "fleetx: `import paddle` gives fleetx: this script trains on PyTorch\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         finder = imports.Finder()
-        assert finder.find_spec("paddle") is not None
-        assert finder.find_spec("fleet_lightning") is not None
+        found = [finder.find_spec(name) for name in ("paddle", "fleet_lightning")]
         assert finder.find_spec("numpy") is None
+        assert capsys.readouterr().err == ""
+        for spec in found:
+            spec.loader.create_module(spec)
         assert capsys.readouterr().err == said
 
 
@@ -129,8 +134,9 @@ def test_the_mode_is_dynamic_until_static_is_enabled(monkeypatch):
 
 # --- under fleetrun -------------------------------------------------------------------------------
 WORKER = """
-import fleetx.launch.runner as runner, sys
+import fleetx.launch.runner as runner, importlib.util, sys
 runner.serve_paddle_scripts()
+importlib.util.find_spec("paddle"), importlib.util.find_spec("fleet_lightning")  # as a library asks
 assert not {"torch", "fleetx.static"} & set(sys.modules)
 import paddle
 print(paddle.__name__, hasattr(paddle, "its_own"))
@@ -176,3 +182,33 @@ def test_the_option_reaches_the_workers(tmp_path, monkeypatch):
         assert found.get("FLEETX_PADDLE_API") == expected
     with pytest.raises(LaunchError, match="'tensorflow' is not one of 'fleetx', 'paddle'"):
         parse(["--paddle-api", "tensorflow", "train.py"], given={})
+
+
+SPAWNS = """
+import fleet_lightning, multiprocessing, os, sys
+
+
+def told(pipe):
+    pipe.send((fleet_lightning.__name__, os.getpid()))
+
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=told, args=(theirs,))
+    child.start()
+    child.join()
+    name, process = ours.recv() if ours.poll() else ("nothing", 0)
+    print(name, process not in (0, os.getpid()))
+"""
+
+
+def test_a_process_that_a_worker_spawns_finds_it_too_and_says_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(SPAWNS)
+    command = [sys.executable, runner.__file__, str(os.getpid()), str(tmp_path / "log"), "script", "train.py"]
+    subprocess.run(command, env={"PYTHONPATH": PACKAGES}, check=True, timeout=60, cwd=tmp_path)
+    said = "fleetx: `import fleet_lightning` gives fleetx: this script trains on PyTorch\n"
+    assert (tmp_path / "log").read_text() == f"{said}fleetx True\n"
+
+
+def test_a_script_that_asks_for_the_version_is_told_whose_names_these_are():
+    assert home.__version__ == "2.0.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from small_applications import batch, make
@@ -11,7 +12,6 @@ from static_models import losses, minimized, optimizer_of, started
 
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.schedule import linear_warmup_decay
-from fleetx.static import training
 from fleetx.static.paddle import fleet as paddle_fleet
 from fleetx.static.paddle import fluid, nn, optimizer, regularizer
 from fleetx.static.paddle.optimizer import lr
@@ -98,13 +98,18 @@ def test_clipping_by_the_global_norm_is_that_of_the_strategy(clip):
         minimized(described=fluid.optimizer.SGD(0.1, grad_clip=clip), declared={"clip": {"clip_norm": 2.0}})
 
 
-def test_clipping_of_single_tensors_belongs_to_dgc():
-    clip = fluid.clip.GradientClipByNorm(0.5)
-    with pytest.raises(StrategyError, match="covered with dgc alone"):
-        minimized(described=fluid.optimizer.SGD(0.1, grad_clip=clip))
-    declared = {"dgc": {"allow_single": True}}
-    model = minimized(described=fluid.optimizer.Momentum(0.1, 0.9, grad_clip=clip), declared=declared)
-    assert training.of(model).strategy.dgc_configs["clip_norm"] == 0.5
+def test_clipping_of_single_tensors_is_refused_with_what_there_is():
+    for find in (lambda: fluid.clip.GradientClipByNorm, lambda: nn.ClipGradByNorm):
+        with pytest.raises(AttributeError, match=r"does not cover .*ByNorm: .*ClipGradByGlobalNorm.*dgc_configs"):
+            find()
+
+
+def test_decay_and_clips_take_the_words_of_paddle():
+    for decay in (fluid.regularizer.L2Decay, fluid.regularizer.L2DecayRegularizer):
+        assert fluid.optimizer.SGD(0.1, regularization=decay(regularization_coeff=0.2)).decay == 0.2
+    assert nn.ClipGradByGlobalNorm(0.5, group_name="default_group") == nn.ClipGradByGlobalNorm(0.5)
+    with pytest.raises(UsageError, match=r"group_name = 'mine': .* leave it out"):
+        fluid.clip.GradientClipByGlobalNorm(0.5, group_name="mine")
 
 
 def test_the_strategy_is_that_of_the_moment_and_its_problems_are_heard_at_once():
@@ -141,6 +146,14 @@ def test_one_of_torchs_own_goes_to_fleetx_as_it_is():
         ),
         (lambda: optimizer.SGD(lr.NoamDecay(8, 4)).set_lr(0.1), "the learning rate is a schedule"),
         (lambda: fluid.layers.piecewise_decay([1], [0.1]), "1 boundaries divide 2 values, not 1"),
+        (lambda: fluid.layers.piecewise_decay([5, 2], [3, 2, 1]), r"boundaries = \[5, 2\]: each must be more than"),
+        (lambda: lr.PiecewiseDecay([2, 2], [3, 2, 1]), r"boundaries = \[2, 2\]"),
+        (lambda: lr.MultiStepDecay(1.0, [3, 1]), r"milestones = \[3, 1\]"),
+        (lambda: lr.StepDecay(0.1, step_size=0), "step_size = 0: must be a number above 0"),
+        (lambda: lr.CosineAnnealingDecay(0.1, T_max=0), "T_max = 0"),
+        (lambda: fluid.layers.exponential_decay(0.1, 0, 0.5), "decay_steps = 0"),
+        (lambda: fluid.layers.cosine_decay(0.1, 0, 5), "step_each_epoch = 0"),
+        (lambda: optimizer.SGD(0.1, parameters="fc_0.w_0"), "parameters are given as a list, not as one str"),
     ],
 )
 def test_what_cannot_be_described_is_refused(call, says):
@@ -250,3 +263,97 @@ def test_a_schedule_of_ones_own_says_its_rate_by_get_lr(capsys):
     rate.step()
     assert rate() == 0.5
     assert "Epoch 1: Halves set learning rate to 0.5." in capsys.readouterr().out
+
+
+def test_a_schedule_of_ones_own_may_go_by_the_rate_before():
+    class Halved(lr.LRScheduler):
+        def get_lr(self):
+            return self.last_lr * 0.5
+
+    rate = Halved(1.0)
+    assert rate() == 0.5
+    rate.step()
+    assert rate() == 0.25
+    with pytest.raises(
+        AttributeError, match=r"does not cover paddle\.optimizer\.lr\.LRScheduler\.last_rl: did you mean"
+    ):
+        _ = rate.last_rl
+
+
+def test_numbers_of_numpy_are_numbers():
+    described = fluid.optimizer.SGD(np.float32(0.5), regularization=fluid.regularizer.L2Decay(np.float64(0.25)))
+    assert (described.get_lr(), described.decay) == (0.5, 0.25)
+
+
+# --- a run that is resumed ------------------------------------------------------------------------
+def rates_of(model, executor, runs):
+    found = []
+    for _ in range(runs):
+        executor.run(model.main_prog, batch("resnet", rows=2))
+        found.append(optimizer_of(model).param_groups[0]["lr"])
+    return found
+
+
+def scheduled():
+    return fluid.optimizer.SGD(fluid.layers.piecewise_decay([2, 5], [0.3, 0.2, 0.1]))
+
+
+@pytest.mark.parametrize("declared", [{}, {"gradient_merge": {"k_steps": 2}}])
+def test_a_schedule_goes_on_where_the_checkpoint_was_saved(tmp_path, declared):
+    first, executor = started(described=scheduled(), declared=declared)
+    before = rates_of(first, executor, 3)
+    fleet.save(tmp_path / "saved", model=first)
+    described = scheduled()
+    second, executor = started(described=described, declared=declared)
+    fleet.load(tmp_path / "saved", model=second)
+    assert described.get_lr() == 0.2
+    assert before + rates_of(second, executor, 3) == [0.3, 0.3, 0.2, 0.2, 0.2, 0.1]
+    assert described.get_lr() == 0.1
+
+
+@pytest.mark.parametrize("k_steps", [1, 2])
+def test_a_checkpoint_of_an_eager_run_tells_the_runs_by_its_rounds_or_not_at_all(tmp_path, k_steps):
+    fleet.init()
+    declared = {"gradient_merge": {"k_steps": k_steps}} if k_steps > 1 else {}
+    model = make("resnet")
+    model, update = fleet.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(**declared)
+    )
+    for _ in range(4):
+        model(**batch("resnet", rows=2)).loss.backward()
+        update.step()
+        update.zero_grad()
+    fleet.save(tmp_path / "saved", model=model)
+    other, executor = started(described=scheduled(), declared=declared)
+    fleet.load(tmp_path / "saved", model=other)
+    if k_steps == 1:
+        assert rates_of(other, executor, 2) == [0.2, 0.1]
+    else:
+        with pytest.raises(UsageError, match="does not tell how many runs its rounds were made of"):
+            rates_of(other, executor, 1)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+def test_parameters_are_given_as_torch_has_them():
+    fleet.init()
+    model, other = make("resnet"), make("resnet")
+    chosen = optimizer.SGD(0.1, parameters=model.classifier.parameters())  # an iterator, which is read once
+    chosen.minimize(model.loss)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["classifier.1.weight", "classifier.1.bias"]
+    with pytest.raises(UsageError, match="a Parameter among the parameters is none of this model's"):
+        optimizer.SGD(0.1, parameters=model.parameters()).minimize(other.loss)
+    with pytest.raises(UsageError, match=r"the parameter 'conv2d_0\.w_0' belongs to another model"):
+        optimizer.SGD(0.1).minimize(other.loss, no_grad_set=model.parameter_list())
+    with pytest.raises(UsageError, match="not as one str: write"):
+        optimizer.SGD(0.1).minimize(other.loss, no_grad_set="fc_0.w_0")
+    with pytest.raises(UsageError, match="a int among the parameters"):
+        optimizer.SGD(0.1).minimize(other.loss, parameter_list=[3])
+    assert all(p.requires_grad for p in other.parameters())
+
+
+@pytest.mark.parametrize("name", ["step", "clear_grad", "state_dict", "backward", "apply_gradients"])
+def test_a_method_that_is_not_covered_says_so(name):
+    fleet.init()
+    for described in (optimizer.SGD(0.1), paddle_fleet.distributed_optimizer(fluid.optimizer.Adam(0.1))):
+        with pytest.raises(AttributeError, match=rf"does not cover paddle\.optimizer\.Optimizer\.{name}: .*minimize"):
+            getattr(described, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -10,12 +11,16 @@ import torch
 
 from fleetx import paddle_parameters
 from fleetx.errors import UsageError
+from fleetx.static.covered import not_covered_by, set_once
 
 if TYPE_CHECKING:
     from fleetx.applications.application import Application
 
+_VARIABLE = "paddle.static.Variable", ("name", "shape", "dtype")
+_PROGRAM = "paddle.static.Program", ("clone", "inputs", "outputs", "parameters", "variable")
 
-@dataclass(frozen=True)
+
+@dataclass(unsafe_hash=True)
 class Variable:
     """An input or an output of an application."""
 
@@ -26,8 +31,11 @@ class Variable:
     application: Application = field(repr=False)
     """To whom it belongs: `minimize(model.loss)` is about this module."""
 
+    __getattr__ = not_covered_by(*_VARIABLE)
+    __setattr__ = set_once(*_VARIABLE)
 
-@dataclass(frozen=True)
+
+@dataclass(unsafe_hash=True)
 class Parameter(Variable):
     """`name` is Paddle's; the shape is torch's, so the weight of a Linear is (out, in)."""
 
@@ -35,12 +43,15 @@ class Parameter(Variable):
     trainable: bool
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Program:
     """An application as a program. Its startup has nothing left to do: the module has its weights since it was made."""
 
     application: Application = field(repr=False)
     kind: Literal["main", "startup", "test"] = "main"
+
+    __getattr__ = not_covered_by(*_PROGRAM)
+    __setattr__ = set_once(*_PROGRAM)
 
     def clone(self, for_test: bool = False) -> Program:
         """With for_test=True, the same application, run without training it: no dropout, no update."""
@@ -62,12 +73,18 @@ class Program:
 
     def variable(self, name: str) -> Variable:
         """An input, an output or a parameter, by its name; parameters by torch's names too."""
+        return self.variables([name])[0]
+
+    def variables(self, names: Iterable[str]) -> list[Variable]:
         known: dict[str, Variable] = {v.name: v for v in (*self.inputs, *self.outputs)}
         aliases = paddle_parameters.names(self.application)
         for parameter in self.parameters:
             known |= dict.fromkeys(aliases[parameter.torch_name], parameter)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*known][:6])} ..."
-            raise UsageError(f"{type(self.application).__name__} has no variable {name!r}: {hint}")
-        return known[name]
+        found = []
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*known][:6])} ..."
+                raise UsageError(f"{type(self.application).__name__} has no variable {name!r}: {hint}")
+            found.append(known[name])
+        return found

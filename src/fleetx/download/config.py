@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from fleetx import yaml_file
 from fleetx.download.progress import say
@@ -38,10 +38,20 @@ def read(path: Path, known: tuple[str, ...], *, shown: str) -> dict[str, str]:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise DownloadError(f"{shown}: unknown key {key!r}: {hint}")
+            raise DownloadError(f"{shown}: unknown key {key[:40]!r}: {hint}")
         if not isinstance(value, str) or not value.strip():
-            raise DownloadError(f"{shown}: {key} must be a text that is not empty, not {value!r}")
+            # its kind alone: a few lines of yaml that refer to each other can unfold to gigabytes
+            raise DownloadError(f"{shown}: {key} must be a text that is not empty, not a {type(value).__name__}")
     return data
+
+
+def split(url: str) -> SplitResult:
+    """The parts of an address."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # whose text may show a password
+        plain = url.rpartition("@")[2].partition("?")[0]
+        raise DownloadError(f"{plain}: cannot be read as an address: look at its host and port") from None
 
 
 def bos(settings: Mapping[str, str], *, shown: str) -> Address:
@@ -53,7 +63,7 @@ def hdfs(settings: Mapping[str, str], *, shown: str) -> Address:
     root, path = (_needed(settings, key, shown=shown) for key in ("fs.default.name", "data_path"))
     if not path.startswith("/"):
         raise DownloadError(f"{shown}: data_path must start with '/', {path!r} does not")
-    scheme = urlsplit(root).scheme
+    scheme = split(root).scheme
     user, _, password = settings.get("hadoop.job.ugi", "").partition(",")
     options: dict[str, Any] = {"user": user} if user else {}
     homes = [key for key in ("hadoop_home", "java_home") if key in settings]

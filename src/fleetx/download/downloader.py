@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
 
 from fleetx.download import config
 from fleetx.download.config import Address
@@ -18,6 +17,8 @@ from fleetx.download.node import is_first_worker, once_per_node
 from fleetx.download.records import Records
 from fleetx.download.remote import apart, remote, without_secrets
 from fleetx.errors import DownloadError, UsageError
+
+_LONGEST_YAML = 1 << 20
 
 
 class Downloader:
@@ -87,15 +88,21 @@ class Downloader:
     def _settings(self, fs_yaml: str, records: Records, keys: tuple[str, ...], *, shown: str) -> Mapping[str, str]:
         if "://" not in fs_yaml:
             return config.read(Path(fs_yaml), keys, shown=shown)
+
+        def reached(name: str, size: int) -> None:
+            if size > _LONGEST_YAML:
+                raise DownloadError(f"{shown}: is longer than 1 MB, which no yaml with an address is")
+
         folder, name = apart(fs_yaml)
-        way = Way(remote(Address(folder), timeout=self._patience.timeout), self._patience, threading.Event())
+        source = remote(Address(folder), timeout=self._patience.timeout)
+        way = Way(source, self._patience, threading.Event(), reached)
         copy = records.root / "fs.yaml"
         fetch_unchecked(way, name, records.part("fs.yaml"), copy)
         return config.read(copy, keys, shown=shown)
 
 
 def _check(fs_yaml: str, shard_num: int, shard_id: int, process_num: int) -> None:
-    if PurePosixPath(urlsplit(fs_yaml).path).suffix not in (".yaml", ".yml"):
+    if PurePosixPath(config.split(fs_yaml).path).suffix not in (".yaml", ".yml"):
         raise UsageError(f"fs_yaml={without_secrets(fs_yaml)!r}: must end in .yaml or .yml")
     for name, value in (("shard_num", shard_num), ("shard_id", shard_id), ("process_num", process_num)):
         if isinstance(value, bool) or not isinstance(value, int):

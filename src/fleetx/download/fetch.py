@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetx.download.failure import Dropped, Stopped
+from fleetx.download.failure import Dropped, Stopped, refuse_if_full
 from fleetx.download.listing import Listed
-from fleetx.download.progress import amount
 from fleetx.download.remote import Remote
 from fleetx.errors import DownloadError, UsageError
 
@@ -94,7 +92,7 @@ def _bring(way: Way, name: str, part: Path, *, resume: bool) -> None:
 def _stream(way: Way, name: str, part: Path, *, start: int) -> None:
     with way.remote.open(name, start=start) as reply:
         if reply.total is not None:
-            _refuse_if_full(part.parent, reply.total - reply.start, name)
+            refuse_if_full(part.parent, reply.total - reply.start, f"{name} still needs")
         have = reply.start
         with part.open("ab" if have else "wb") as file:
             while chunk := reply.read(_CHUNK):
@@ -119,9 +117,3 @@ def _size(path: Path) -> int:
 def _settle(part: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part.replace(target)
-
-
-def _refuse_if_full(folder: Path, needed: int, name: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DownloadError(f"{name} needs {amount(needed)} more, but the disk of {folder} has {amount(free)} left")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from fleetx.download import listing
-from fleetx.download.failure import Stopped
+from fleetx.download.failure import Stopped, refuse_if_full
 from fleetx.download.fetch import Patience, Way, fetch_checked, fetch_unchecked, md5
 from fleetx.download.listing import Listed
 from fleetx.download.parallel import Jobs
-from fleetx.download.progress import Progress, amount, say
+from fleetx.download.progress import Progress, say
 from fleetx.download.records import Records
 from fleetx.download.remote import Remote
 from fleetx.download.unpack import intact, publish, unpack
@@ -48,7 +49,7 @@ class Folder:
     def fill(self, *, shard: int, shards: int) -> None:
         """Bring shard number `shard` of `shards`; all of the folder if `shards` is -1."""
         began = time.monotonic()
-        shutil.rmtree(self._records.beside, ignore_errors=True)  # an interrupted unpacking: begun again
+        shutil.rmtree(self._records.beside, ignore_errors=True)  # interrupted unpackings: begun again
         files = listing.read_filelist(self._text(listing.FILELIST), where=self._way.remote.shown(listing.FILELIST))
         meta = listing.read_meta(self._text(listing.META), where=self._way.remote.shown(listing.META))
         files = listing.shard(files, number=shard, among=shards)
@@ -61,7 +62,7 @@ class Folder:
         todo = [(file, state) for file, state in zip(files, states, strict=True) if state is not State.READY]
         if not todo:
             return
-        size = self._refuse_if_full(todo)
+        size = self._check_room(todo)
         with Progress(files=len(todo), size=size, bar=self._bar) as progress:
             self._way = replace(self._way, reached=progress.reached)
 
@@ -110,7 +111,8 @@ class Folder:
         if not file.is_tar:
             return
         at.unlink(missing_ok=True)  # from here on, until the new record is written, it counts as not unpacked
-        beside = self._records.beside / file.name
+        # Its own: a thread that an interruption has left behind removes this when it wakes, and no later one's.
+        beside = self._records.beside / uuid.uuid4().hex
         try:
             members = unpack(target, beside, shown=self._way.remote.shown(file.name), stop=self._stop)
             with self._publishing:
@@ -121,7 +123,7 @@ class Folder:
             shutil.rmtree(beside, ignore_errors=True)
         self._records.write(at, {"md5": file.md5, "stat": _stat(target), "members": members})
 
-    def _refuse_if_full(self, todo: Sequence[tuple[Listed, State]]) -> int | None:
+    def _check_room(self, todo: Sequence[tuple[Listed, State]]) -> int | None:
         """The length of all that is missing, if the server tells it."""
         missing = [file for file, state in todo if state is State.MISSING]
         packed = [file for file, state in todo if state is State.PACKED]
@@ -132,12 +134,8 @@ class Folder:
         # what a tar holds is about as long as the tar itself, or longer if it is compressed
         needed += sum(length for file, length in lengths.items() if file.is_tar)
         needed += sum((self._local / file.name).stat().st_size for file in packed)
-        free = shutil.disk_usage(self._local).free
-        if needed > free:
-            raise DownloadError(
-                f"{len(todo)} files need {amount(needed)}, their unpacking included, but the disk of {self._local} "
-                f"has {amount(free)} left: make room, or take fewer files with shard_num and shard_id"
-            )
+        hint = ": make room, or take fewer files with shard_num and shard_id"
+        refuse_if_full(self._local, needed, f"{len(todo)} files, with their unpacking, need", hint=hint)
         return sum(lengths.values()) if len(lengths) == len(missing) else None
 
     def _each(self, work: Callable[[In], Out], items: Sequence[In], name: Callable[[In], str]) -> list[Out]:

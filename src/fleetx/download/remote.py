@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
-from fleetx.download.config import Address
+from fleetx.download.config import Address, split
 from fleetx.download.failure import Dropped
 
 
@@ -49,7 +49,7 @@ class Remote(Protocol):
 
 def remote(address: Address, *, timeout: float) -> Remote:
     """`timeout` seconds without a byte count as a dropped connection (http and https; fsspec has its own clocks)."""
-    if urlsplit(address.url).scheme in ("http", "https"):
+    if split(address.url).scheme in ("http", "https"):
         from fleetx.download.web import Web
 
         return Web(address.url, timeout=timeout)
@@ -60,12 +60,12 @@ def remote(address: Address, *, timeout: float) -> Remote:
 
 def without_secrets(url: str) -> str:
     """The URL without user, password and query: signed addresses carry their key in the query."""
-    parts = urlsplit(url)
+    parts = split(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def apart(url: str) -> tuple[str, str]:
     """The address of the folder, and the name in it; a query stays with the folder."""
-    parts = urlsplit(url)
+    parts = split(url)
     folder, _, name = parts.path.rpartition("/")
     return urlunsplit(parts._replace(path=folder)), name

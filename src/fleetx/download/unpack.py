@@ -7,21 +7,24 @@ around by long chains of links: here a link is judged by its text alone, and not
 from __future__ import annotations
 
 import filecmp
+import lzma
 import os
-import shutil
 import stat
 import tarfile
 import threading
+import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from fleetx.download.failure import Stopped
+from fleetx.download.failure import Stopped, refuse_if_full
 from fleetx.download.listing import inside
-from fleetx.download.progress import amount
 from fleetx.errors import DownloadError
 
 Member = int | str | None  # what a name stands for: a file of so many bytes, a link to so-and-so, a folder
 Members = dict[str, Member]
+
+# A stream whose md5 is right and whose content is not raises whatever the place that is broken was read by.
+_BROKEN = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, OverflowError)
 
 
 def unpack(tar: Path, beside: Path, *, shown: str, stop: threading.Event) -> Members:
@@ -40,10 +43,10 @@ def unpack(tar: Path, beside: Path, *, shown: str, stop: threading.Event) -> Mem
                 name = _judge(member, members, shown=shown)
                 if member.isreg():
                     (beside / name).unlink(missing_ok=True)  # named twice: the later one counts, as with tar itself
-                    _refuse_if_full(beside, member, shown=shown)
+                    refuse_if_full(beside, member.size, f"{shown}: {member.name!r} needs")
                 archive.extract(member, beside, filter="data")
                 members[name] = _seen(beside / name)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except _BROKEN as error:
         raise DownloadError(f"{shown}: cannot be unpacked: {type(error).__name__}: {error}") from error
     return members
 
@@ -110,11 +113,3 @@ def _same(one: Path, other: Path) -> bool:
     if one.is_symlink() or other.is_symlink():
         return one.is_symlink() and other.is_symlink() and os.readlink(one) == os.readlink(other)
     return other.is_file() and filecmp.cmp(one, other, shallow=False)
-
-
-def _refuse_if_full(folder: Path, member: tarfile.TarInfo, *, shown: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if member.size > free:
-        raise DownloadError(
-            f"{shown}: {member.name!r} needs {amount(member.size)}, but the disk of {folder} has {amount(free)} left"
-        )

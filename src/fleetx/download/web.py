@@ -10,13 +10,15 @@ import ssl
 from typing import IO, Any
 from urllib import request
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlunsplit
 
+from fleetx.download.config import split
 from fleetx.download.failure import Dropped
 from fleetx.download.remote import Reply, without_secrets
 from fleetx.errors import DownloadError
 
 _RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
+_NO_ADDRESS = (ValueError, http.client.InvalidURL)  # a host or port that cannot be; UnicodeError is a ValueError
 _PASSING = (408, 425, 429)  # what a busy server says; like 5xx, worth another try
 
 
@@ -27,7 +29,7 @@ class _SameSafety(request.HTTPRedirectHandler):
         self, req: request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
     ) -> request.Request | None:
         schemes = ("https",) if req.type == "https" else ("http", "https")
-        if urlsplit(newurl).scheme not in schemes:
+        if split(newurl).scheme not in schemes:
             fp.close()
             raise DownloadError(
                 f"{without_secrets(req.full_url)} redirects to {without_secrets(newurl)}, which is not "
@@ -35,12 +37,23 @@ class _SameSafety(request.HTTPRedirectHandler):
             )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
+    def http_error_302(
+        self, req: request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage
+    ) -> Any:
+        try:
+            return super().http_error_302(req, fp, code, msg, headers)
+        except ValueError:  # the new address is none, and the answer is still open
+            fp.close()
+            raise
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
 
 class Web:
     """A folder on a web server; a query in its address (a signature, say) is sent with every file."""
 
     def __init__(self, url: str, *, timeout: float):
-        parts = urlsplit(url)
+        parts = split(url)
         self._credentials, _, host = parts.netloc.rpartition("@")
         self._parts = parts._replace(netloc=host, path=quote(parts.path.rstrip("/"), safe="/%"), fragment="")
         self._timeout = timeout
@@ -56,7 +69,7 @@ class Web:
                 return _number(answer.headers.get("Content-Length"))
         except HTTPError as error:  # some servers refuse HEAD: the length is then checked when the file is asked for
             error.close()
-        except (DownloadError, OSError, http.client.HTTPException):
+        except (DownloadError, OSError, http.client.HTTPException, ValueError):
             pass
         return None
 
@@ -73,6 +86,10 @@ class Web:
                     "if it is your own authority's, point SSL_CERT_FILE to that authority's certificate"
                 ) from None
             raise Dropped(str(error.reason)) from error
+        except _NO_ADDRESS as error:
+            raise DownloadError(
+                f"{self.shown(name)}: is no address that can be opened, or redirects to one that is not: {error}"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             raise Dropped(f"{type(error).__name__}: {error}") from error
         first, total = 0, _number(answer.headers.get("Content-Length"))

@@ -74,19 +74,31 @@ def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
 
 
 class PaddleScripts:
-    """Lets `import paddle` find fleetx.static. Nothing of fleetx is loaded before a script asks for it."""
+    """Lets `import paddle` find fleetx.static. Nothing of fleetx is loaded before a script imports it.
+
+    It is the loader too: others may ask whether paddle is there, and get no further than that.
+    """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> object:
         if name not in ("paddle", "fleet_lightning"):
             return None
-        from importlib.machinery import PathFinder
+        from importlib.machinery import ModuleSpec, PathFinder
 
         if os.environ.get(PADDLE_API) != "fleetx" and PathFinder.find_spec("paddle") is not None:
             return None
+        return ModuleSpec(name, PaddleScripts)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: object) -> ModuleType:
         from fleetx.static import install
 
-        return install().find_spec(name)
+        PaddleScripts.loader = install().find_spec(spec.name).loader  # type: ignore[attr-defined, union-attr]
+        return PaddleScripts.loader.create_module(spec)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        PaddleScripts.loader.exec_module(module)  # type: ignore[attr-defined]
 
 
 def serve_paddle_scripts() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleetx.errors import UsageError
+
 
 @dataclass(frozen=True)
 class L2Decay:
@@ -17,13 +19,14 @@ class ClipByGlobalNorm:
     """Becomes `clip` of the strategy."""
 
     clip_norm: float
+    group_name: str = "default_group"
+
+    def __post_init__(self) -> None:
+        if self.group_name != "default_group":
+            raise UsageError(
+                f"group_name = {self.group_name!r}: all gradients are clipped by one norm, so there is one group: "
+                "leave it out"
+            )
 
 
-@dataclass(frozen=True)
-class ClipByNorm:
-    """Of each tensor alone: becomes the `clip_norm` of dgc."""
-
-    clip_norm: float
-
-
-Clip = ClipByGlobalNorm | ClipByNorm
+Clip = ClipByGlobalNorm

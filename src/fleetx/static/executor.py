@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from fleetx import fleet
-from fleetx.applications import Application, Parameter, Program, Variable
+from fleetx.applications import Parameter, Program, Variable
 from fleetx.errors import UsageError
 from fleetx.static import feeds, places, training
 from fleetx.static.covered import not_covered_by
 from fleetx.static.programs import default_main_program
 from fleetx.static.scope import Scope
-from fleetx.static.values import Held, as_numpy
+from fleetx.static.values import as_numpy, whole
+
+Fetched = Variable | str
 
 
 class Executor:
@@ -27,7 +27,7 @@ class Executor:
         self,
         program: Program | None = None,
         feed: Any = None,
-        fetch_list: Sequence[Variable | str] | None = None,
+        fetch_list: Sequence[Fetched] | Fetched | None = None,
         *,
         scope: Scope | None = None,
         return_numpy: bool = True,
@@ -43,6 +43,8 @@ class Executor:
         program = default_main_program() if program is None else program
         if not isinstance(program, Program):
             raise UsageError(f"Executor.run takes a program, such as model.main_prog, not {program!r}")
+        if not isinstance(scope, Scope | None):
+            raise UsageError(f"Executor.run takes fluid.global_scope(), or no scope, not {scope!r}")
         application = program.application
         if self.place is not None and fleet._world is not None:
             self.place.check(fleet.device())
@@ -52,11 +54,15 @@ class Executor:
             training.start(application)
             return []
         training.check_can_run(program)
-        wanted = [self._wanted(program, item) for item in fetch_list or ()]
+        names = _names(program, fetch_list)
+        variables = _variables(program, names)
         run = training.step if program.kind == "main" else training.evaluate
         fed = feeds.tensors(application, feed)
-        outputs = run(application, fed)
-        found = [self._fetched(application, name, fed | outputs) for name in wanted]
+        values = fed | run(application, fed)
+        found = [
+            whole(application, name) if isinstance(variable, Parameter) else values[name]
+            for name, variable in zip(names, variables, strict=True)
+        ]
         return [as_numpy(value) for value in found] if return_numpy else found
 
     def close(self) -> None:
@@ -64,21 +70,29 @@ class Executor:
 
     __getattr__ = not_covered_by("paddle.fluid.Executor", ("run", "close"))
 
-    @staticmethod
-    def _wanted(program: Program, item: Variable | str) -> str:
+
+def _names(program: Program, fetch_list: Any) -> list[str]:
+    if fetch_list is None:
+        return []
+    items = [fetch_list] if isinstance(fetch_list, Fetched) else fetch_list
+    if not isinstance(items, list | tuple):
+        raise UsageError(f"fetch_list must be a list of names and variables, not {fetch_list!r}")
+    for item in items:
+        if not isinstance(item, Fetched):
+            raise UsageError(f"fetch_list takes names and variables, such as model.loss, not {item!r}")
         if isinstance(item, Variable) and item.application is not program.application:
             raise UsageError(f"{item.name!r} in fetch_list belongs to another model than the program that is run")
-        name = item.name if isinstance(item, Variable) else item
-        variable = program.variable(name)
-        is_loss = variable.name == program.application.loss.name
-        is_output = variable in program.outputs
-        if is_output and not is_loss and training.divided(program.application):
-            raise UsageError(f"a pipeline hands back its loss alone, and not {name!r}: leave that out of fetch_list")
-        return name
+    return [item.name if isinstance(item, Variable) else item for item in items]
 
-    @staticmethod
-    def _fetched(application: Application, name: str, values: dict[str, Tensor]) -> Tensor:
-        if name in values:
-            return values[name]
-        assert isinstance(application.main_prog.variable(name), Parameter)
-        return Held(application, name).value()
+
+def _variables(program: Program, names: list[str]) -> list[Variable]:
+    """What the names stand for; refused before anything is trained."""
+    found = program.variables(names) if names else []
+    alone = program.application.loss.name
+    if training.divided(program.application):
+        outputs = {variable.name for variable in program.outputs} - {alone}
+        if others := [name for name in names if name in outputs]:
+            raise UsageError(
+                f"a pipeline hands back its loss alone, and not {others[0]!r}: leave that out of fetch_list"
+            )
+    return found

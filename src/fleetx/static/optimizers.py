@@ -6,6 +6,7 @@ What differs between `fluid.optimizer` and `paddle.optimizer` is how they are wr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,16 +16,18 @@ from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import Lamb, Lars, exclusion
 from fleetx.static import rates, training
-from fleetx.static.clips import Clip, ClipByGlobalNorm, ClipByNorm, L2Decay
+from fleetx.static.clips import Clip, L2Decay
+from fleetx.static.covered import not_covered_by
 from fleetx.strategy import DistributedStrategy
 
-Parameters = Sequence[Parameter | str] | None
+Parameters = training.Parameters
+_COVERED = "paddle.optimizer.Optimizer", ("minimize", "get_lr", "set_lr")
 
 
 class Described:
     """What a script says of an optimizer."""
 
-    runs = 0  # of the program that it trains
+    application: Application | None = None  # that it trains
 
     def __init__(
         self,
@@ -36,11 +39,10 @@ class Described:
         name: str | None = None,
     ):
         self.rate = rates.checked(learning_rate)
-        self.parameters, self.decay, self.name = parameters, _decay(decay), name
-        if not isinstance(grad_clip, ClipByGlobalNorm | ClipByNorm | None):
+        self.parameters, self.decay, self.name = training.several(parameters), _decay(decay), name
+        if not isinstance(grad_clip, Clip | None):
             raise UsageError(
-                f"grad_clip = {grad_clip!r}: fleetx covers GradientClipByGlobalNorm (ClipGradByGlobalNorm), and "
-                "GradientClipByNorm (ClipGradByNorm) with dgc"
+                f"grad_clip = {grad_clip!r}: fleetx covers GradientClipByGlobalNorm (ClipGradByGlobalNorm)"
             )
         self.clip = grad_clip
 
@@ -58,7 +60,7 @@ class Described:
 
     def get_lr(self) -> float:
         """The rate of the next run."""
-        return rates.at(self.rate, self.runs)
+        return rates.at(self.rate, 0 if self.application is None else training.runs(self.application))
 
     def set_lr(self, value: float) -> None:
         if callable(self.rate):
@@ -68,6 +70,8 @@ class Described:
     def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of torch."""
         raise NotImplementedError
+
+    __getattr__ = not_covered_by(*_COVERED)
 
 
 class Distributed:
@@ -87,7 +91,7 @@ class Distributed:
         if startup_program is not None and startup_program.application is not getattr(loss, "application", None):
             raise UsageError("startup_program belongs to another model than the loss: leave it out")
         only = self.described.parameters if parameter_list is None else parameter_list
-        training.describe(loss, self.described, self.strategy, only, no_grad_set or ())
+        training.describe(loss, self.described, self.strategy, only, no_grad_set)
         return [], []
 
     def get_lr(self) -> float:
@@ -95,6 +99,8 @@ class Distributed:
 
     def set_lr(self, value: float) -> None:
         self.described.set_lr(value)
+
+    __getattr__ = not_covered_by(*_COVERED)
 
 
 class SGD(Described):
@@ -190,7 +196,7 @@ def described(application: Application) -> list[tuple[Parameter, nn.Parameter]]:
 
 def _decay(value: Any) -> float:
     found = value.coeff if isinstance(value, L2Decay) else 0.0 if value is None else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or found < 0:
+    if isinstance(found, bool) or not isinstance(found, Real) or found < 0:
         raise UsageError(f"{value!r} as a decay: fleetx covers L2Decay(coeff), or its coefficient, of at least 0")
     return float(found)
 

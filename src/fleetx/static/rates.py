@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 from fleetx.errors import UsageError
 from fleetx.schedule import BoundLater
+from fleetx.static.covered import not_covered_by
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class LRScheduler:
     """A rate that depends on how often step() was called; `formula` says how."""
 
     def __init__(self, learning_rate: float, last_epoch: int = -1, verbose: bool = False):
-        self.base_lr = _number("learning_rate", learning_rate)
+        self.base_lr = self.last_lr = _number("learning_rate", learning_rate)
         self.last_epoch, self._verbose = last_epoch, verbose
         self.step()
 
@@ -54,6 +57,11 @@ class LRScheduler:
     def set_state_dict(self, state: dict[str, Any]) -> None:
         self.last_epoch, self.last_lr = state["last_epoch"], state["last_lr"]
 
+    __getattr__ = not_covered_by(
+        "paddle.optimizer.lr.LRScheduler",
+        ("step", "get_lr", "state_dict", "set_state_dict", "base_lr", "last_lr", "last_epoch"),
+    )
+
 
 Rate = float | LRScheduler | ByRun | BoundLater
 
@@ -65,6 +73,10 @@ def checked(learning_rate: Any) -> Rate:
     return _number("learning_rate", learning_rate)
 
 
+def moves_by_run(rate: Rate) -> bool:
+    return isinstance(rate, ByRun | BoundLater)
+
+
 def at(rate: Rate, runs: int) -> float:
     """The rate of the run that has so many before it."""
     if isinstance(rate, LRScheduler):
@@ -73,9 +85,21 @@ def at(rate: Rate, runs: int) -> float:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise UsageError(f"{name} = {value!r}: must be a number of at least 0, or a schedule")
     return float(value)
+
+
+def check_counts(**counts: Any) -> None:
+    """A formula divides by them."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+            raise UsageError(f"{name} = {value!r}: must be a number above 0")
+
+
+def check_rising(name: str, places: Sequence[int]) -> None:
+    if any(before >= after for before, after in pairwise(places)):
+        raise UsageError(f"{name} = {list(places)!r}: each must be more than the one before")
 
 
 # --- formulas that both habits have -----------------------------------------------------------------
@@ -86,6 +110,7 @@ def piecewise(t: int, boundaries: Sequence[int], values: Sequence[float]) -> flo
 def check_pieces(boundaries: Sequence[int], values: Sequence[float]) -> None:
     if len(values) != len(boundaries) + 1:
         raise UsageError(f"{len(boundaries)} boundaries divide {len(boundaries) + 1} values, not {len(values)}")
+    check_rising("boundaries", boundaries)
 
 
 def noam(t: int, peak: float, d_model: float, warmup_steps: float) -> float:

@@ -1,13 +1,15 @@
-"""Paddle's scope: the parameters of the application that was made last, by name."""
+"""Paddle's scope: parameters by name, of the applications that are in use, or else of the one that was made last."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 from fleetx import paddle_parameters
-from fleetx.applications import Application, Parameter
+from fleetx.applications import Application
 from fleetx.errors import UsageError
-from fleetx.static.programs import last_application
+from fleetx.static import programs
+from fleetx.static.covered import not_covered_by
 from fleetx.static.values import Held
 
 
@@ -24,15 +26,36 @@ class ScopeVariable:
 class Scope:
     def var(self, name: str) -> ScopeVariable:
         """Unlike Paddle's, it makes no new variable where a name is unknown: nothing would ever read it."""
-        application = last_application()
-        if not isinstance(application.main_prog.variable(name), Parameter):
+        found = self.find_var(name)
+        if found is None:
+            programs.last_application().main_prog.variable(name)  # which knows what is near
             raise UsageError(f"{name!r} has a value only while the program runs: fetch it with fetch_list=[{name!r}]")
-        return ScopeVariable(name, application)
+        return found
 
     def find_var(self, name: str) -> ScopeVariable | None:
         """None where there is no such parameter."""
-        known = paddle_parameters.names(last_application()).values()
-        return self.var(name) if any(name in names for names in known) else None
+        if len(_owners(name)) > 1:
+            gc.collect()  # models of the past, which only a cycle keeps alive
+        owners = _owners(name)
+        if len(owners) > 1:
+            kinds = " and ".join(type(owner).__name__ for owner in owners)
+            raise UsageError(
+                f"{len(owners)} models are in use that have a parameter {name!r}, {kinds}: fetch it with "
+                f"fetch_list=[{name!r}] in a run of the program that is meant"
+            )
+        return ScopeVariable(name, owners[0]) if owners else None
+
+    __getattr__ = not_covered_by("paddle.static.Scope", ("var", "find_var"))
+
+
+def _owners(name: str) -> list[Application]:
+    return _having(name, programs.in_use()) or _having(name, [programs.last_application()])
+
+
+def _having(name: str, applications: list[Application]) -> list[Application]:
+    return [
+        one for one in applications if any(name in all_names for all_names in paddle_parameters.names(one).values())
+    ]
 
 
 _global = Scope()

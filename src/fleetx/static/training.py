@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from fleetx import fleet, paddle_parameters
+from fleetx import engine_state, fleet, paddle_parameters
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import planning, roster
 from fleetx.roles import from_environment
 from fleetx.scheduled import ScheduledEngine
-from fleetx.static import places, rates
-from fleetx.static.clips import Clip, ClipByGlobalNorm
+from fleetx.stage import Stage
+from fleetx.static import places, programs, rates
+from fleetx.static.clips import Clip
 from fleetx.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
     from fleetx.static.optimizers import Described
+
+Parameters = Iterable[Parameter | nn.Parameter | str] | None
 
 _KEY = "_fleetx_static"  # on an application; a copy of it has a fresh one
 
@@ -39,7 +42,6 @@ class Training:
         self.described: Described | None = None
         self.strategy = DistributedStrategy()
         self.started = False
-        self.runs = 0
         self.optimizer: torch.optim.Optimizer | None = None  # there once it is distributed
 
     def __deepcopy__(self, memo: Any) -> Training:
@@ -72,21 +74,13 @@ def declared(strategy: DistributedStrategy | None, clip: Clip | None) -> Distrib
 
 
 def _clip(strategy: DistributedStrategy, clip: Clip) -> None:
-    whole = isinstance(clip, ClipByGlobalNorm)
-    if not whole and not strategy.dgc:
-        raise StrategyError(
-            "clipping each tensor by its own norm is covered with dgc alone: use GradientClipByGlobalNorm "
-            "(ClipGradByGlobalNorm)"
-        )
-    settings = strategy.clip_configs if whole else strategy.dgc_configs
+    settings = strategy.clip_configs
     if "clip_norm" in settings.given and settings["clip_norm"] != clip.clip_norm:
         raise StrategyError(
             f"the strategy clips to {settings['clip_norm']} and grad_clip of the optimizer to {clip.clip_norm}: "
             "keep one of them"
         )
-    settings["clip_norm"] = clip.clip_norm
-    if whole:
-        strategy.clip = True
+    settings["clip_norm"], strategy.clip = clip.clip_norm, True
 
 
 def alone() -> None:
@@ -103,8 +97,8 @@ def describe(
     loss: Variable,
     described: Described,
     strategy: DistributedStrategy,
-    only: Sequence[Parameter | str] | None,
-    frozen: Sequence[Parameter | str],
+    only: Parameters,
+    frozen: Parameters,
 ) -> None:
     """Write down how the program of this loss is trained: only these parameters, without those that are frozen."""
     if not isinstance(loss, Variable):
@@ -115,30 +109,52 @@ def describe(
     found = of(application)
     if found.described is not None:
         raise UsageError("minimize was called before for this model: make a new model to train it otherwise")
-    kept = list(application.parameters()) if only is None else _parameters(application, only)
-    trained = {id(p) for p in kept} - {id(p) for p in _parameters(application, frozen)}
+    kept = {id(p) for p in _parameters(application, application.parameters() if only is None else only)}
+    trained = kept - {id(p) for p in _parameters(application, frozen)}
     for p in application.parameters():
         p.requires_grad_(p.requires_grad and id(p) in trained)
-    found.described, found.strategy = described, strategy
+    found.described, found.strategy, described.application = described, strategy, application
+    programs.note(application, described=True)
     for name, reason in strategy.without_meaning():
         places.say_once(f"no meaning here: {name} ({reason})")
     _distribute(application)
 
 
-def _parameters(application: Application, which: Sequence[Parameter | str]) -> list[nn.Parameter]:
-    try:
-        return [application.get_parameter(p if isinstance(p, str) else p.name) for p in which]
-    except AttributeError as error:
-        raise UsageError(str(error)) from None
+def several(which: Any) -> list[Any] | None:
+    """A name alone would be taken letter by letter, and a tensor row by row."""
+    if isinstance(which, str | Variable | Tensor):
+        raise UsageError(f"parameters are given as a list, not as one {type(which).__name__}: write [...] around it")
+    return None if which is None else list(which)
+
+
+def _parameters(application: Application, which: Parameters) -> list[nn.Parameter]:
+    own = {id(p) for p in application.parameters()}
+    found = []
+    for one in several(which) or ():
+        if isinstance(one, str | Variable):
+            if isinstance(one, Variable) and one.application is not application:
+                raise UsageError(f"the parameter {one.name!r} belongs to another model than the loss")
+            try:
+                one = application.get_parameter(one if isinstance(one, str) else one.name)
+            except AttributeError as error:
+                raise UsageError(str(error)) from None
+        if id(one) not in own:
+            raise UsageError(
+                f"a {type(one).__name__} among the parameters is none of this model's: give model.parameters(), "
+                "model.parameter_list(), or names"
+            )
+        found.append(one)
+    return found
 
 
 # --- the startup program --------------------------------------------------------------------------
 def start(application: Application) -> None:
     """The parameters are there since the application was made; from now on it may be run."""
     found = of(application)
-    if found.runs:
-        raise UsageError(f"the model has trained for {found.runs} steps, which its startup program would undo")
+    if done := runs(application):
+        raise UsageError(f"the model has trained for {done} steps, which its startup program would undo")
     found.started = True
+    programs.note(application, described=False)
     if fleet._world is not None:
         application.to(fleet.device())
     _distribute(application)
@@ -179,6 +195,22 @@ def check_can_run(program: Program) -> None:
         raise UsageError("run the startup program first: exe.run(fluid.default_startup_program())")
 
 
+def runs(application: Application) -> int:
+    """How often the main program was run, before this process too: by that a learning rate moves."""
+    found = of(application)
+    if found.optimizer is None or found.described is None:
+        return 0
+    engine = roster.find(application, half=False)
+    if engine in engine_state.runs:
+        return engine_state.runs[engine]
+    if engine.round and engine.plan.at(Stage.GATE) and rates.moves_by_run(found.described.rate):
+        raise UsageError(
+            "this checkpoint was not saved by a static script, and does not tell how many runs its rounds were made "
+            "of, by which a learning rate moves: load it without gradient_merge"
+        )
+    return engine.round
+
+
 def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
     """One step of training; what the application returned, by name."""
     found = of(application)
@@ -188,7 +220,8 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
     assert found.optimizer is not None
     if not application.training:
         application.train()
-    rate = rates.at(found.described.rate, found.runs)
+    done = runs(application)
+    rate = rates.at(found.described.rate, done)
     for group in found.optimizer.param_groups:
         group["lr"] = rate
     outputs: dict[str, Tensor] = {}
@@ -204,8 +237,7 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
         fleet.forward_backward(feed, loss_fn=keep, model=application)
     found.optimizer.step()
     found.optimizer.zero_grad()
-    found.runs += 1
-    found.described.runs = found.runs
+    engine_state.runs[roster.find(application, half=False)] = done + 1
     return outputs
 
 

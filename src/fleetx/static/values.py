@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fleetx.applications import Application
@@ -37,6 +37,20 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 _ONLY_IN_TORCH = (torch.bfloat16,)
 
 
+def whole(application: Application, name: str) -> Tensor:
+    """The value of a parameter. Where it is divided by sharding, every worker must ask."""
+    parameter, turned = _held(application, name)
+    found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+    return found.detach().t() if turned else found.detach()
+
+
+def _held(application: Application, name: str) -> tuple[nn.Parameter, bool]:
+    parameter, turned = training.parameter(application, name)
+    if parameter.is_meta:
+        raise UsageError(f"{name} is held by another stage of the pipeline, not by this worker")
+    return parameter, turned
+
+
 class Held:
     """A parameter of an application. Of a Linear's weight the Paddle name gives (in, out), and torch's (out, in)."""
 
@@ -44,19 +58,18 @@ class Held:
         self._application, self._name = application, name
         training.parameter(application, name)
 
-    def value(self) -> Tensor:
-        """Of a model that is divided by sharding every worker must ask."""
-        parameter, turned = training.parameter(self._application, self._name)
-        if parameter.is_meta:
-            raise UsageError(f"{self._name} is held by another stage of the pipeline, not by this worker")
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-        return whole.detach().t() if turned else whole.detach()
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(as_numpy(self.value()), dtype=dtype)
+        if isinstance(_held(self._application, self._name)[0], DTensor):
+            # A worker that reads it alone would meet the others in the middle of their next step.
+            raise UsageError(
+                f"each worker holds a part of {self._name}, which all must bring together: fetch it on every worker, "
+                f"with fetch_list=[{self._name!r}] in a run of the program"
+            )
+        return np.asarray(as_numpy(whole(self._application, self._name)), dtype=dtype)
 
     def shape(self) -> list[int]:
-        return list(self.value().shape)
+        parameter, turned = training.parameter(self._application, self._name)
+        return list(reversed(parameter.shape)) if turned else list(parameter.shape)
 
     def set(self, array: Any, place: Any = None) -> None:
         """Overwrite it. Every worker must set the same."""
@@ -66,7 +79,8 @@ class Held:
         new = torch.from_numpy(np.ascontiguousarray(array))
         new = new.t() if turned else new
         if new.shape != parameter.shape:
-            want = tuple(reversed(parameter.shape)) if turned else tuple(parameter.shape)
-            raise UsageError(f"{self._name} has the shape {want}, and an array of {np.shape(array)} was given")
+            raise UsageError(
+                f"{self._name} has the shape {tuple(self.shape())}, and an array of {np.shape(array)} was given"
+            )
         with torch.no_grad():
             parameter.copy_(new)

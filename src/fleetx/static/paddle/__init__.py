@@ -28,6 +28,8 @@ __all__ = [
     "static",
 ]
 
+__version__ = "2.0.0"  # whose names these are, for a script that asks before it chooses between old and new ones
+
 __getattr__ = not_covered(__name__)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fleetx.static.clips import ClipByGlobalNorm as ClipGradByGlobalNorm
-from fleetx.static.clips import ClipByNorm as ClipGradByNorm
 from fleetx.static.covered import not_covered
 
-__all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm"]
+__all__ = ["ClipGradByGlobalNorm"]
 
 __getattr__ = not_covered(__name__)

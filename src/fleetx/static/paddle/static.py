@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fleetx.applications import Program
 from fleetx.fleet import device_guard
 from fleetx.static.covered import not_covered
 from fleetx.static.executor import Executor
@@ -14,7 +13,6 @@ __all__ = [
     "BuildStrategy",
     "ExecutionStrategy",
     "Executor",
-    "Program",
     "default_main_program",
     "default_startup_program",
     "device_guard",

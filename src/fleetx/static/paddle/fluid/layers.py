@@ -24,18 +24,22 @@ __getattr__ = not_covered(__name__)
 
 
 def noam_decay(d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> ByRun:
+    rates.check_counts(d_model=d_model, warmup_steps=warmup_steps)
     return ByRun(lambda t: rates.noam(t + 1, learning_rate, d_model, warmup_steps))  # Paddle counts these from 1
 
 
 def exponential_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
+    rates.check_counts(decay_steps=decay_steps)
     return ByRun(lambda t: learning_rate * decay_rate ** _share(t, decay_steps, staircase))
 
 
 def natural_exp_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
+    rates.check_counts(decay_steps=decay_steps)
     return ByRun(lambda t: learning_rate * math.exp(-decay_rate * _share(t, decay_steps, staircase)))
 
 
 def inverse_time_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
+    rates.check_counts(decay_steps=decay_steps)
     return ByRun(lambda t: learning_rate / (1 + decay_rate * _share(t, decay_steps, staircase)))
 
 
@@ -46,6 +50,7 @@ def polynomial_decay(
     power: float = 1.0,
     cycle: bool = False,
 ) -> ByRun:
+    rates.check_counts(decay_steps=decay_steps)
     return ByRun(lambda t: rates.polynomial(t, learning_rate, decay_steps, end_learning_rate, power, cycle))
 
 
@@ -55,6 +60,7 @@ def piecewise_decay(boundaries: Sequence[int], values: Sequence[float]) -> ByRun
 
 
 def cosine_decay(learning_rate: float, step_each_epoch: int, epochs: int) -> ByRun:
+    rates.check_counts(step_each_epoch=step_each_epoch, epochs=epochs)
     return ByRun(lambda t: learning_rate * (math.cos(t // step_each_epoch * math.pi / epochs) + 1) / 2)
 
 

@@ -31,6 +31,7 @@ class NoamDecay(LRScheduler):
     def __init__(
         self, d_model: int, warmup_steps: int, learning_rate: float = 1.0, last_epoch: int = -1, verbose: bool = False
     ):
+        rates.check_counts(d_model=d_model, warmup_steps=warmup_steps)
         self.d_model, self.warmup_steps = d_model, warmup_steps
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -80,6 +81,7 @@ class PolynomialDecay(LRScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ):
+        rates.check_counts(decay_steps=decay_steps)
         self.decay_steps, self.end_lr, self.power, self.cycle = decay_steps, end_lr, power, cycle
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -120,6 +122,7 @@ class MultiStepDecay(LRScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ):
+        rates.check_rising("milestones", milestones)
         self.milestones, self.gamma = list(milestones), gamma
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -131,6 +134,7 @@ class StepDecay(LRScheduler):
     def __init__(
         self, learning_rate: float, step_size: int, gamma: float = 0.1, last_epoch: int = -1, verbose: bool = False
     ):
+        rates.check_counts(step_size=step_size)
         self.step_size, self.gamma = step_size, gamma
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -158,6 +162,7 @@ class CosineAnnealingDecay(LRScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ):
+        rates.check_counts(T_max=T_max)
         self.T_max, self.eta_min = T_max, eta_min
         super().__init__(learning_rate, last_epoch, verbose)
 

@@ -1,0 +1,151 @@
+"""Programs, default ones and others, the scope, and what is said of names that they do not cover; in a world of one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+from small_applications import batch, make
+from static_models import started
+
+from fleetx import UsageError
+from fleetx.applications import Application
+from fleetx.static import programs, training
+from fleetx.static.paddle import fluid, static
+
+
+@pytest.fixture
+def resnet():
+    return started()
+
+
+# --- programs -------------------------------------------------------------------------------------
+def test_a_clone_for_test_neither_trains_nor_drops_out():
+    model, executor = started("vgg")
+    twin = make("vgg").eval()
+    test = model.main_prog.clone(for_test=True)
+    before = copy.deepcopy(model.state_dict())
+    found = executor.run(test, batch("vgg"), ["loss", "acc1"])
+    assert found[0].item() == twin(**batch("vgg")).loss.item()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.training
+    executor.run(model.main_prog, batch("vgg"))
+    assert executor.run(test, batch("vgg"), ["loss"])[0] != found[0]
+
+
+def test_other_clones_are_refused():
+    model = make("vgg")
+    for program, for_test in ((model.main_prog, False), (model.startup_prog, True)):
+        with pytest.raises(UsageError, match=r"clone\(for_test=True\) of a main program is all there is"):
+            program.clone(for_test=for_test)
+
+
+def test_the_default_programs_are_those_of_the_model_that_was_made_last(monkeypatch):
+    first, second = make("vgg"), make("resnet")
+    assert fluid.default_main_program() == second.main_prog != first.main_prog
+    assert fluid.default_startup_program() == second.startup_prog
+    monkeypatch.setattr(Application, "last", None)
+    assert not programs.in_use()
+    with pytest.raises(UsageError, match="there is no program yet"):
+        fluid.default_main_program()
+
+
+def test_a_copy_of_a_model_is_not_described(resnet):
+    model, _ = resnet
+    assert training.is_described(model)
+    assert not training.is_described(copy.deepcopy(model))
+
+
+# --- the scope ------------------------------------------------------------------------------------
+def test_parameters_are_read_and_set_in_the_scope_by_either_name():
+    model, _ = started()
+    scope = fluid.global_scope()
+    weight = scope.var("fc_0.w_0").get_tensor()
+    assert weight.shape() == [32, 10]
+    np.testing.assert_array_equal(np.array(weight), model.classifier[1].weight.detach().T)
+    new = np.arange(320, dtype=np.float32).reshape(32, 10)
+    weight.set(new, fluid.CPUPlace())
+    np.testing.assert_array_equal(model.classifier[1].weight.detach(), new.T)
+    np.testing.assert_array_equal(np.array(scope.find_var("classifier.1.weight").get_tensor()), new.T)
+    assert np.array(weight, dtype=np.float64).dtype == np.float64
+    with pytest.raises(UsageError, match=r"has the shape \(32, 10\), and an array of \(10, 32\) was given"):
+        weight.set(new.T)
+
+
+def test_the_scope_knows_no_other_names():
+    model = make("resnet")
+    scope = fluid.global_scope()
+    assert scope.var(model.parameter_list()[0].name).application is model
+    assert scope.find_var("fc_9.w_0") is None
+    with pytest.raises(UsageError, match=r"no variable 'fc_0\.w_00': did you mean 'fc_0\.w_0'"):
+        scope.var("fc_0.w_00")
+    with pytest.raises(UsageError, match=r"fetch it with fetch_list=\['loss'\]"):
+        scope.var("loss")
+
+
+def bias(name="fc_0.b_0"):
+    return np.array(fluid.global_scope().var(name).get_tensor())
+
+
+def test_names_mean_the_model_in_use_and_not_one_that_was_only_made():
+    model, _ = started()
+    fluid.global_scope().var("fc_0.b_0").get_tensor().set(np.ones(10, np.float32))
+    other = make("resnet")
+    assert bias().tolist() == [1] * 10
+    assert fluid.default_main_program().application is other
+    del other
+    gc.collect()
+    assert fluid.default_main_program().application is model
+
+
+def test_a_name_of_two_models_in_use_is_refused_and_one_of_a_model_that_is_gone_is_not():
+    model, executor = started()
+    second, _ = started("vgg")
+    with pytest.raises(UsageError, match=r"2 models are in use that have a parameter 'fc_0\.b_0', Resnet50 and VGG16"):
+        bias()
+    assert bias("fc_2.b_0").shape == (10,)  # of VGG16 alone
+    assert executor.run(model.main_prog, batch("resnet"), ["fc_0.b_0"])[0].shape == (10,)
+    del model, executor
+    assert bias().shape == (16,)
+    assert second is not None
+
+
+def test_a_model_of_which_a_script_keeps_nothing_is_run_by_the_default_programs():
+    def build():
+        model = make("resnet")
+        fluid.optimizer.SGD(0.1).minimize(model.loss)
+        return model.loss.name
+
+    name, executor = build(), fluid.Executor()
+    gc.collect()
+    executor.run(fluid.default_startup_program())
+    gc.collect()
+    (first,) = executor.run(fluid.default_main_program(), batch("resnet"), [name])
+    assert executor.run(feed=batch("resnet"), fetch_list=[name])[0] < first
+
+
+# --- names that are not covered -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("find", "says"),
+    [
+        (lambda m: m.main_prog.global_block, r"does not cover paddle\.static\.Program\.global_block: .*clone, inputs"),
+        (lambda m: m.main_prog.parameter, "did you mean 'parameters'"),
+        (lambda m: m.loss.astype, r"does not cover paddle\.static\.Variable\.astype: .*name, shape, dtype"),
+        (lambda m: fluid.global_scope().new_scope, r"does not cover paddle\.static\.Scope\.new_scope: .*var, find_var"),
+        (lambda m: setattr(m.main_prog, "random_seed", 1), r"Program\.random_seed: call paddle\.seed\(number\) before"),
+        (
+            lambda m: setattr(m.main_prog, "kind", "test"),
+            r"Program\.kind describes what there is, and cannot be changed",
+        ),
+        (lambda m: setattr(m.loss, "persistable", True), r"does not cover paddle\.static\.Variable\.persistable"),
+        (lambda m: static.Program, "a program is that of a model: model.main_prog"),
+    ],
+)
+def test_what_a_description_does_not_cover_says_so(find, says):
+    model = make("vgg")
+    with pytest.raises(AttributeError, match=says):
+        find(model)
+    assert len({model.main_prog, model.main_prog, copy.copy(model.main_prog)}) == 1
