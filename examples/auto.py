@@ -10,6 +10,8 @@ The data are the digits inside of scikit-learn.
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,7 @@ from fleetx import fleet
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", help="a YAML file to use instead of a search; its second line has the feed")
-    parser.add_argument("--feed", type=int, default=128, help="samples at a time, with --strategy (default: 128)")
+    parser.add_argument("--strategy", help="a YAML file of a search, to use instead of one")
     parser.add_argument("--global-batch", type=int, default=256, help="samples in an update (default: 256)")
     parser.add_argument("--epochs", type=int, default=15)
     args = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     if args.strategy:
         model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy.load(args.strategy))
-        feed = args.feed
+        feed = int(re.findall(r"(\d+) samples at a time", Path(args.strategy).read_text())[0])  # in its second line
     else:
         strategy = fleet.DistributedStrategy()
         strategy.auto = True

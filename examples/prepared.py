@@ -19,9 +19,10 @@ WORDS = 2000  # in the vocabulary
 def digits(folder: str | Path, side: int = 32) -> Path:
     """The 1,797 scans of handwritten digits inside of scikit-learn as JPEG files, listed as ImageNet's are.
 
-    train.txt and val.txt have a line `name label` for each picture in train/ and val/.
+    The folder's name is followed by the side. train.txt and val.txt have a line `name label` for each picture in
+    train/ and val/.
     """
-    return _once(Path(folder), lambda where: _write_digits(where, side))
+    return _once(Path(f"{folder}{side}"), lambda where: _write_digits(where, side))
 
 
 def _write_digits(folder: Path, side: int) -> None:

@@ -3,7 +3,7 @@
     fleetrun --device cpu --nproc_per_node 2 examples/resnet.py
     fleetrun examples/resnet.py --data ILSVRC2012 --side 224 --classes 1000 --layers 3,4,6,3 --hidden 64 --batch 128
 
-Without --data the pictures are handwritten digits, which are written to ./example_data/digits.
+Without --data the pictures are handwritten digits, which are written to ./example_data/digits32.
 """
 
 from __future__ import annotations

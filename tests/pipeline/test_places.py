@@ -96,6 +96,35 @@ class Looked(nn.Module):
         return self.last(self.b(self.a(x)), mask).sum()
 
 
+class Frozen(Skips):
+    """Of whose first block nothing is trained: the next one adds what has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+
+class Quiet(nn.Module):
+    """A part that runs without gradients, whose output is read again later."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.a, self.b = (nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Bilinear(6, 6, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            features = self.backbone(x)
+        return self.last(self.b(self.a(features)), features).sum()
+
+
+class Idle(nn.Sequential):
+    """With modules that do nothing."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 6))
+
+
 def words(batch=2, length=8):
     ids = torch.randint(0, 50, (batch, length))
     return {"input_ids": ids, "labels": ids}
@@ -107,6 +136,10 @@ def image(side=32):
 
 def vector():
     return {"x": torch.randn(2, 6)}
+
+
+def one():
+    return {"input": torch.randn(2, 6)}
 
 
 MODELS = {
@@ -131,6 +164,9 @@ MODELS = {
     "in place": (InPlace, vector),
     "twice": (Twice, vector),
     "looked": (Looked, vector),
+    "frozen": (Frozen, vector),
+    "quiet": (Quiet, vector),
+    "idle": (Idle, one),
 }  # fmt: skip
 
 AMONG = {
@@ -144,6 +180,9 @@ AMONG = {
     "in place": ["b", "c"],
     "twice": [],
     "looked": [],
+    "frozen": ["blocks.2"],
+    "quiet": ["last"],
+    "idle": ["1", "3"],
 }
 
 
@@ -195,6 +234,15 @@ def test_models_are_cut_between_their_layers(name):
 
 def test_no_stage_begins_inside_of_a_residual_block_but_the_first_which_adds_the_batch_itself():
     assert found("skips")[2] == ["blocks.0.net.1", "blocks.0.net.2", "blocks.1", "blocks.2"]
+
+
+def test_modules_that_do_nothing_are_no_places_of_their_own():
+    assert found("idle")[2] == ["1", "3"]
+
+
+def test_what_is_frozen_or_runs_without_gradients_crosses_too():
+    assert not [start for start in found("frozen")[2] if ".net" in start]
+    assert found("quiet")[2] == ["last"]
 
 
 def test_what_has_no_gradient_and_goes_past_a_module_keeps_a_stage_from_beginning_there():

@@ -94,7 +94,7 @@ def test_in_a_pipeline_of_unequal_stages_the_others_are_passed_through_once():
 
 def test_weights_that_two_stages_have_are_held_twice_and_reduced_between_them():
     free = replace(WORK, plain=replace(WORK.plain, peak=Line(800 * MB, 0.0)))
-    tied = replace(free, pieces=(*PIECES[:3], replace(PIECES[3], tied=((0, 50 * MB),))))
+    tied = replace(free, pieces=(*PIECES[:3], replace(PIECES[3], tied=((0, 50 * MB, 7),))))
     both = [cost(work=work, pipeline={"degree": 2, "accumulate_steps": 2}, feed=16) for work in (free, tied)]
     assert both[1].network - both[0].network == pytest.approx(0.5)
     assert both[0].peak == 400 * MB

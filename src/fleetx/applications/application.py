@@ -29,6 +29,7 @@ class Feed(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int64
+    by_sample: bool = True  # has it a row for each sample?
 
 
 class _Remembered(type):

@@ -87,15 +87,15 @@ class Bert(Application):
         self.pick, self.score = Pick(), Score()
 
     def feeds(self) -> dict[str, Feed]:
-        words, column = Feed((-1, -1)), Feed((-1, 1))
+        words, masked = Feed((-1, -1)), Feed((-1, 1), by_sample=False)
         return {
             "src_ids": words,
             "pos_ids": words,
             "sent_ids": words,
             "input_mask": Feed((-1, -1, 1), torch.float32),
-            "mask_label": column,
-            "mask_pos": column,
-            "labels": column,
+            "mask_label": masked,
+            "mask_pos": masked,
+            "labels": Feed((-1, 1)),
         }
 
     @property

@@ -9,7 +9,7 @@ it is handed as it is: there it can be replaced by the one that was received. Co
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -27,11 +27,14 @@ def pieces(step: Step, *, timed: bool = True) -> tuple[Probe, dict[int, str]]:
     starts: dict[int, str] = {}
     handed: list[int] = []
 
-    def divide(root: Call) -> list[list[Call]]:
-        found = places(root)
+    def divide(root: Call, thawed: Callable[[], Call]) -> list[list[Call]]:
+        found = places(root, thawed() if any(not p.requires_grad for p in step.model.parameters()) else root)
         row = apart(root, lambda call: any(c.times[0] > call.times[0] for c in walk(call) if id(c) in found))
         names = {call.times[0]: call.name for call in reversed([*walk(root)]) if id(call) in found}
-        starts.update({n: names[call.times[0]] for n, call in enumerate(row) if n and id(call) in found})
+        for number, call in enumerate(row):
+            # A module that does nothing begins where the next one does: two numbers, and one place.
+            if number and id(call) in found and names[call.times[0]] not in starts.values():
+                starts[number] = names[call.times[0]]
         given = ({id(t): t for t in tensors_of((call.args, call.kwargs)) if t.grad_fn is not None} for call in row)
         handed[:] = [sum(t.nbytes for t in tensors.values()) for tensors in given]
         return [row]
@@ -42,14 +45,22 @@ def pieces(step: Step, *, timed: bool = True) -> tuple[Probe, dict[int, str]]:
     return replace(made, blocks=blocks), starts
 
 
-def places(root: Call) -> set[int]:
-    """The ids of the calls with which a stage may begin."""
-    calls = sorted((call for call in walk(root) if call is not root), key=lambda call: call.turns)
+def places(root: Call, whole: Call) -> set[int]:
+    """The ids of the calls with which a stage may begin. `whole` is a forward in which nothing is frozen: autograd's
+    graph has no edges for what is, and that crosses a border like anything else."""
+    calls, shown = _in_order(root), _in_order(whole)
     first = {call.name: call for call in reversed(calls)}  # a name stands for the first call of a module
-    possible = {id(call) for call in calls if call.handed and first[call.name] is call}
-    for some in (_crossed(root, calls), _passed(calls), _shared(calls)):
-        possible -= {id(call) for call in some}
+    aside = {call.name for call in root.aside}
+    refused = {id(call) for call in (*_crossed(whole, shown), *_passed(shown, whole.aside), *_shared(shown))}
+    possible = {
+        id(call) for call, twin in zip(calls, shown, strict=True)
+        if call.handed and first[call.name] is call and call.name not in aside and id(twin) not in refused
+    }  # fmt: skip
     return possible - {id(call) for call in _wide(root, possible, len(calls))}
+
+
+def _in_order(root: Call) -> list[Call]:
+    return sorted((call for call in walk(root) if call is not root), key=lambda call: call.turns)
 
 
 def _wide(call: Call, possible: set[int], most: int) -> Iterator[Call]:
@@ -109,10 +120,10 @@ def _cast(node: Node) -> bool:
 
 
 # --- what has none --------------------------------------------------------------------------------
-def _passed(calls: list[Call]) -> Iterator[Call]:
+def _passed(calls: list[Call], aside: list[Call]) -> Iterator[Call]:
     """Those that are not handed what an earlier module made and a later one is handed."""
     made: dict[int, int] = {}
-    for call in sorted(calls, key=lambda call: call.turns[1]):
+    for call in sorted([*calls, *aside], key=lambda call: call.turns[1]):
         for t in call.made:
             made.setdefault(id(t), call.turns[1])
     handed = [{id(t) for t in tensors_of((call.args, call.kwargs))} for call in calls]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils import _pytree as pytree
 
@@ -165,6 +166,11 @@ class Runner:
                 loss = self._forward(going, batch)
         except Reached as reached:
             return tuple(reached.tensors)
+        if isinstance(loss, FakeTensor):
+            raise UsageError(
+                "pipeline: the loss reads what an earlier stage returned, which the last stage has not: let the module "
+                "that makes the loss be handed it, or let that stage begin earlier"
+            )
         self.losses.append(loss.detach())
         return loss * (batch.factor / self._number)
 

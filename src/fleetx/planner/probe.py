@@ -27,7 +27,7 @@ from fleetx.planner.work import Line, Piece, Way, Work
 from fleetx.recompute import budget
 from fleetx.roles import Place
 from fleetx.routes import inside_hosts
-from fleetx.structure import loss_by
+from fleetx.structure import loss_by, named_modules
 from fleetx.world import World, anew
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -139,13 +139,14 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
     bare = [part for part in base if not part.local]
     casts = _peak(job, base, ends).base - _peak(job, bare, ends).base if len(bare) < len(base) else 0.0
     row, starts = pieces(job.step(n, base, kept=True))
-    modules = dict(job.model.named_modules())
+    modules = dict(named_modules(job.model))
+    numbers = {id(p): number for number, p in enumerate(job.model.parameters())}
     owners: dict[int, int] = {}
     made = []
     for number, block in enumerate(row.blocks):
         trained = [p for p in modules[block.name].parameters() if p.requires_grad]
         own = sum(p.nbytes for p in trained if owners.setdefault(id(p), number) == number)
-        tied = tuple((owners[id(p)], p.nbytes) for p in trained if owners[id(p)] != number)
+        tied = tuple((owners[id(p)], p.nbytes, numbers[id(p)]) for p in trained if owners[id(p)] != number)
         seconds, saved = block.forward + block.backward, (block.takes + block.saved) // n
         made.append(Piece(block.name, seconds, own, block.input // n, saved, number in starts, tied))
     return Work(

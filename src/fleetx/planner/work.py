@@ -53,7 +53,7 @@ class Piece:
     border: int  # bytes that it hands on, of one sample
     saved: int  # bytes that it keeps for backward, of one sample
     starts: bool  # may a stage begin with it?
-    tied: tuple[tuple[int, int], ...] = ()  # weights that an earlier piece has too: its number, and bytes
+    tied: tuple[tuple[int, int, int], ...] = ()  # weights that an earlier piece has too: its number, bytes, which
 
 
 _NEVER = Line(0.0, 0.0)
@@ -90,6 +90,7 @@ class Work:
     pieces: tuple[Piece, ...] = ()
     ways: dict[str, Way] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...], ...] = ()  # of the parameters
+    _cuts: dict[int, list[list[Piece]] | None] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def fixed(self) -> int:
@@ -105,6 +106,11 @@ class Work:
 
     def stages(self, number: int) -> list[list[Piece]] | None:
         """The pieces of each stage, cut where it is balanced; None: there are not so many places to cut at."""
+        if number not in self._cuts:
+            self._cuts[number] = self._balanced(number)
+        return self._cuts[number]
+
+    def _balanced(self, number: int) -> list[list[Piece]] | None:
         starts = [i for i, piece in enumerate(self.pieces) if i and piece.starts]
         if len(starts) < number - 1:
             return None
@@ -116,13 +122,14 @@ class Work:
     def tied(self, stages: Sequence[Sequence[Piece]]) -> list[int]:
         """Bytes of the weights that each stage has beside an earlier one."""
         ends = list(itertools.accumulate(len(stage) for stage in stages))
-        return [
-            sum(size for piece in stage for first, size in piece.tied if first < end - len(stage))
-            for stage, end in zip(stages, ends, strict=True)
-        ]
+        found = []
+        for stage, end in zip(stages, ends, strict=True):
+            own = {(which, size) for piece in stage for first, size, which in piece.tied if first < end - len(stage)}
+            found.append(sum(size for _, size in own))
+        return found
 
     def written(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "_cuts"}
 
     @staticmethod
     def of(data: dict[str, Any]) -> Work:

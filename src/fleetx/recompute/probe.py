@@ -54,6 +54,7 @@ class Call:
     handed: set[Edge] = field(default_factory=set)  # where the tensors that it is given come from in autograd's graph
     times: tuple[int, int] = (0, 0)  # when it began and ended, as autograd numbers the operations of a forward
     turns: tuple[int, int] = (0, 0)  # and as calls begin and end, one after the other
+    aside: list[Call] = field(default_factory=list)  # in the whole forward, those that were made without gradients
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,33 @@ def probes(step: Step, *, timed: bool = True) -> list[Probe]:
     timed: without it nothing is run for real, and every block is said to take a second.
     """
 
-    def both(root: Call) -> list[list[Call]]:
+    def both(root: Call, _: Any) -> list[list[Call]]:
         coarse, fine = apart(root, _chained), apart(root, lambda _: True)
         return [coarse] if [c.name for c in coarse] == [c.name for c in fine] else [coarse, fine]
 
     return probed(step, both, timed=timed)
 
 
-def probed(step: Step, divide: Callable[[Call], list[list[Call]]], *, timed: bool) -> list[Probe]:
-    """divide: the forward -> one or more rows of calls that it is made of."""
+Divide = Callable[[Call, Callable[[], Call]], list[list[Call]]]
+
+
+def probed(step: Step, divide: Divide, *, timed: bool) -> list[Probe]:
+    """divide: a forward, and what makes the same with nothing frozen -> one or more rows of calls."""
     fakes = Fakes(step)
     with random_kept(), torch.enable_grad():
         known: dict[Any, Block] = {}
-        return [_probed(calls, fakes, known, timed) for calls in divide(_calls(fakes))]
+        return [_probed(calls, fakes, known, timed) for calls in divide(_calls(fakes), partial(_thawed, fakes))]
+
+
+def _thawed(fakes: Fakes) -> Call:
+    frozen = [p for p in fakes.model.parameters() if p.is_floating_point() and not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_()
+    try:
+        return _calls(fakes)
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 # --- taking apart ---------------------------------------------------------------------------------
@@ -108,7 +123,9 @@ def _calls(fakes: Fakes) -> Call:
 
     def around(name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # what is called without gradients is in no segment
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
+            root.aside.append(Call(name, module, made=tensors_of(out), turns=(next(turns), next(turns))))
+            return out
         args, kwargs = without_caches(args, kwargs)
         given = tensors_of((args, kwargs))
         versions = [t._version for t in given]

@@ -14,9 +14,6 @@ from torch import Tensor
 from fleetx.applications import Application, Variable
 from fleetx.errors import UsageError
 
-# Of BERT: one column for all rows, or a row of places for each. The model itself checks that the two agree.
-_IN_TWO_FORMS = ("mask_label", "mask_pos")
-
 
 def tensors(application: Application, feed: Any) -> dict[str, Tensor]:
     """The batch for the application, on its device; `feed` is a dict, or a list with one."""
@@ -36,7 +33,8 @@ def tensors(application: Application, feed: Any) -> dict[str, Tensor]:
         raise UsageError(f"feed lacks {', '.join(missing)} of the inputs of {type(application).__name__}")
     device = next((p.device for p in application.parameters() if not p.is_meta), torch.device("cpu"))
     made = {name: _tensor(known[name], feed[name], device) for name in known if name in feed}
-    _check_shapes([known[name] for name in made if name not in _IN_TWO_FORMS], made, needed)
+    rows = [name for name, one in application.feeds().items() if one.by_sample]  # others the model checks itself
+    _check_shapes([known[name] for name in rows if name in made], made, needed)
     return made
 
 
