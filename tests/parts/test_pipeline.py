@@ -596,6 +596,45 @@ def test_a_plain_value_that_changes_is_said():
         pool.stop()
 
 
+class TwoHeads(nn.Module):
+    """Of which the first stage has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.early, self.b = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        early = self.early(h)
+        return self.b(h), early
+
+
+def both_heads(found, y):
+    return mse_loss(found[0], y) + mse_loss(found[1], y)
+
+
+def early_head():
+    fleet.init()
+    model = TwoHeads()
+    model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(pipeline=config(["b"], 4, "F-then-B")))
+    x, y = data(1)[0]
+    if fleet.worker_index() == 0:
+        fleet.forward_backward(x, y, loss_fn=both_heads)
+    else:
+        with pytest.raises(UsageError, match="the loss reads what an earlier stage returned"):
+            fleet.forward_backward(x, y, loss_fn=both_heads)
+        raise SystemExit
+
+
+def test_a_loss_that_reads_what_an_earlier_stage_returned_is_refused():
+    pool = Ranks(2)
+    try:
+        with pytest.raises(RankError, match="SystemExit"):
+            pool.run(early_head)
+    finally:
+        pool.stop()
+
+
 class Inplace(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
