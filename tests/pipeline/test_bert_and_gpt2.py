@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from fleetx import fleet
+from fleetx import StrategyError, fleet
 
 STEPS = 10
 
@@ -108,3 +108,12 @@ def test_a_rank_holds_its_stage_alone(ranks):
     for before, held, state in results:
         assert held < 0.7 * before  # the embedding is on both
         assert state == 2 * held
+
+
+def test_a_model_that_recomputes_by_itself_is_refused():
+    fleet.init()
+    model = gpt2()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(StrategyError, match=r"recomputes by itself .*gradient_checkpointing_disable"):
+        fleet.distribute(model, optimizer, fleet.DistributedStrategy(pipeline={"micro_batch": 2}))

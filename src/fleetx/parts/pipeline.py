@@ -82,6 +82,11 @@ class Pipeline(Part):
                 yield f"pipeline_configs['stages']: {name!r} has no forward of its own: name a module inside of it"
         if self.stages and placement.placements(model):
             yield "pipeline_configs['stages'] and device_guard both say where stages begin: keep one"
+        if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+            yield (
+                "pipeline: the model recomputes by itself (gradient_checkpointing), and would run modules again whose "
+                "inputs are on other ranks: call model.gradient_checkpointing_disable(), and set strategy.recompute"
+            )
         yield from placement.problems(model)
         yield from modes.problems(self._declared(model), self.degree, self.schedule_mode, world.size)
 
