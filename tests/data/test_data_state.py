@@ -103,9 +103,11 @@ def test_a_state_of_other_lines_or_samples_is_refused(tmp_path, change):
 
 
 def test_a_state_fits_the_same_data_elsewhere_in_batches_of_another_size(tmp_path):
-    state = load_digital_dataset_from_file(*in_folder(tmp_path, "a"), 4, 20).state_dict()
+    first = load_digital_dataset_from_file(*in_folder(tmp_path, "a"), 4, 20)
+    next(iter(first))
     other = load_digital_dataset_from_file(*in_folder(tmp_path, "b"), 7, 20, masked="row", cache_dir=tmp_path / "cache")
-    other.load_state_dict(state)
+    other.load_state_dict(first.state_dict())
+    assert at(other) == at(first) == (0, 4)
 
 
 def test_a_state_of_other_images_is_refused(tmp_path):
