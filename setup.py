@@ -17,11 +17,11 @@ def compiled(name: str, sources: list[str], headers: list[str] | None = None) ->
     )
 
 
-COMPRESS = "src/fleetx/compress"
+DGC = "src/fleetx/parts/dgc"
 
 setup(
     ext_modules=[
         compiled("fleetx.optim._kernels", ["src/fleetx/optim/kernels.c"]),
-        compiled("fleetx.compress._codec", [f"{COMPRESS}/codec.c", f"{COMPRESS}/decode.c"], [f"{COMPRESS}/wire.h"]),
+        compiled("fleetx.parts.dgc._codec", [f"{DGC}/codec.c", f"{DGC}/decode.c"], [f"{DGC}/wire.h"]),
     ]
 )

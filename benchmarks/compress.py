@@ -21,7 +21,7 @@ def encoder(elements: int, sparsity: float = SPARSITY) -> Callable[[], Any]:
     """A step as the strategy makes it: Gaussian gradients, u and v in the state that they come to."""
     import torch
 
-    from fleetx.compress import native
+    from fleetx.parts.dgc import native
 
     if not native.available():
         raise CannotRunError(native.reason())

@@ -15,7 +15,7 @@ import torch
 
 import fleetx as X
 from fleetx import fleet
-from fleetx.schedule import large_batch
+from fleetx.optim.schedule import large_batch
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ Where paddle is not installed, fleetrun needs no --paddle-api: it says in one li
 """
 
 import numpy as np
-import paddle
 import paddle.distributed.fleet as fleet
 import paddle.fluid as fluid
 import prepared
 
 import fleetx as X
+import paddle
 
 EPOCHS = 8
 

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from torch.nn.functional import mse_loss
 
 from fleetx import DistributedStrategy, fleet
-from fleetx.part import Part, claims, defaults_of, every, name_of, switch_of
-from fleetx.stage import Stage
+from fleetx.strategy.part import Part, claims, defaults_of, every, name_of, switch_of
+from fleetx.strategy.stage import Stage
 from training import adam, assert_equal, batches, net, sgd, share, train, train_fleet, zero_last
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from benchmarks.auto import report
 from benchmarks.auto.models import MODELS, SCENES
 from benchmarks.frame import machine
 from benchmarks.netlab import Lab, allowed
-from fleetx.planner import store, whatif
+from fleetx.planner import cache, whatif
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "out" / "auto"
@@ -77,7 +77,7 @@ def _whatif(file: Path) -> list[dict[str, Any]]:
     found = []
     for name in ("mlp", "bert"):
         file.write_text(json.dumps(_run(name, "loopback", "probe")))
-        known = store.probe(file)
+        known = cache.probe(file)
         assert known is not None
         for hosts in (2, 4):
             link = whatif.Machine(hosts, 1, 125e6 * 0.94, 125e6 * 0.94, 1 << 40, 1e-4, min(1.0, 2 / hosts))

@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.auto.models import MODELS
 from fleetx import DistributedStrategy, fleet
-from fleetx.planner import probe, store
+from fleetx.planner import cache, profile
 from fleetx.planner.candidates import offered
-from fleetx.planner.job import Job
 from fleetx.planner.search import Considered, Search, allowed, ways
 from fleetx.planner.trial import tried
+from fleetx.planner.workload import Job
 
 LONGEST = 15.0  # seconds of an update: what is predicted to take longer is not run
 TRIALS = 3  # what auto would try
@@ -47,9 +47,9 @@ def main(name: str, out: str, kind: str, most: str) -> None:
 
 def _looked(job: Job, total: int | None, allow: str) -> Search:
     world, strategy = fleet._here(), DistributedStrategy()
-    scene = probe.scene(world, memory=None, global_batch=total)
+    scene = profile.scene(world, memory=None, global_batch=total)
     base = strategy.plan().parts
-    work = probe.work(job, base, ways(strategy, scene, base, allow), world, largest=job.samples, seconds=120)
+    work = profile.work(job, base, ways(strategy, scene, base, allow), world, largest=job.samples, seconds=120)
     search = Search(job, scene, work, world, "throughput")
     search.predict(list(allowed(offered(strategy, scene, work, allow=allow), job, world)))
     return search
@@ -102,7 +102,7 @@ def _search(job: Job, total: int) -> dict[str, Any]:
 def _probe(job: Job, total: int) -> dict[str, Any]:
     search = _looked(job, None, "exact")
     if fleet.is_first_worker():
-        store.keep_probe(search.scene, search.work, {})
+        cache.keep_probe(search.scene, search.work, {})
     return {"scene": asdict(search.scene), "work": search.work.written(), "declared": {}}
 
 

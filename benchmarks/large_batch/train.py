@@ -13,7 +13,8 @@ from benchmarks.large_batch.data import Images, Split
 from benchmarks.large_batch.model import ResNet
 from benchmarks.large_batch.recipe import MICRO, RECIPES, SMOOTHING, warmup
 from benchmarks.large_batch.runs import Outcome, Run
-from fleetx import fleet, schedule
+from fleetx import fleet
+from fleetx.optim import schedule
 
 GLANCE = 1000  # images at once where nothing is learned
 

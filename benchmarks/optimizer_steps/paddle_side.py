@@ -18,6 +18,7 @@ import warnings
 os.environ["FLAGS_enable_pir_api"] = "0"  # noqa: SIM112  its name is so; before the import
 
 import numpy as np
+
 import paddle
 
 RANDOM = np.random.default_rng(0)

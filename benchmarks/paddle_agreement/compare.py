@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.paddle_agreement import formulas, ours
 from benchmarks.paddle_agreement.cases import CASES, Arrays, Case
-from fleetx import schedule
+from fleetx.optim import schedule
 
 SCRIPT = Path(__file__).with_name("paddle_side.py")
 RATE, WARMUP, TOTAL = 0.5, 12, 30  # of the old linear_warmup_decay

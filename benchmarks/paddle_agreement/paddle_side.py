@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ["FLAGS_enable_pir_api"] = "0"  # noqa: SIM112  its name is so; before the import
 
 import numpy as np
+
 import paddle
 
 

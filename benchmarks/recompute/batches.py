@@ -19,9 +19,9 @@ from benchmarks.recompute import measured, ways
 from benchmarks.recompute.measured import Row
 from benchmarks.recompute.models import MODELS, Model
 from fleetx import fleet
-from fleetx.memory.sizes import parse
-from fleetx.memory.trace import Step
-from fleetx.recompute import budget
+from fleetx.base.sizes import parse
+from fleetx.measure.fake_step import Step
+from fleetx.parts.recompute import budget
 
 BF16 = {"amp": {"dtype": "bfloat16"}}
 PEERS = {"every": ways.every_block, "sqrt": ways.square_root}

@@ -15,8 +15,8 @@ from torch import nn
 from benchmarks.frame import CannotRunError
 from benchmarks.recompute import measured, ways
 from benchmarks.recompute.measured import Row
-from fleetx.memory.trace import Step
-from fleetx.recompute import budget
+from fleetx.measure.fake_step import Step
+from fleetx.parts.recompute import budget
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 TITLE = "BERT of 6 layers of 256, sequence 128, batch 16"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.recompute.ways import Active, Way
-from fleetx.memory import measure
-from fleetx.memory.tracker import bytes_of
+from fleetx.measure import allocator
+from fleetx.measure.tracker import bytes_of
 
 Inputs = dict[str, Tensor]
 
@@ -45,7 +45,7 @@ def peak_and_seconds(
     def step() -> None:
         took.append(once(module, optimizer, inputs, active, bf16=bf16))
 
-    return fixed + measure.peak(step, torch.device("cpu")), took[0]
+    return fixed + allocator.peak(step, torch.device("cpu")), took[0]
 
 
 def seconds(module: nn.Module, inputs: Inputs, ways: Sequence[Way], rounds: int) -> dict[str, list[float]]:

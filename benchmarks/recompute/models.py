@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetx.recompute.blocks import matches
+from fleetx.base.module_names import matches
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from benchmarks.recompute import measured, ways
 from benchmarks.recompute.measured import Row
 from benchmarks.recompute.models import MODELS
 from benchmarks.recompute.ways import Way
-from fleetx.memory.sizes import words
-from fleetx.memory.trace import Step
-from fleetx.recompute import budget
+from fleetx.base.sizes import words
+from fleetx.measure.fake_step import Step
+from fleetx.parts.recompute import budget
 
 SHARES = (0.75, 0.5, 0.25)  # between the least and what it takes without recomputation
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.recompute.models import Model
-from fleetx.forwards import Layer, wrap
-from fleetx.recompute import blocks, budget
-from fleetx.recompute.chain import Chain
-from fleetx.structure import named_modules
+from fleetx.base.module_names import named, named_modules
+from fleetx.base.wrapping import Layer, wrap
+from fleetx.parts.recompute import budget, segments
+from fleetx.parts.recompute.chain import Chain
 
 Active = Callable[[], AbstractContextManager[Any]]
 
@@ -42,7 +42,7 @@ def every_block(model: Model, module: nn.Module) -> Way:
         return checkpoint(inner, *args, use_reentrant=False, **kwargs) if on else inner(*args, **kwargs)
 
     modules = dict(named_modules(module))
-    for name in blocks.named(module, model.blocks):
+    for name in named(module, model.blocks):
         wrap(modules[name], Layer.REPLAY, around)
 
     @contextmanager
@@ -59,11 +59,11 @@ def every_block(model: Model, module: nn.Module) -> Way:
 
 def square_root(model: Model, module: nn.Module) -> Way:
     """As torch's checkpoint_sequential: the square root of their number of equal segments, the last of them kept."""
-    names = blocks.named(module, model.blocks)
+    names = named(module, model.blocks)
     groups = max(2, round(math.sqrt(len(names))))
     ends = [names[len(names) * (i + 1) // groups - 1] for i in range(groups - 1)]
     modules = dict(named_modules(module))
-    chain = Chain({name: modules[name] for name in names}, blocks.Named(ends), nullcontext)
+    chain = Chain({name: modules[name] for name in names}, segments.Named(ends), nullcontext)
     return Way("sqrt", f"{groups} equal segments, as checkpoint_sequential", chain.forward)
 
 

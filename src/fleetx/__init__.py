@@ -11,19 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleetx import applications, data, fleet, optim, schedule, utils
-    from fleetx.errors import (
-        DataError,
-        DownloadError,
-        FleetxError,
-        LaunchError,
-        StrategyError,
-        UsageError,
-        WorldError,
-    )
+    from fleetx import applications, data, fleet, optim
+    from fleetx.errors import DataError, DownloadError, FleetxError, LaunchError, StrategyError, UsageError, WorldError
+    from fleetx.optim import schedule
+    from fleetx.paddle import utils
+    from fleetx.paddle.train_configs import parse_train_configs
+    from fleetx.paddle.trainer import MultiGPUTrainer
     from fleetx.strategy import DistributedStrategy
-    from fleetx.train_configs import parse_train_configs
-    from fleetx.trainer import MultiGPUTrainer
 
 __version__ = "0.1.0"
 
@@ -33,11 +27,11 @@ _WHERE = {
     "DownloadError": "fleetx.errors",
     "FleetxError": "fleetx.errors",
     "LaunchError": "fleetx.errors",
-    "MultiGPUTrainer": "fleetx.trainer",
+    "MultiGPUTrainer": "fleetx.paddle.trainer",
     "StrategyError": "fleetx.errors",
     "UsageError": "fleetx.errors",
     "WorldError": "fleetx.errors",
-    "parse_train_configs": "fleetx.train_configs",
+    "parse_train_configs": "fleetx.paddle.train_configs",
 }
 
 _MODULES = ("applications", "data", "fleet", "optim", "schedule", "utils")

@@ -21,8 +21,8 @@ def main() -> None:
 def explain(path: str) -> None:
     """Say what the strategy in a YAML file does, in which order, and what it costs; or what is wrong with it."""
     from fleetx.errors import StrategyError
-    from fleetx.explain import Explanation
     from fleetx.strategy import DistributedStrategy
+    from fleetx.strategy.explain import Explanation
 
     try:
         strategy = DistributedStrategy.load(path)
@@ -76,12 +76,13 @@ def plan(script: str | None, arguments: tuple[str, ...], **given: Any) -> None:
     for another machine, from the probe of SCRIPT, or without one from the last.
     """
     from fleetx.errors import FleetxError
+    from fleetx.launch.options import main as fleetrun
     from fleetx.planner import command
 
     if script is None and given["nodes"] is None:
         raise click.UsageError("name a script to plan for, or ask what if: --nodes N --link SPEED --memory SIZE")
     try:
-        if script is not None and (code := command.measured(script, arguments, given)):
+        if script is not None and (code := command.measured(script, arguments, given, fleetrun)):
             raise SystemExit(code)
         if given["nodes"] is not None:
             click.echo(command.what_if(given))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from small_applications import MAKERS, batch, flat, make
 
-from fleetx import FleetxError, UsageError, applications, paddle_parameters
+from fleetx import FleetxError, UsageError, applications
 from fleetx.applications import Program, Variable
+from fleetx.optim import parameter_names
 
 
 def on_meta(name, **options):
@@ -179,12 +180,12 @@ def test_resnet_is_numbered_in_the_order_of_paddles_program():
 
 def test_names_that_a_model_has_of_itself_come_instead_of_numbers():
     """`fc_1` is the second layer of a feed-forward network in BERT, and not also the second Linear of the model."""
-    found = paddle_parameters.names(make("bert"))
+    found = parameter_names.names(make("bert"))
     assert found["bert.encoder.layer.0.output.dense.weight"] == [
         "bert.encoder.layer.0.output.dense.weight",
         "encoder_layer_0_ffn_fc_1.w_0",
     ]
-    assert paddle_parameters.names(torch.nn.Linear(2, 2))["weight"] == ["weight", "linear_0.w_0", "fc_0.w_0"]
+    assert parameter_names.names(torch.nn.Linear(2, 2))["weight"] == ["weight", "linear_0.w_0", "fc_0.w_0"]
 
 
 @pytest.mark.parametrize("name", ["bert", "resnet"])

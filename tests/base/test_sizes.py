@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetx.memory.sizes import parse, words
+from fleetx.base.sizes import parse, words
 
 
 @pytest.mark.parametrize(

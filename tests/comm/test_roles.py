@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fleetx import WorldError
+from fleetx.comm.roles import PaddleCloudRoleMaker, Place, UserDefinedRoleMaker, first_host, from_environment
 from fleetx.fleet.base import role_maker
-from fleetx.roles import PaddleCloudRoleMaker, Place, UserDefinedRoleMaker, first_host, from_environment
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 ENDS = "10.0.0.1:6070,10.0.0.1:6071,10.0.0.2:6070,10.0.0.2:6071"

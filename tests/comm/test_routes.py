@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fleetx import StrategyError, fleet
-from fleetx.line import Line
-from fleetx.routes import inside_hosts
+from fleetx.base.worker_thread import Line
+from fleetx.comm.routes import inside_hosts
 from training import adam, assert_close, batches, big, net, train, train_fleet
 
 WAYS = {

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fleetx.data import chance
-from fleetx.data.dealing import BySamples, ByTokens, _say_too_large, deal
+from fleetx.data import rng
+from fleetx.data.sharding_plan import BySamples, ByTokens, _say_too_large, deal
 from fleetx.errors import UsageError
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=8, max_size=120).map(np.array)
@@ -98,18 +98,18 @@ def test_fewer_samples_than_ranks_are_refused():
 
 @given(st.integers(0, 2**63), st.integers(0, 1000), st.integers(1, 300))
 def test_an_order_is_a_permutation_that_seed_and_epoch_decide(seed, epoch, size):
-    order = chance.permutation(chance.key(seed, epoch, "order"), size)
+    order = rng.permutation(rng.key(seed, epoch, "order"), size)
     assert sorted(order) == list(range(size))
-    assert np.array_equal(order, chance.permutation(chance.key(seed, epoch, "order"), size))
+    assert np.array_equal(order, rng.permutation(rng.key(seed, epoch, "order"), size))
 
 
 def test_seeds_epochs_and_purposes_have_orders_of_their_own():
     keys = [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b"), (1, 1, "a"), (2, 0, "a")]
-    assert len({tuple(chance.permutation(chance.key(*k), 50)) for k in keys}) == len(keys)
+    assert len({tuple(rng.permutation(rng.key(*k), 50)) for k in keys}) == len(keys)
 
 
 def test_numbers_are_uniform_and_unrelated_between_samples_and_counters():
-    draws = chance.uniform(chance.key(0, 0, "x"), np.arange(400)[:, None], np.arange(250))
+    draws = rng.uniform(rng.key(0, 0, "x"), np.arange(400)[:, None], np.arange(250))
     counts = np.histogram(draws, 20, (0, 1))[0]
     assert abs(counts - 5000).max() < 5 * 5000**0.5
     for other in (draws[1:, :] * draws[:-1, :], draws[:, 1:] * draws[:, :-1]):
@@ -117,6 +117,6 @@ def test_numbers_are_uniform_and_unrelated_between_samples_and_counters():
 
 
 def test_a_number_does_not_depend_on_what_else_is_asked_for():
-    key = chance.key(3, 4, "x")
-    whole = chance.uniform(key, np.arange(9)[:, None], np.arange(7))
-    assert chance.uniform(key, np.array([5]), np.array([6]))[0] == whole[5, 6]
+    key = rng.key(3, 4, "x")
+    whole = rng.uniform(key, np.arange(9)[:, None], np.arange(7))
+    assert rng.uniform(key, np.array([5]), np.array([6]))[0] == whole[5, 6]

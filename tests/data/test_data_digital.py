@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetx.data import DataError, digital_train, digital_val, load_digital_dataset_from_file
+from fleetx.data.bert_lines import WrongLineError, parse
 from fleetx.data.blocks import parse_block
-from fleetx.data.lines import WrongLineError, parse
 from fleetx.data.masking import mask
 from fleetx.data.vocabulary import Vocabulary, read_vocabulary
 from fleetx.errors import UsageError

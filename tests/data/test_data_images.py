@@ -12,13 +12,13 @@ from sklearn.datasets import load_digits as sklearn_digits
 from fleetx.data import (
     DataError,
     augment,
-    chance,
     imagenet_train,
     imagenet_val,
     load_digits,
     load_fashion_mnist,
     load_idx_from_file,
     load_imagenet_from_file,
+    rng,
 )
 from fleetx.errors import UsageError
 
@@ -41,7 +41,7 @@ def test_a_validation_image_is_the_normalised_centre(tmp_path):
 
 
 def test_training_images_are_parts_of_the_image_of_all_sizes_half_of_them_mirrored():
-    draws = chance.uniform(chance.key(0, 0, "crop"), np.arange(4000)[:, None], np.arange(augment.DRAWS))
+    draws = rng.uniform(rng.key(0, 0, "crop"), np.arange(4000)[:, None], np.arange(augment.DRAWS))
     boxes = np.array([augment._box(500, 375, d) for d in draws.tolist()])
     w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert (boxes[:, :2] >= 0).all()
@@ -68,7 +68,7 @@ def test_a_mirrored_image_is_the_other_mirrored():
 def test_images_of_any_shape_are_cut(shape):
     image = Image.fromarray(np.zeros((*shape, 3), np.uint8))
     for i in range(20):
-        draws = chance.uniform(0, np.array([i]), np.arange(augment.DRAWS)).tolist()
+        draws = rng.uniform(0, np.array([i]), np.arange(augment.DRAWS)).tolist()
         assert augment.cut_anywhere(image, 8, draws).size == (8, 8)
     assert augment.cut_centre(image, 8).size == (8, 8)
 

@@ -10,7 +10,7 @@ from data_files import digital, images, labels, line, rows, varied
 from torch import nn
 
 from fleetx import fleet
-from fleetx.data import load_digital_dataset_from_file, load_digits, load_imagenet_from_file, share
+from fleetx.data import load_digital_dataset_from_file, load_digits, load_imagenet_from_file, rank_share
 from fleetx.errors import UsageError
 
 
@@ -171,14 +171,14 @@ def test_ranks_that_share_nothing_may_have_different_data(ranks, tmp_path, form,
 def _alone_then_together():
     fleet.init(is_collective=True)
     said = ""
-    share.PATIENCE, share.LONGEST = 0.1, 0.3
+    rank_share.PATIENCE, rank_share.LONGEST = 0.1, 0.3
     try:
         if fleet.is_first_worker():
             next(iter(load_digits(100)))
     except UsageError as error:
         said = str(error)
     finally:
-        share.PATIENCE, share.LONGEST = 10.0, 1800.0
+        rank_share.PATIENCE, rank_share.LONGEST = 10.0, 1800.0
     fleet.barrier_worker()
     return said, len(list(load_digits(50))) * fleet.worker_num()
 

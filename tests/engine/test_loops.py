@@ -640,7 +640,7 @@ def test_a_wrapped_model_is_refused():
 
 
 def test_a_failed_distribute_leaves_the_model_as_it_was(monkeypatch):
-    from fleetx.engine import Engine
+    from fleetx.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "_make_reducer", lambda self: 1 / 0)
     model = net()

@@ -11,7 +11,7 @@ import pytest
 from launching import free_port, start
 
 from fleetx.errors import LaunchError
-from fleetx.launch import meeting
+from fleetx.launch import multi_node
 from fleetx.launch.options import parse
 
 
@@ -99,10 +99,10 @@ def test_a_node_does_not_wait_for_ever(tmp_path):
 
 
 def test_node_0_notices_a_node_that_is_gone_and_no_other(monkeypatch):
-    monkeypatch.setattr(meeting, "BEAT", 0.05)
-    monkeypatch.setattr(meeting, "SILENCE", 2.0)
+    monkeypatch.setattr(multi_node, "BEAT", 0.05)
+    monkeypatch.setattr(multi_node, "SILENCE", 2.0)
     words = f"--device cpu --nnodes 3 --master 127.0.0.1:{free_port()} --stop_timeout 0 -m some".split()
-    nodes = [meeting.Meeting(parse(["--rank", str(rank), *words], given={}), say=print) for rank in range(3)]
+    nodes = [multi_node.Meeting(parse(["--rank", str(rank), *words], given={}), say=print) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda node: node.next_rendezvous(), nodes))
 

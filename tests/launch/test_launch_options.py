@@ -12,7 +12,7 @@ from launching import PACKAGES, launch
 
 from fleetx.errors import LaunchError
 from fleetx.launch import devices
-from fleetx.launch.command import REFUSED
+from fleetx.launch.help import REFUSED
 from fleetx.launch.nodes import rank_among
 from fleetx.launch.options import parse
 

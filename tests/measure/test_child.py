@@ -9,7 +9,7 @@ import time
 import psutil
 import torch
 
-from fleetx.planner.forked import forked
+from fleetx.measure.child import forked
 
 
 def test_a_child_answers_with_what_it_computed_on_the_parents_objects():

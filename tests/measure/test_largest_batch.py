@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.memory import batch
+from fleetx.measure import largest_batch
 
 
 def steps_of(slope, fixed):
@@ -28,13 +28,13 @@ def steps_of(slope, fixed):
 ])  # fmt: skip
 def test_the_largest_is_found_with_few_predictions(slope, fixed, memory, expected):
     peak, asked = steps_of(slope, fixed)
-    assert batch.largest(peak, memory) == expected
+    assert largest_batch.largest(peak, memory) == expected
     assert len(asked) <= 8
 
 
 def test_steps_and_bends_are_followed():
     for memory in range(60, 3000, 97):
-        assert batch.largest(lambda n: 50 + 10 * n + n * n // 50 + 30 * (n > 20), memory) == max(
+        assert largest_batch.largest(lambda n: 50 + 10 * n + n * n // 50 + 30 * (n > 20), memory) == max(
             (n for n in range(1, 400) if 50 + 10 * n + n * n // 50 + 30 * (n > 20) <= memory), default=0
         )
 
@@ -43,14 +43,14 @@ def test_steps_and_bends_are_followed():
     (10, None, 4, (10, 1)), (10, 64, 2, (8, 4)), (100, 64, 2, (32, 1)), (7, 13, 1, (1, 13)), (3, 12, 4, (3, 1)),
 ])  # fmt: skip
 def test_the_global_batch_is_kept(micro, total, ranks, expected):
-    found = batch.solve(micro, total, ranks)
+    found = largest_batch.solve(micro, total, ranks)
     assert found == expected
     assert total is None or found[0] * found[1] * ranks == total
 
 
 def test_a_global_batch_that_cannot_be_shared_says_which_can():
     with pytest.raises(UsageError, match="a global batch of 10 cannot be shared by 4 ranks: 8 or 12 can"):
-        batch.solve(3, 10, 4)
+        largest_batch.solve(3, 10, 4)
 
 
 def loss(out, y):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetx.optim import foreach, native, paths, stock
+from fleetx.optim import dispatch, foreach, native, stock
 
 
 @pytest.fixture(params=["native", "stock", "foreach"])
@@ -10,5 +10,7 @@ def path(request, monkeypatch):
     """Each of the three ways to compute an update, where it is chosen for everything that it can take."""
     if request.param == "native" and not native.available():
         pytest.skip(native.reason())
-    monkeypatch.setattr(paths, "_fast", lambda: {"native": native, "stock": stock, "foreach": foreach}[request.param])
+    monkeypatch.setattr(
+        dispatch, "_fast", lambda: {"native": native, "stock": stock, "foreach": foreach}[request.param]
+    )
     return request.param

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from fleetx import StrategyError, fleet, schedule
+from fleetx import StrategyError, fleet
+from fleetx.optim import schedule
 from training import batches, net, sgd
 
 PAGE = (Path(__file__).parent.parent / "docs" / "schedule.md").read_text()

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fleetx.train_configs import parse_train_configs
+from fleetx.paddle.train_configs import parse_train_configs
 
 
 def parse(monkeypatch, *words):

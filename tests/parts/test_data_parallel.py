@@ -9,11 +9,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fleetx import fleet
-from fleetx.compose import compose
-from fleetx.engine import Engine
-from fleetx.part import Part, settings
+from fleetx.engine.engine import Engine
 from fleetx.parts.data_parallel import DataParallel
-from fleetx.stage import Stage, at
+from fleetx.strategy.compose import compose
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Stage, at
 from training import adamw, assert_close, assert_equal, batches, net, sgd, share, train, train_fleet, weights, zero_last
 
 

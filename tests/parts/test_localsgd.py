@@ -291,7 +291,7 @@ def test_a_checkpoint_stays_the_callers(ranks):
 
 
 def test_parameters_of_several_dtypes_travel_in_few_buckets():
-    from fleetx.averaging import buckets
+    from fleetx.comm.averaging import buckets
 
     mixed = [torch.zeros(3, dtype=d) for _ in range(10) for d in (torch.float32, torch.bfloat16)]
     assert [len(b) for b in buckets(mixed)] == [10, 10]

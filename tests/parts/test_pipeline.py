@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.pipeline import modes
+from fleetx.parts.pipeline import schedules
 from rank_pool import RankError, Ranks
 from training import adam, adamw, assert_close, sgd, weights
 
 SINGLE = ["1F1B", "F-then-B", "GPipe"]
-SEVERAL = [mode for mode in modes.MODES if mode not in SINGLE]
+SEVERAL = [mode for mode in schedules.MODES if mode not in SINGLE]
 
 
 def deep():

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, fleet
-from fleetx.memory import measure
+from fleetx.measure import allocator
 from training import adam, adamw, assert_close, sgd
 
 
@@ -159,7 +159,7 @@ def held(declared):
     local = [t.to_local() if isinstance(t, DTensor) else t for t in model.parameters()]
     state = [t.to_local() if isinstance(t, DTensor) else t for s in o.state.values() for t in s.values() if t.dim()]
     between = sum(t.nbytes for t in local + state)
-    return between, measure.peak(step, torch.device("cpu"))
+    return between, allocator.peak(step, torch.device("cpu"))
 
 
 def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):

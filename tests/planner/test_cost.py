@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fleetx import DistributedStrategy
-from fleetx.bill import Link, Scene
 from fleetx.planner.candidates import offered
 from fleetx.planner.cost import account, bill_of
-from fleetx.planner.work import Line, Piece, Way, Work
+from fleetx.planner.model_profile import Line, Piece, Way, Work
+from fleetx.strategy.cost_model import Link, Scene
 
 MB = 1 << 20
 WIRE = Link(latency=0.0, speed=100 * MB)

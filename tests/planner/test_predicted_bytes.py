@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetx import DistributedStrategy, fleet
-from fleetx.memory import measure
-from fleetx.memory.trace import Step, estimate
-from fleetx.memory.tracker import bytes_of
+from fleetx.measure import allocator
+from fleetx.measure.fake_step import Step, estimate
+from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate, cut
 from fleetx.planner.cost import account, bill_of
-from fleetx.planner.job import Job, name
-from fleetx.planner.probe import scene, work
+from fleetx.planner.profile import scene, work
 from fleetx.planner.trial import tried
+from fleetx.planner.workload import Job, name
 
 
 def tall(width=512):
@@ -70,5 +70,5 @@ def test_the_casts_of_amp_are_counted_without_recomputation_too():
     predicted = estimate(Step(model, optimizer, (x,), loss=lambda out, _: out.mean(), parts=parts)).running
     fleet.init()
     model, optimizer = fleet.distribute(model, optimizer, strategy)
-    peak = measure.peak(lambda: model(x).mean().backward(), torch.device("cpu"))
+    peak = allocator.peak(lambda: model(x).mean().backward(), torch.device("cpu"))
     assert predicted == pytest.approx(peak + bytes_of([*model.parameters(), x]), rel=0.01)

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from fleetx import StrategyError
-from fleetx.compose import compose, first
-from fleetx.part import Part, settings
 from fleetx.parts.amp import AMP
 from fleetx.parts.clip import Clip
 from fleetx.parts.data_parallel import DataParallel
 from fleetx.parts.gradient_merge import GradientMerge
 from fleetx.parts.recompute import Recompute
 from fleetx.parts.sync_batch_norm import SyncBatchNorm
-from fleetx.stage import Fact, Stage, at
+from fleetx.strategy.compose import compose, first
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings

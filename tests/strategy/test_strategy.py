@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fleetx import DistributedStrategy, StrategyError, fleet
-from fleetx.part import every
+from fleetx.strategy.part import every
 
 # Paddle v2.0's defaults, except where a comment says otherwise.
 DEFAULTS = {

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fleetx import paddle_parameters
 from fleetx.applications.program import Parameter, Program, Variable
+from fleetx.base.module_names import plain_name
 from fleetx.data.checks import check_names
 from fleetx.errors import UsageError
-from fleetx.structure import plain_name
+from fleetx.optim import parameter_names
 
 FILE = "params.pt"  # inside of the folder that save_params is given
 
@@ -103,10 +103,10 @@ class Application(nn.Module, metaclass=_Remembered):
     # --- parameters -------------------------------------------------------------------------------
     def paddle_names(self) -> dict[str, list[str]]:
         """Paddle's names of each parameter, by torch's."""
-        return paddle_parameters.numbered(self.named_modules())
+        return parameter_names.numbered(self.named_modules())
 
     def parameter_list(self) -> list[Parameter]:
-        names = paddle_parameters.names(self)
+        names = parameter_names.names(self)
         return [  # the last name: of `linear_0` and `fc_0`, Paddle's programs say `fc_0`
             Parameter(names[name][-1], tuple(p.shape), p.dtype, self, torch_name=name, trainable=p.requires_grad)
             for name, p in self._plainly_named()
@@ -117,7 +117,7 @@ class Application(nn.Module, metaclass=_Remembered):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As torch's, by Paddle's name too."""
-        names = paddle_parameters.names(self)
+        names = parameter_names.names(self)
         found = next((name for name, all_names in names.items() if target in all_names), None)
         try:
             return dict(self._plainly_named())[found] if found is not None else super().get_parameter(target)

@@ -9,17 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fleetx.applications.application import (
-    Application,
-    Feed,
-    check_dropout,
-    check_heads,
-    in_form,
-    need_transformers,
-)
+from fleetx.applications.application import Application, Feed, check_dropout, check_heads, in_form, need_transformers
 from fleetx.data import Loader, digital_train, digital_val, load_digital_dataset_from_file
+from fleetx.data.bert import IGNORED, DigitalOptions
 from fleetx.data.checks import check_choice, check_whole
-from fleetx.data.digital import IGNORED, DigitalOptions
 from fleetx.errors import UsageError
 
 

@@ -10,19 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fleetx import paddle_parameters
-from fleetx.applications.application import (
-    Application,
-    Feed,
-    check_dropout,
-    in_form,
-    need_transformers,
-)
+from fleetx.applications.application import Application, Feed, check_dropout, in_form, need_transformers
+from fleetx.base.module_names import plain_name
 from fleetx.data import Loader, imagenet_train, imagenet_val, load_imagenet_from_file
 from fleetx.data.checks import check_choice, check_whole
 from fleetx.data.images import LAYOUTS, ImageOptions
 from fleetx.errors import UsageError
-from fleetx.structure import plain_name
+from fleetx.optim import parameter_names
 
 CHANNELS = 3
 
@@ -172,7 +166,7 @@ class Resnet50(ImageClassifier):
                 blocks.remove(plain)  # what torch.compile has wrapped goes by the same name
                 begun += 1
             placed.append((begun, ".shortcut." in name, name, module))
-        return paddle_parameters.numbered((name, module) for *_, name, module in sorted(placed, key=lambda p: p[:2]))
+        return parameter_names.numbered((name, module) for *_, name, module in sorted(placed, key=lambda p: p[:2]))
 
 
 class VGG16(ImageClassifier):

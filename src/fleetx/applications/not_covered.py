@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-_HOME = "fleetx.static.paddle"
+_HOME = "fleetx.paddle.api"
 
 _LAYERS = "layers of a model are torch's: make a model of fleetx.applications, or a torch.nn.Module"
 _SAVE = "save with model.save_params(folder) or fleet.save(folder)"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from fleetx import paddle_parameters
+from fleetx.applications.not_covered import not_covered_by, set_once
 from fleetx.errors import UsageError
-from fleetx.static.covered import not_covered_by, set_once
+from fleetx.optim import parameter_names
 
 if TYPE_CHECKING:
     from fleetx.applications.application import Application
@@ -77,7 +77,7 @@ class Program:
 
     def variables(self, names: Iterable[str]) -> list[Variable]:
         known: dict[str, Variable] = {v.name: v for v in (*self.inputs, *self.outputs)}
-        aliases = paddle_parameters.names(self.application)
+        aliases = parameter_names.names(self.application)
         for parameter in self.parameters:
             known |= dict.fromkeys(aliases[parameter.torch_name], parameter)
         found = []

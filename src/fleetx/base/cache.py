@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import os
-import platform
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.utils import _pytree as pytree
-
-from fleetx.memory.trace import Step
-from fleetx.structure import named_modules, tensors_of
 
 log = logging.getLogger(__name__)
 _VERSION = 1  # of what is stored
@@ -28,23 +20,6 @@ def folder(of: str = "recompute") -> Path | None:
         return None
     root = Path(set_) if set_ else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fleetx"
     return root / of
-
-
-def key(step: Step, budget: Any) -> str:
-    """All that the choice depends on."""
-    tensors = tensors_of((step.args, step.kwargs))
-    others = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, int | float | str | None)]
-    groups = [{k: repr(v) for k, v in g.items() if k not in ("params", "lr")} for g in step.optimizer.param_groups]
-    modules = [(name, type(m).__qualname__, m.extra_repr(), m.training) for name, m in named_modules(step.model)]
-    about = (
-        _VERSION, torch.__version__, platform.node(), platform.processor(), torch.get_num_threads(), str(step.device),
-        modules, [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in step.model.named_parameters()],
-        [(tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for t in tensors], repr(others), repr(budget),
-        type(step.optimizer).__qualname__, groups, [len(g["params"]) for g in step.optimizer.param_groups],
-        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
-        [repr(part) for part in step.parts], step.kept_gradients, step.beside, step.batch,
-    )  # fmt: skip
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
 
 
 def load(name: str) -> dict[str, Any] | None:

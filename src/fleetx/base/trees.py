@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,20 +111,14 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def plain_name(name: str) -> str:
-    """A name without what torch.compile puts before it."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out the key-value cache of a transformers model: a second pass would append to it again."""
+    return tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Like `model.named_modules()`, by plain names, each module once."""
-    seen: set[str] = set()
-    for name, module in model.named_modules():
-        if (plain := plain_name(name)) and plain not in seen:
-            seen.add(plain)
-            yield plain, module
-
-
-def sparse_modules(model: nn.Module) -> str:
-    """Names of the modules whose gradients are sparse tensors, which most acts on gradients cannot take."""
-    return ", ".join(name for name, module in named_modules(model) if getattr(module, "sparse", False) is True)
+def _no_cache(value: Any) -> Any:
+    if not any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__):
+        return value
+    if value.get_seq_length() > 0:
+        raise UsageError("recompute cannot run again what reads a filled cache: pass no past_key_values while training")
+    return None

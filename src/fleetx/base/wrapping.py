@@ -78,11 +78,6 @@ def _installed(module: nn.Module) -> bool:
     return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), "before")
 
 
-def has_forward(module: nn.Module) -> bool:
-    """A container such as ModuleList has none, so to name it would do nothing."""
-    return type(module).forward is not nn.Module.forward
-
-
 def _install(module: nn.Module) -> None:
     before = module.__dict__.get("forward")  # somebody else's patch
     plain = before.__func__ if isinstance(before, types.MethodType) else type(module).forward

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.routes import Network
+from fleetx.comm.routes import Network
 
 BUCKET_BYTES = 32 * 1024 * 1024
 

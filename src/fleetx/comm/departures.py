@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fleetx.world import World
+from fleetx.comm.world import World
 
 _watching = False
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.line import Line
-from fleetx.world import World
+from fleetx.base.worker_thread import Line
+from fleetx.comm.world import World
 
 Group = dist.ProcessGroup | None
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleetx.comm.roles import Place
 from fleetx.errors import WorldError
-from fleetx.roles import Place
 
 # Half an hour, gloo's own default, is what a user waits for the first sign of a dead peer.
 TIMEOUT = timedelta(minutes=10)

@@ -10,7 +10,7 @@ What they have in common is in `Loader`: the options, the order, how ranks share
 from __future__ import annotations
 
 from fleetx.data.arrays import load_digits, load_fashion_mnist, load_idx_from_file
-from fleetx.data.digital import digital_train, digital_val, load_digital_dataset_from_file
+from fleetx.data.bert import digital_train, digital_val, load_digital_dataset_from_file
 from fleetx.data.images import imagenet_train, imagenet_val, load_imagenet_from_file
 from fleetx.data.loader import Batch, Loader, LoaderOptions
 from fleetx.errors import DataError

@@ -14,12 +14,12 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from fleetx.data import chance
+from fleetx.data import rng
 from fleetx.data.checks import check_names
-from fleetx.data.dealing import BySamples
 from fleetx.data.fingerprint import all_of, fingerprint, pieces_of
 from fleetx.data.images import shuffled
 from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan, plan_alike
+from fleetx.data.sharding_plan import BySamples
 from fleetx.errors import DataError, UsageError
 
 FASHION = (0.2860, 0.3530)  # mean and deviation of the training pixels, in [0, 1]
@@ -87,7 +87,7 @@ def load_digits(
         raise UsageError("the digits need scikit-learn: pip install fleetx[applications]") from error
     digits = datasets.load_digits()
     # The file has runs of digits by one hand, so what is held out is drawn from all of it, always the same.
-    order = chance.permutation(chance.key(0, 0, "digits"), len(digits.target))
+    order = rng.permutation(rng.key(0, 0, "digits"), len(digits.target))
     mine = order[:_DIGITS_TO_TRAIN] if phase == "train" else order[_DIGITS_TO_TRAIN:]
     source = Arrays(digits.images[mine, None].astype(np.float32), digits.target[mine], 8.0, 16.0)
     return Loader(source, BySamples(batch_size), shuffle=shuffle, **options)

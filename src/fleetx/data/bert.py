@@ -15,14 +15,14 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from fleetx.data import chance, lines, packed
-from fleetx.data.broken import Complaints
+from fleetx.data import bert_lines, cache, rng
+from fleetx.data.bert_lines import FIELDS, Lines
 from fleetx.data.checks import check_choice, check_names, check_whole
-from fleetx.data.dealing import BySamples, ByTokens
+from fleetx.data.errors import Complaints
 from fleetx.data.fingerprint import all_of, fingerprint, pieces_of
-from fleetx.data.lines import FIELDS, Lines
 from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan
 from fleetx.data.masking import mask
+from fleetx.data.sharding_plan import BySamples, ByTokens
 from fleetx.data.vocabulary import Vocabulary, read_vocabulary
 from fleetx.errors import DataError, UsageError
 
@@ -149,7 +149,7 @@ def _load(
             "shard_num, list the files of this node alone, and pass replica=(fleet.local_rank(), workers on this node)"
         )
     vocabulary = read_vocabulary(vocab_path, vocab_size)
-    found_lang = lines.language(paths) if lang is None else lang
+    found_lang = bert_lines.language(paths) if lang is None else lang
     check_choice("lang", found_lang, tuple(FIELDS))
     if generate_neg_sample and found_lang == "en":
         raise UsageError("generate_neg_sample is for lines of 4 fields; those of 7 are masked, and have their own")
@@ -157,13 +157,13 @@ def _load(
     complaints = Complaints(options.get("on_error", "raise"))
 
     def read(into: Complaints) -> Lines:
-        return lines.read(paths, vocabulary, found_lang, into, longest=max_seq_len, only_positive=negatives)
+        return bert_lines.read(paths, vocabulary, found_lang, into, longest=max_seq_len, only_positive=negatives)
 
     if cache_dir is None:
         found = read(complaints)
     else:
         about = (vocabulary, found_lang, max_seq_len, negatives)
-        found = packed.kept(Path(cache_dir), paths, about, complaints, read)
+        found = cache.kept(Path(cache_dir), paths, about, complaints, read)
     source = Digital(
         found, vocabulary, max_seq_len, complaints.found, negatives=negatives,
         masked_before=found_lang == "en", by_rows=masked == "row", same_masks=same_masks,
@@ -205,9 +205,7 @@ class Digital:
         rows = np.stack([first, first], 1)
         if self._negatives:
             # In a circle of all lines each takes its second sentence from the next one.
-            circle = (
-                chance.permutation(chance.key(seed, epoch, "pair"), len(first)) if shuffle else np.arange(len(first))
-            )
+            circle = rng.permutation(rng.key(seed, epoch, "pair"), len(first)) if shuffle else np.arange(len(first))
             partner = np.empty_like(circle)
             partner[circle] = np.roll(circle, -1)
             heads = self._lines.heads[first].astype(np.int64)
@@ -217,7 +215,7 @@ class Digital:
             fitting = lengths <= self._longest
             rows, lengths = rows[fitting], lengths[fitting]
         if shuffle:
-            order = chance.permutation(chance.key(seed, epoch, "order"), len(rows))
+            order = rng.permutation(rng.key(seed, epoch, "order"), len(rows))
             rows, lengths = rows[order], lengths[order]
         return Plan(rows, lengths)
 

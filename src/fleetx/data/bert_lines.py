@@ -24,7 +24,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from fleetx.data.blocks import parse_block
-from fleetx.data.broken import Complaints
+from fleetx.data.errors import Complaints
 from fleetx.data.vocabulary import Vocabulary
 from fleetx.errors import DataError
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetx.data.broken import Complaints
-from fleetx.data.lines import Lines
+from fleetx.data.bert_lines import Lines
+from fleetx.data.errors import Complaints
 
 _VERSION = 2  # of what is stored
 

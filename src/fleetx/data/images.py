@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 import torch
 
-from fleetx.data import augment, chance
-from fleetx.data.broken import Complaints
+from fleetx.data import augment, rng
 from fleetx.data.checks import check_choice, check_names, check_whole
-from fleetx.data.dealing import BySamples
+from fleetx.data.errors import Complaints
 from fleetx.data.fingerprint import all_of, fingerprint
 from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan, plan_alike
+from fleetx.data.sharding_plan import BySamples
 from fleetx.data.transport import room
 from fleetx.errors import DataError, UsageError
 
@@ -122,7 +122,7 @@ class ImageList:
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
         which, size = rows[:, 0], self._size
-        draws = chance.uniform(chance.key(seed, epoch, "crop"), which[:, None], np.arange(augment.DRAWS)).tolist()
+        draws = rng.uniform(rng.key(seed, epoch, "crop"), which[:, None], np.arange(augment.DRAWS)).tolist()
         pixels = room(len(which), 3, size, size)
         kept: list[int] = []
         problems: list[str] = []

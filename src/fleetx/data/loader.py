@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fleetx.data import chance, share, transport
-from fleetx.data.broken import ON_ERROR
+from fleetx.data import rank_share, rng, transport
 from fleetx.data.checks import check_choice, check_whole
-from fleetx.data.dealing import Cut, deal
+from fleetx.data.errors import ON_ERROR
 from fleetx.data.fingerprint import fingerprint
+from fleetx.data.sharding_plan import Cut, deal
 from fleetx.errors import DataError, UsageError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Plan:
 
 def plan_alike(records: int, seed: int, epoch: int, *, shuffle: bool) -> Plan:
     """Of records that are a sample each, all alike."""
-    order = chance.permutation(chance.key(seed, epoch, "order"), records) if shuffle else np.arange(records)
+    order = rng.permutation(rng.key(seed, epoch, "order"), records) if shuffle else np.arange(records)
     return Plan(order[:, None], np.ones(records, np.int64))
 
 
@@ -199,7 +199,7 @@ class Loader:
         """Begin an epoch: the next one, or what a loaded state has left of its own."""
         if not self._alike:
             order = (self._seed, self._shuffle, self._drop_last, self._cut, self._epoch, self._position)
-            self._alike = share.check_alike(self._fingerprint, fingerprint(*order))
+            self._alike = rank_share.check_alike(self._fingerprint, fingerprint(*order))
         begun = self._next()
         if len(begun) == 0:
             raise UsageError("drop_last leaves no batch: there are fewer samples than one step of all ranks takes")
@@ -216,7 +216,7 @@ class Loader:
         return self._pass(self._epoch + 1, 0)
 
     def _pass(self, epoch: int, position: int) -> _Pass:
-        rank, ranks = self._share or share.current()
+        rank, ranks = self._share or rank_share.current()
         lengths = self._plan(epoch).lengths
         return _Pass(epoch, deal(self._cut, lengths, position, ranks, drop_last=self._drop_last), rank, ranks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleetx.data import chance
+from fleetx.data import rng
 from fleetx.data.vocabulary import Vocabulary
 
 CHOSEN, HIDDEN, REPLACED = 0.15, 0.15 * 0.8, 0.15 * 0.9  # below the last: replaced; up to CHOSEN: kept
@@ -23,7 +23,7 @@ def mask(
     What happens to a word depends on seed, epoch, sample and column, not on the batch around it.
     """
     columns = np.arange(words.shape[1])
-    draws = chance.uniform(chance.key(seed, epoch, "mask"), samples[:, None], columns)
+    draws = rng.uniform(rng.key(seed, epoch, "mask"), samples[:, None], columns)
     draws[~present | (words == vocabulary.cls) | (words == vocabulary.sep)] = 2.0
     unlucky = np.flatnonzero(draws.min(1) > CHOSEN)  # no word was chosen: the one that came nearest is hidden
     nearest = draws[unlucky].argmin(1)
@@ -31,7 +31,7 @@ def mask(
     draws[unlucky[possible], nearest[possible]] = 0.0
     row, column = np.nonzero(draws <= CHOSEN)
     chosen, answers = draws[row, column], words[row, column]
-    substitutes = chance.uniform(chance.key(seed, epoch, "substitute"), samples[row], column)
+    substitutes = rng.uniform(rng.key(seed, epoch, "substitute"), samples[row], column)
     others = vocabulary.ordinary[(substitutes * len(vocabulary.ordinary)).astype(np.int64)]
     words[row, column] = np.where(chosen <= HIDDEN, vocabulary.mask, np.where(chosen <= REPLACED, others, answers))
     return row, column, answers

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from fleetx.comm.roles import from_environment
 from fleetx.errors import UsageError
-from fleetx.roles import from_environment
 
 log = logging.getLogger(__name__)
 PATIENCE, LONGEST = 10.0, 1800.0  # seconds: until it is said who is waited for, and until that is an error

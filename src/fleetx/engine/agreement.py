@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from fleetx.comm.world import World
 from fleetx.errors import StrategyError, UsageError
 from fleetx.strategy import DistributedStrategy
-from fleetx.world import World
 
 
 def check_strategy(strategy: DistributedStrategy, world: World) -> None:

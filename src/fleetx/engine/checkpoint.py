@@ -23,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from fleetx import engine_state
-from fleetx.engine import Engine
+from fleetx.base.module_names import plain_name
+from fleetx.engine import state as engine_state
+from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
-from fleetx.structure import plain_name
 
 VERSION = 1
 _NUMBER = "#number"  # behind the key of what is a plain number in the optimizer's state

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fleetx.compose import Plan
+from fleetx.comm.world import World
 from fleetx.errors import StrategyError
-from fleetx.stage import Stage
-from fleetx.world import World
+from fleetx.strategy.compose import Plan
+from fleetx.strategy.stage import Stage
 
 Names = Mapping[nn.Parameter, str]
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.trees import LossFn, arguments, loss_by, map_tensors
+from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
-from fleetx.stage import Fact
-from fleetx.structure import LossFn, arguments, loss_by, map_tensors
-from fleetx.taps import tap
+from fleetx.strategy.stage import Fact
 
 if TYPE_CHECKING:
-    from fleetx.compose import Plan
-    from fleetx.engine import Engine
-    from fleetx.routes import Network
-    from fleetx.world import World
+    from fleetx.comm.routes import Network
+    from fleetx.comm.world import World
+    from fleetx.engine.engine import Engine
+    from fleetx.strategy.compose import Plan
 
 
 @dataclass(frozen=True)

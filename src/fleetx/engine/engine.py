@@ -24,23 +24,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import engine_state, holding
-from fleetx.compose import Plan
+from fleetx.base.module_names import plain_name
+from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
+from fleetx.base.wrapping import unwrap
+from fleetx.comm.routes import Network
+from fleetx.comm.world import World
+from fleetx.engine import layout, state
+from fleetx.engine.checks import refuse
+from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.dtensors import ANOTHER_WAY, renamed
+from fleetx.engine.gradients import Gradients
+from fleetx.engine.hooks import Hook, OuterStep, run_closure
+from fleetx.engine.loss_weights import Weights
+from fleetx.engine.reducer import Reducer
+from fleetx.engine.taps import PENALTY, reaches, tap
 from fleetx.errors import StrategyError, UsageError
-from fleetx.forwards import unwrap
-from fleetx.gradients import Gradients
-from fleetx.hooks import Hook, OuterStep, run_closure
-from fleetx.moment import Bucket, Moment
-from fleetx.part import Part
-from fleetx.reducer import Reducer
-from fleetx.refusals import refuse
-from fleetx.routes import Network
-from fleetx.shards import ANOTHER_WAY, renamed
-from fleetx.stage import Stage
-from fleetx.structure import LossFn, loss_by, loss_of, map_tensors, plain_name
-from fleetx.taps import PENALTY, reaches, tap
-from fleetx.weights import Weights
-from fleetx.world import World
+from fleetx.strategy.compose import Plan
+from fleetx.strategy.part import Part
+from fleetx.strategy.stage import Stage
 
 
 class Engine:
@@ -52,7 +53,7 @@ class Engine:
         self.plan, self.model, self.optimizer, self.world = plan, model, optimizer, world
         self.names = {p: plain_name(n) for n, p in model.named_parameters()}
         refuse(plan, model, optimizer, world, self.names)
-        self.holding = holding.of(plan.parts, model, world)
+        self.holding = layout.of(plan.parts, model, world)
         self.device = next((p.device for p in self.names), world.device)
         self.state = self.initial_state()
         self.notes: dict[str, dict[str, Any]] = {_key(p): {} for p in plan.parts}
@@ -325,16 +326,16 @@ class Engine:
     # --- state_dict() -----------------------------------------------------------------------------
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self.settle(last=False)
-        state_dict["fleetx"] = engine_state.save(self)
+        state_dict["fleetx"] = state.save(self)
 
     def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch looks at the rest: nothing may be changed yet."""
         state_dict = dict(state_dict)
-        self._loading = engine_state.checked(self, state_dict.pop("fleetx", None))
+        self._loading = state.checked(self, state_dict.pop("fleetx", None))
         return state_dict
 
     def _load(self, optimizer: Optimizer) -> None:
-        engine_state.load(self, self._loading)
+        state.load(self, self._loading)
 
 
 def _forget_compiled() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.comm.world import World
+from fleetx.engine.dtensors import local, shard_of
 from fleetx.errors import UsageError
-from fleetx.shards import local, shard_of
-from fleetx.stage import Fact
-from fleetx.world import World
+from fleetx.strategy.stage import Fact
 
 
 class Gradients:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from fleetx.part import Part
-from fleetx.shards import local
-from fleetx.world import World
+from fleetx.comm.world import World
+from fleetx.engine.dtensors import local
+from fleetx.strategy.part import Part
 
 
 @dataclass

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from fleetx import agreement
-from fleetx.compose import Plan
+from fleetx.comm.world import World
+from fleetx.engine import agreement
 from fleetx.errors import UsageError
-from fleetx.stage import Fact, Stage
-from fleetx.world import World
+from fleetx.strategy.compose import Plan
+from fleetx.strategy.stage import Fact, Stage
 
 
 class Weights:

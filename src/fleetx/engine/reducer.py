@@ -17,9 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket
 from fleetx.errors import UsageError
-from fleetx.moment import Bucket
-from fleetx.world import World
 
 Reduce = Callable[[Bucket], Future[Tensor]]
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetx import lifelines
-from fleetx.engine import Engine
+from fleetx.base.trees import LossFn
+from fleetx.comm import peers
+from fleetx.engine.context import Batch
+from fleetx.engine.engine import Engine
+from fleetx.engine.hooks import Hook
+from fleetx.engine.reducer import LateReducer
 from fleetx.errors import FleetxError, UsageError, WorldError
-from fleetx.hooks import Hook
-from fleetx.moment import Batch
-from fleetx.reducer import LateReducer
-from fleetx.stage import Stage
-from fleetx.structure import LossFn
+from fleetx.strategy.stage import Stage
 
 
 class ScheduledEngine(Engine):
@@ -68,7 +68,7 @@ class ScheduledEngine(Engine):
     def _arm(self) -> None:
         self._unfinished = True  # of weights that stages share, and of norms, a rank has only its part
         super()._arm()
-        lifelines.watch(self.world)
+        peers.watch(self.world)
         self.model.register_state_dict_post_hook(Hook(self._leave_out))
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -93,7 +93,7 @@ class ScheduledEngine(Engine):
         except FleetxError:
             raise
         except RuntimeError as error:
-            if not (gone := lifelines.lost()):
+            if not (gone := peers.lost()):
                 raise
             which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
             raise WorldError(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fleetx.errors import UsageError
-from fleetx.stage import Stage
+from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
-    from fleetx.engine import Engine
+    from fleetx.engine.engine import Engine
 
 VERSION = 1
 

@@ -13,22 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import agreement, departures
-from fleetx import world as _world_module
-from fleetx.engine import Engine
+from fleetx.comm import departures
+from fleetx.comm import world as _world_module
+from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
+from fleetx.comm.world import TIMEOUT, World
+from fleetx.engine import agreement
+from fleetx.engine.engine import Engine
+from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
-from fleetx.explain import Explanation
-from fleetx.fleet import base, roster
-from fleetx.fleet.planning import planned
-from fleetx.pipeline.placement import device_guard
-from fleetx.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
-from fleetx.scheduled import ScheduledEngine
-from fleetx.stage import Stage
+from fleetx.fleet import base, engines
+from fleetx.fleet.auto import planned
+from fleetx.parts.pipeline.device_guard import device_guard
 from fleetx.strategy import DistributedStrategy
-from fleetx.world import TIMEOUT, World
+from fleetx.strategy.explain import Explanation
+from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
-    from fleetx.memory.batch import Batch
+    from fleetx.measure.largest_batch import Batch
     from fleetx.planner import Chosen
 
 __all__ = [
@@ -68,7 +69,7 @@ updated: bool  # did the last optimizer.step() apply an update? (found by __geta
 
 _world: World | None = None
 _strategy: DistributedStrategy | None = None
-_engines = roster.engines
+_engines = engines.engines
 _waiting: dict[str, Any] = {}  # what one of Paddle's two calls brought before the other
 
 
@@ -180,18 +181,18 @@ def distribute(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     strategy = _checked(strategy or _strategy or DistributedStrategy())
     plan = strategy.plan()
-    roster.refuse_twice(model, optimizer)
+    engines.refuse_twice(model, optimizer)
     agreement.check_strategy(strategy, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
     engine = kind(plan, model, optimizer, _here())
-    departures.watch(_here(), roster.rounds)
-    atexit.unregister(roster.let_go)
-    atexit.register(roster.let_go)
+    departures.watch(_here(), engines.rounds)
+    atexit.unregister(engines.let_go)
+    atexit.register(engines.let_go)
     if found is not None:
-        roster.watch(engine, found)
+        engines.watch(engine, found)
     _engines[engine] = copy.deepcopy(strategy)  # as it is now: later changes to it change nothing here
     return engine.model, engine.optimizer
 
@@ -241,7 +242,7 @@ def forward_backward(
     loss: a tensor, or an output with a `loss`.
     """
     engine = _engine(model)
-    roster.check_feed(engine, inputs)
+    engines.check_feed(engine, inputs)
     return engine.forward_backward(inputs, target, loss_fn)
 
 
@@ -294,10 +295,10 @@ def largest_batch(
     `loss_fn` it is (inputs, targets). Without an optimizer AdamW is counted. The answer is predicted, then one step is
     tried in a process of its own (`trial`). With `global_batch` it is such that global = micro x merge x ranks.
     """
-    from fleetx.memory import batch as batches  # the planner is of no use to most
+    from fleetx.fleet.largest_batch import of_strategy  # few scripts need it
 
     size = ranks or (_world.size if _world is not None else 1)
-    return batches.of_strategy(
+    return of_strategy(
         model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
         global_batch=global_batch, ranks=size, trial=trial,
     )  # fmt: skip
@@ -309,14 +310,14 @@ def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
     Any other number of workers, stages or shards can go on from it. What was there before is replaced when the new one
     is complete.
     """
-    from fleetx import checkpoint  # torch.distributed.checkpoint takes a while to import
+    from fleetx.engine import checkpoint  # torch.distributed.checkpoint takes a while to import
 
     checkpoint.save(_engine(model), Path(folder))
 
 
 def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
     """Go on from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
-    from fleetx import checkpoint
+    from fleetx.engine import checkpoint
 
     checkpoint.load(_engine(model), Path(folder))
 
@@ -326,19 +327,19 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
     if strategy is not None:
         return Explanation(_checked(strategy), strategy.plan(), _world)
     engine = _engine(model)
-    return Explanation(_engines[engine], engine.plan, engine.world, engine, str(roster.chosen.get(engine, "")))
+    return Explanation(_engines[engine], engine.plan, engine.world, engine, str(engines.chosen.get(engine, "")))
 
 
 def batch(*, model: nn.Module | None = None) -> Chosen:
     """How `auto` cuts the batch: make the loader with batch_size=fleet.batch().feed. Print it to see the search."""
     engine = _engine(model)
-    if engine not in roster.chosen:
+    if engine not in engines.chosen:
         raise UsageError("fleet.batch() tells what strategy.auto chose, and auto is not on")
-    return roster.chosen[engine]
+    return engines.chosen[engine]
 
 
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
-    return roster.find(which, half=bool(_waiting))
+    return engines.find(which, half=bool(_waiting))
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.comm.world import World
+from fleetx.parts.auto import ASKED
 from fleetx.strategy import DistributedStrategy
-from fleetx.world import World
 
 if TYPE_CHECKING:
     from fleetx.planner import Chosen
-
-ASKED = "FLEETX_PLAN"  # set by `fleetx plan`: settings of auto, as YAML; the script ends when the plan is there
 
 
 def planned(

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.engine import Engine
+from fleetx.base.trees import samples_in
+from fleetx.base.wrapping import Layer, wrap
+from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
-from fleetx.forwards import Layer, wrap
 from fleetx.strategy import DistributedStrategy
-from fleetx.structure import samples_in
 
 if TYPE_CHECKING:
     from fleetx.planner import Chosen

@@ -29,13 +29,13 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
+from fleetx.base.call_with_timeout import SilenceError, Voice
 from fleetx.errors import LaunchError
 from fleetx.launch.environment import endpoints_of
 from fleetx.launch.job import Job, World
 from fleetx.launch.rendezvous import STORE_TIMEOUT, Rendezvous, serve
 from fleetx.launch.report import Failure
 from fleetx.launch.sockets import listen, port_of
-from fleetx.launch.voice import SilenceError, Voice
 
 ASK_EVERY = 0.05  # seconds
 PATIENCE = 5.0  # seconds of waiting before we say for what

@@ -14,7 +14,7 @@ import click
 
 from fleetx.errors import LaunchError
 from fleetx.launch import devices, environment, nodes
-from fleetx.launch.command import REFUSED, Command, Option
+from fleetx.launch.help import REFUSED, Command, Option
 from fleetx.launch.job import Job
 
 BAD_INPUT = 2

@@ -91,7 +91,7 @@ class PaddleScripts:
 
     @staticmethod
     def create_module(spec: object) -> ModuleType:
-        from fleetx.static import install
+        from fleetx.paddle.static import install
 
         PaddleScripts.loader = install().find_spec(spec.name).loader  # type: ignore[attr-defined, union-attr]
         return PaddleScripts.loader.create_module(spec)  # type: ignore[attr-defined]

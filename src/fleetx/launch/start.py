@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from fleetx.launch.guard import Guard
 from fleetx.launch.job import Job, World
 from fleetx.launch.logs import Echo, Logs
+from fleetx.launch.orphan_killer import Guard
 from fleetx.launch.sockets import world_of_one_node
 from fleetx.launch.workers import Crew, adopt_orphans
 
@@ -106,7 +106,7 @@ class Launch:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from fleetx.launch.agent import Agent, check_torch, quiet
-        from fleetx.launch.meeting import Meeting, NodeFailedError
+        from fleetx.launch.multi_node import Meeting, NodeFailedError
         from fleetx.launch.rendezvous import OneNode, Rendezvous
         from fleetx.launch.report import in_order, message
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from fleetx.errors import LaunchError
 from fleetx.launch import environment
-from fleetx.launch.guard import Guard
 from fleetx.launch.job import Job, World
 from fleetx.launch.logs import Logs
+from fleetx.launch.orphan_killer import Guard
 
 RUNNER = Path(__file__).with_name("runner.py")
 LAST_WORD = 5.0  # seconds to wait for what was killed with SIGKILL: a process in a driver may not hear even that

@@ -20,13 +20,32 @@ from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
-from fleetx.forwards import Layer, unwrap, wrap
-from fleetx.memory.insides import Insides, made_up
-from fleetx.memory.trace import Fakes, Step, random_kept, without_hooks
-from fleetx.memory.tracker import Tracker, bytes_of
-from fleetx.recompute.chain import without_caches
-from fleetx.recompute.solver import Block
-from fleetx.structure import map_tensors, named_modules, tensors_of
+from fleetx.base.module_names import named_modules
+from fleetx.base.trees import map_tensors, tensors_of, without_caches
+from fleetx.base.wrapping import Layer, unwrap, wrap
+from fleetx.measure.fake_step import Fakes, Step, random_kept, without_hooks
+from fleetx.measure.op_scratch import Insides, made_up
+from fleetx.measure.tracker import Tracker, bytes_of
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a probe found of one call. Times in seconds, the rest in bytes."""
+
+    name: str
+    forward: float
+    backward: float
+    input: int  # what a segment that begins here holds
+    takes: int  # of its input, what is kept for its backward and was not kept before
+    saved: int  # what is kept for its backward besides its input
+    passing: int  # the most that is there at once while it runs and keeps nothing, with the output
+    keeping: int  # and while it runs and keeps what backward needs
+    undoing: int  # the most that its backward adds to what it has kept
+    gradients: int = 0  # of its parameters, which are there from its backward on
+    loose: int = 0  # what code between the blocks made for it: a segment that it is in must hold that too
+    ready: bool = False  # is its input kept already, if the block before it is?
+    reads: tuple[tuple[int, int, int], ...] = ()  # what it is given: the block that made it, its number, its bytes
+
 
 MOST = 240  # blocks: the solver takes a second for so many
 LITTLE = 0.01  # of what a model saves: what may be saved between the blocks of a module that is taken apart

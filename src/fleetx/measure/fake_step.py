@@ -23,14 +23,14 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import SGD, Optimizer
 from torch.utils import _pytree as pytree
 
-from fleetx.compose import compose
-from fleetx.engine import Engine
-from fleetx.memory.insides import Insides
-from fleetx.memory.tracker import Tracker, bytes_of
-from fleetx.part import Part
-from fleetx.roles import Place
-from fleetx.structure import loss_of, map_tensors, tensors_of
-from fleetx.world import World
+from fleetx.base.trees import loss_of, map_tensors, tensors_of
+from fleetx.comm.roles import Place
+from fleetx.comm.world import World
+from fleetx.engine.engine import Engine
+from fleetx.measure.op_scratch import Insides
+from fleetx.measure.tracker import Tracker, bytes_of
+from fleetx.strategy.compose import compose
+from fleetx.strategy.part import Part
 
 log = logging.getLogger(__name__)
 Forward = Callable[[], AbstractContextManager[Any]]

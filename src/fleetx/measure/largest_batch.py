@@ -17,17 +17,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.compose import Plan, compose
-from fleetx.engine import Engine
+from fleetx.base.sizes import words
+from fleetx.base.trees import map_tensors, tensors_of
+from fleetx.comm.roles import Place
+from fleetx.comm.world import World
+from fleetx.engine.engine import Engine
 from fleetx.errors import StrategyError, UsageError
-from fleetx.memory.sizes import parse, words
-from fleetx.memory.trace import Arm, Forward, Step, estimate, loss
-from fleetx.memory.tracker import Tracker
-from fleetx.part import switch_of
-from fleetx.roles import Place
-from fleetx.stage import Fact
-from fleetx.structure import arguments, map_tensors, tensors_of
-from fleetx.world import World
+from fleetx.measure.fake_step import Arm, Forward, Step, estimate, loss
+from fleetx.measure.tracker import Tracker
+from fleetx.strategy.compose import compose
 
 Peak = Callable[[int], int]  # of a batch of so many
 MOST = 1 << 20  # samples: nobody asks for more
@@ -206,56 +204,3 @@ def answer(
     if found is not None and found > memory:
         raise StrategyError(f"one sample took {words(found)} when tried, and {words(memory)} are allowed")
     return Batch(micro, merge, ranks, memory, first(micro), found)
-
-
-def of_strategy(
-    model: nn.Module, sample: Any, memory: str | int, plan: Plan, optimizer: Optimizer | None,
-    loss_fn: Callable[..., torch.Tensor] | None, *, global_batch: int | None, ranks: int, trial: bool,
-) -> Batch:  # fmt: skip
-    """For fleet.largest_batch."""
-    from fleetx.recompute import budget  # which predicts with what is here
-
-    if divided := [switch_of(type(part)) for part in plan.parts if part.divides]:
-        raise StrategyError(
-            f"largest_batch counts for a rank that holds the whole model, and {' and '.join(divided)} divides it: "
-            "leave that out, and take the answer for a lower bound"
-        )
-    if loss_fn is not None and not (isinstance(sample, tuple | list) and len(sample) == 2):
-        raise UsageError("with loss_fn the sample must be a pair: (inputs, targets)")
-    inputs, targets = sample if loss_fn is not None else (sample, None)
-    args, kwargs = arguments(inputs)
-    samples = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
-    if not samples:
-        raise UsageError("the sample must have at least one tensor with at least one sample in it")
-    optimizer = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    here = World(Place(), torch.device("cpu"))
-    judged = [part for part in plan.parts if part.local or part.segments]
-    if wrong := [sentence for part in judged for sentence in part.misfits(model, optimizer, here)]:
-        raise StrategyError(wrong)
-    made = frozenset().union(*(act.claim.makes for act in plan.acts))
-    step = Step(
-        model,
-        optimizer,
-        args,
-        kwargs,
-        loss_fn,
-        targets,
-        samples=samples,
-        parts=[part for part in plan.parts if part.local],
-        kept_gradients=Fact.SUMMED in made or ranks > 1 or bool(global_batch),
-        beside=sum(part.keeps(list(model.parameters()), scaled=Fact.SCALED in made) for part in plan.parts)
-        + (budget.buckets(model) if ranks > 1 and (Fact.SUMMED in made or global_batch) else 0),
-    )
-    bytes_ = _bytes(memory)
-    arm = partial(budget.arm_of, next((p for p in plan.parts if p.segments), None))
-    return answer(step, bytes_, arm, global_batch=global_batch, ranks=ranks, trial=trial)
-
-
-def _bytes(memory: str | int) -> int:
-    try:
-        found = parse(memory) if isinstance(memory, str) else memory
-    except ValueError as error:
-        raise UsageError(f"memory: {error}") from None
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise UsageError(f"memory: {memory!r} is not a number of bytes such as '6GiB' or 6442450944")
-    return found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fleetx.memory import measure
+from fleetx.measure import allocator
 
 LEAST = 1 << 18  # bytes of tensors: what smaller operations hold is of no account
 # Operations that may hold something and can be run on made-up values. Others are left alone: one that reads a workspace
@@ -49,7 +49,7 @@ class Insides:
         """Run what was asked for and is not known; was there any?"""
         asked, self._asked = self._asked, {}
         _known.update(
-            zip(asked, measure.peaks([partial(_ready, *call) for call in asked.values()], self._device), strict=True)
+            zip(asked, allocator.peaks([partial(_ready, *call) for call in asked.values()], self._device), strict=True)
         )
         return bool(asked)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import paddle_parameters
-from fleetx.structure import plain_name
+from fleetx.base.module_names import plain_name
+from fleetx.optim import parameter_names
 
 
 def problems(part: str, model: nn.Module, optimizer: Optimizer, patterns: Sequence[str]) -> Iterator[str]:
-    known = paddle_parameters.names(model)
+    known = parameter_names.names(model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for pattern in patterns:
         if not pattern:
@@ -47,5 +47,5 @@ def _matching(model: nn.Module, pattern: str) -> list[Tensor]:
     ]
     if found := [p for name, p in named if pattern in name]:
         return found
-    known = paddle_parameters.names(model)
+    known = parameter_names.names(model)
     return [p for name, p in named if any(pattern in alias for alias in known.get(name, ()))]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fleetx.optim.dispatch import paths
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
-from fleetx.optim.paths import paths
 
 
 class Lamb(Layerwise):

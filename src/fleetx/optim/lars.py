@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from fleetx.optim.dispatch import paths
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
-from fleetx.optim.paths import paths
 
 
 class Lars(Layerwise):

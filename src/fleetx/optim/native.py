@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fleetx.compiled import Library
+from fleetx.base.compiled import Library
 
 Reduce = Callable[[Tensor], None]
 _FIRST, _SECOND = 1, 2

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fleetx.structure import plain_name
+from fleetx.base.module_names import plain_name
 
 # Paddle called the layer `fc` in its functions and `linear` in its classes: both habits are served.
 _KINDS: list[tuple[type[nn.Module], tuple[str, ...]]] = [

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
+from fleetx.base.trees import arguments, loss_of, map_tensors, samples_in
+from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import UsageError
-from fleetx.fleet import roster
-from fleetx.scheduled import ScheduledEngine
-from fleetx.static import feeds
-from fleetx.static import training as static
-from fleetx.structure import arguments, loss_of, map_tensors, samples_in
+from fleetx.fleet import engines
+from fleetx.paddle.static import feeds
+from fleetx.paddle.static import training as static
 
 LINE = "epoch id: %d, step%d, train_loss: %f, total time cost = %f, step per second: %f, speed: %f"
 MEASURED = 100  # steps of `benchmark`
@@ -136,7 +136,7 @@ def _step(model: nn.Module, fed: Any) -> float:
         return static.step(model, fed)[model.loss.name].item()
     if not model.training:
         model.train()
-    optimizer = roster.find(model, half=False).optimizer
+    optimizer = engines.find(model, half=False).optimizer
     loss = fleet.forward_backward(fed, model=model)
     optimizer.step()
     optimizer.zero_grad()
@@ -151,7 +151,7 @@ def _outputs(model: nn.Module, fed: Any) -> Any:
     model.eval()
     try:
         with torch.no_grad():
-            if isinstance(roster.find(model, half=False), ScheduledEngine):
+            if isinstance(engines.find(model, half=False), ScheduledEngine):
                 return fleet.forward_backward(fed, model=model)
             args, kwargs = arguments(fed)
             return model(*args, **kwargs)

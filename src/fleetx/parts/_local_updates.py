@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx import averaging
+from fleetx.comm import averaging
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket, Moment
 from fleetx.errors import UsageError
-from fleetx.moment import Bucket, Moment
-from fleetx.world import World
 
 
 def problems(part: Any) -> Iterator[str]:

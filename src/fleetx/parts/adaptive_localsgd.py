@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from fleetx import local_rounds
-from fleetx.bill import Bill
-from fleetx.moment import Bucket, Moment
-from fleetx.part import Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.world import World
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket, Moment
+from fleetx.parts import _local_updates as local_updates
+from fleetx.strategy.cost_model import Bill
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +56,16 @@ class AdaptiveLocalSGD(Part):
     def problems(self) -> Iterator[str]:
         if self.init_k_steps > self.max_k_steps:
             yield f"init_k_steps = {self.init_k_steps} is above max_k_steps = {self.max_k_steps}"
-        yield from local_rounds.problems(self)
+        yield from local_updates.problems(self)
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from local_rounds.misfits("adaptive_localsgd", self, world)
+        yield from local_updates.misfits("adaptive_localsgd", self, world)
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0, "k": self.init_k_steps, "loss": 0.0, "lr": 0.0}
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
-        return local_rounds.keeps(self, params)
+        return local_updates.keeps(self, params)
 
     def cost(self, bill: Bill) -> None:
         bill.every, bill.late, bill.averages = self.init_k_steps, True, True
@@ -73,7 +73,7 @@ class AdaptiveLocalSGD(Part):
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
         """leave the gradient on its rank"""
-        return local_rounds.keep(self, bucket, moment)
+        return local_updates.keep(self, bucket, moment)
 
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
     def average(self, params: list[Tensor], moment: Moment) -> None:
@@ -83,7 +83,7 @@ class AdaptiveLocalSGD(Part):
         if follows and not (state["loss"] and state["lr"]):  # in round 1, unless its rate was 0
             state["loss"], state["lr"] = moment.loss(), moment.lr
         if moment.round <= self.begin_step or moment.round - state["last"] >= state["k"]:
-            local_rounds.average(self, params, moment)
+            local_updates.average(self, params, moment)
             if follows and moment.round > self.begin_step:
                 self._adapt(moment)
 
@@ -97,7 +97,7 @@ class AdaptiveLocalSGD(Part):
             log.info("round %d: a period of %d rounds, it was %d (loss %.4g)", moment.round, state["k"], before, loss)
 
     def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
-        local_rounds.settle(self, params, moment, last=last)
+        local_updates.settle(self, params, moment, last=last)
 
     def remarks(self, moment: Moment | None) -> Iterator[str]:
         if moment is not None:

@@ -5,8 +5,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fleetx.memory import sizes
-from fleetx.part import Part, settings
+from fleetx.base import sizes
+from fleetx.strategy.part import Part, settings
+
+ASKED = "FLEETX_PLAN"  # set by `fleetx plan`: settings of auto, as YAML; the script ends when the plan is there
 
 
 @settings

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from fleetx.bill import Bill
-from fleetx.moment import Moment
-from fleetx.part import Part, settings
-from fleetx.stage import Stage, at
+from fleetx.engine.context import Moment
+from fleetx.strategy.cost_model import Bill
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Stage, at
 
 # DistributedDataParallel closes a bucket once it is full: with no room at all each parameter travels alone.
 _ALONE = 1e-6

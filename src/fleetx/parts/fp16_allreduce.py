@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.moment import Bucket, Moment
-from fleetx.part import Part, settings
-from fleetx.stage import Stage, at
+from fleetx.engine.context import Bucket, Moment
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Stage, at
 
 
 @settings

@@ -8,12 +8,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.moment import Moment
-from fleetx.part import Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.structure import sparse_modules
-from fleetx.world import World
+from fleetx.base.module_names import sparse_modules
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings

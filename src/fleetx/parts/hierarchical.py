@@ -7,12 +7,12 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.bill import Bill, Link, Offer, Scene
-from fleetx.moment import Moment
-from fleetx.part import Part, settings
-from fleetx.routes import inside_hosts
-from fleetx.stage import Stage, at
-from fleetx.world import World
+from fleetx.comm.routes import inside_hosts
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.strategy.cost_model import Bill, Link, Offer, Scene
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Stage, at
 
 
 @settings

@@ -8,12 +8,13 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from fleetx.moment import Moment
-from fleetx.optim import Lamb, exclusion, inner
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.optim import Lamb, exclusion
+from fleetx.optim import adopt as inner
 from fleetx.optim.layerwise import adopt
-from fleetx.part import Names, Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.world import World
+from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from fleetx import local_rounds
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.moment import Bucket, Moment
-from fleetx.part import Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.world import World
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket, Moment
+from fleetx.parts import _local_updates as local_updates
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
@@ -48,16 +48,16 @@ class LocalSGD(Part):
     costs: ClassVar[str] = "network: the size of the parameters once in k_steps rounds, none during backward"
 
     def problems(self) -> Iterator[str]:
-        yield from local_rounds.problems(self)
+        yield from local_updates.problems(self)
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from local_rounds.misfits("localsgd", self, world)
+        yield from local_updates.misfits("localsgd", self, world)
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
-        return local_rounds.keeps(self, params)
+        return local_updates.keeps(self, params)
 
     @classmethod
     def offers(cls, scene: Scene) -> Iterator[Offer]:
@@ -70,13 +70,13 @@ class LocalSGD(Part):
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
         """leave the gradient on its rank"""
-        return local_rounds.keep(self, bucket, moment)
+        return local_updates.keep(self, bucket, moment)
 
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
     def average(self, params: list[Tensor], moment: Moment) -> None:
         """average the parameters over the ranks once in k_steps rounds"""
         if moment.round <= self.begin_step or moment.round - moment.state["last"] >= self.k_steps:
-            local_rounds.average(self, params, moment)
+            local_updates.average(self, params, moment)
 
     def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
-        local_rounds.settle(self, params, moment, last=last)
+        local_updates.settle(self, params, moment, last=last)

@@ -10,12 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from fleetx.forwards import Layer, wrap
-from fleetx.moment import Moment
-from fleetx.part import Part, settings
-from fleetx.stage import Stage, at
-from fleetx.structure import named_modules
-from fleetx.world import World
+from fleetx.base.module_names import named_modules
+from fleetx.base.wrapping import Layer, wrap
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Stage, at
 
 
 @settings

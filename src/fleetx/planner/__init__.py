@@ -21,17 +21,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.module_names import plain_name
+from fleetx.base.sizes import parse
+from fleetx.comm.world import World
+from fleetx.engine.checks import refuse
 from fleetx.errors import UsageError
-from fleetx.memory.sizes import parse
-from fleetx.memory.trace import random_kept
-from fleetx.planner import probe, report, store
+from fleetx.measure.fake_step import random_kept
+from fleetx.planner import cache, profile, report
 from fleetx.planner.candidates import declared, offered
-from fleetx.planner.job import Job, from_first
 from fleetx.planner.search import Search, allowed, ways
-from fleetx.refusals import refuse
+from fleetx.planner.workload import Job, from_first
 from fleetx.strategy import DistributedStrategy
-from fleetx.structure import plain_name
-from fleetx.world import World
 
 NO_SAMPLE = (
     "strategy.auto needs a batch to measure with. Add two lines:\n"
@@ -78,13 +78,13 @@ def choose(
     batch = settings["global_batch"]
     if batch is not None and batch < world.size:
         raise UsageError(f"auto_configs['global_batch'] = {batch}: each of {world.size} ranks needs a sample")
-    name = store.key(job, strategy, world, world.hosts())
-    known = from_first(world, lambda: store.load(name) if settings["cache"] else None)
+    name = cache.key(job, strategy, world, world.hosts())
+    known = from_first(world, lambda: cache.load(name) if settings["cache"] else None)
     if known is None:
         with random_kept():
             known = _searched(job, strategy, world, settings)
         if world.rank == 0 and settings["cache"]:
-            store.save(name, known)
+            cache.save(name, known)
     else:
         known["text"] += "\nchosen before, for the same model, batch and world: auto_configs['cache'] = False asks anew"
     made = known["declared"], known["equation"]
@@ -103,16 +103,16 @@ def _searched(job: Job, strategy: DistributedStrategy, world: World, settings: A
     until = begun + settings["max_seconds"]
     base = strategy.plan().parts
     memory = settings["memory_budget"]
-    scene = probe.scene(
+    scene = profile.scene(
         world, memory=parse(memory) if isinstance(memory, str) else memory, global_batch=settings["global_batch"]
     )
     forms = ways(strategy, scene, base, settings["allow"])
     share = (settings["global_batch"] or 0) // world.size
-    work = probe.work(
+    work = profile.work(
         job, base, forms, world, largest=max(job.samples, share), seconds=max(settings["max_seconds"], 60)
     )
     if world.rank == 0:
-        store.keep_probe(scene, work, declared(strategy))
+        cache.keep_probe(scene, work, declared(strategy))
     plans = list(allowed(offered(strategy, scene, work, allow=settings["allow"]), job, world))
     search = Search(job, scene, work, world, settings["objective"])
     search.predict(plans)

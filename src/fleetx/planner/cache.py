@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fleetx import __version__
-from fleetx.bill import Link, Scene
+from fleetx.base import cache
+from fleetx.base.trees import tensors_of
+from fleetx.comm.world import World
 from fleetx.errors import UsageError
-from fleetx.planner import links
-from fleetx.planner.job import Job
-from fleetx.planner.work import Work
-from fleetx.recompute import store
+from fleetx.measure import step_key
+from fleetx.planner import link_benchmark
+from fleetx.planner.model_profile import Work
+from fleetx.planner.workload import Job
 from fleetx.strategy import DistributedStrategy
-from fleetx.structure import tensors_of
-from fleetx.world import World
+from fleetx.strategy.cost_model import Link, Scene
 
 log = logging.getLogger(__name__)
 _LAST = "last_probe"
@@ -31,10 +32,10 @@ PROBE = "FLEETX_PLAN_PROBE"  # a file to which the probe is written too
 def key(job: Job, strategy: DistributedStrategy, world: World, hosts: list[int]) -> str:
     about = (
         _VERSION, __version__, sorted(strategy.declared().items()), world.size, [hosts.count(host) for host in hosts],
-        job.samples, [(tuple(t.shape), str(t.dtype)) for t in tensors_of(job.targets)], links.memory(),
+        job.samples, [(tuple(t.shape), str(t.dtype)) for t in tensors_of(job.targets)], link_benchmark.memory(),
         _code(job.loss_fn), sorted({_code(type(module)) for module in job.model.modules()}),
     )  # fmt: skip
-    return store.key(job.step(job.samples, strategy.plan().parts, kept=True), repr(about))
+    return step_key.key(job.step(job.samples, strategy.plan().parts, kept=True), repr(about))
 
 
 def _code(thing: Any) -> str:
@@ -46,7 +47,7 @@ def _code(thing: Any) -> str:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    folder = store.folder("auto")
+    folder = cache.folder("auto")
     try:
         found = json.loads((folder / f"{name}.json").read_text()) if folder is not None else None
     except (OSError, ValueError):
@@ -56,7 +57,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 def save(name: str, data: dict[str, Any]) -> None:
     """Beside, then renamed. A disk that is full or closed costs time only."""
-    folder = store.folder("auto")
+    folder = cache.folder("auto")
     if folder is None:
         return
     try:
@@ -77,7 +78,7 @@ def keep_probe(scene: Scene, work: Work, declared: dict[str, Any]) -> None:
 
 def probe(path: Path | None) -> tuple[Scene, Work, dict[str, Any]] | None:
     """From a file, or the last one; None: there is none."""
-    folder = store.folder("auto")
+    folder = cache.folder("auto")
     file = path or (folder / f"{_LAST}.json" if folder is not None else None)
     if file is None or not file.exists():
         return None
@@ -89,6 +90,8 @@ def probe(path: Path | None) -> tuple[Scene, Work, dict[str, Any]] | None:
 
 def _probe(found: dict[str, Any]) -> tuple[Scene, Work, dict[str, Any]]:
     scene = found["scene"]
-    links: dict[str, Any] = {name: Link(**scene[name]) for name in ("flat", "gather", "scatter", "inner", "outer")}
+    links: dict[str, Any] = {
+        name: Link(**scene[name]) for name in ("flat", "gather", "scatter", "inner", "outer")
+    }
     links["sixteen"] = {name: Link(**link) for name, link in scene["sixteen"].items()}
     return Scene(**(scene | links)), Work.of(found["work"]), found["declared"]

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fleetx.bill import ALLOWED, Bill, Offer, Scene
-from fleetx.compose import Plan, compose
 from fleetx.errors import StrategyError
-from fleetx.part import Part, every
 from fleetx.planner.cost import bill_of
-from fleetx.planner.job import by_budget
-from fleetx.planner.work import Work
-from fleetx.stage import Fact
+from fleetx.planner.model_profile import Work
+from fleetx.planner.workload import by_budget
 from fleetx.strategy import DistributedStrategy
+from fleetx.strategy.compose import Plan, compose
+from fleetx.strategy.cost_model import ALLOWED, Bill, Offer, Scene
+from fleetx.strategy.part import Part, every
+from fleetx.strategy.stage import Fact
 
 
 @dataclass(frozen=True, eq=False)

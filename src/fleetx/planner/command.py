@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fleetx.base.sizes import parse
 from fleetx.errors import UsageError
-from fleetx.fleet.planning import ASKED
-from fleetx.memory.sizes import parse
-from fleetx.planner import store, whatif
+from fleetx.parts.auto import ASKED
+from fleetx.planner import cache, whatif
 
 _PASSED = ("global_batch", "objective", "allow", "trials")
 
 
-def measured(script: str, arguments: Sequence[str], given: Mapping[str, Any]) -> int:
-    """Start the script as fleetrun would; it ends when the plan is there."""
-    from fleetx.launch.options import main
-
+def measured(
+    script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetrun: Callable[[list[str]], int]
+) -> int:
+    """Start the script with fleetrun; it ends when the plan is there."""
     settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False}
     if given["memory"] is not None and given["nodes"] is None:  # with --nodes it is that of the other machine
         settings["memory_budget"] = given["memory"]
@@ -31,11 +31,11 @@ def measured(script: str, arguments: Sequence[str], given: Mapping[str, Any]) ->
     words = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.json"
-        os.environ[ASKED], os.environ[store.PROBE] = yaml.safe_dump(settings), str(probe)
+        os.environ[ASKED], os.environ[cache.PROBE] = yaml.safe_dump(settings), str(probe)
         try:
-            code = main([*words, script, *arguments])
+            code = fleetrun([*words, script, *arguments])
         finally:
-            del os.environ[ASKED], os.environ[store.PROBE]
+            del os.environ[ASKED], os.environ[cache.PROBE]
         if not code and not probe.exists():
             raise UsageError(f"{script} ended without fleet.distribute(model, optimizer, ..., sample=...)")
     return code
@@ -47,7 +47,7 @@ def what_if(given: Mapping[str, Any]) -> str:
         raise UsageError(f"what if {given['nodes']} nodes: {' and '.join(missing)} must be said too")
     if not 0 < given["speed"] < math.inf or not 0 <= given["latency"] < math.inf:
         raise UsageError("--speed must be above 0, and --latency not below")
-    found = store.probe(given["probe"])
+    found = cache.probe(given["probe"])
     if found is None:
         raise UsageError("there is no probe yet: name a script, which is measured first, or a file with --probe")
     scene, work, declared = found

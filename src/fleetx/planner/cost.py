@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fleetx.bill import Bill, Link, Scene
-from fleetx.part import Part
-from fleetx.planner.work import Piece, Way, Work
+from fleetx.planner.model_profile import Piece, Way, Work
+from fleetx.strategy.cost_model import Bill, Link, Scene
+from fleetx.strategy.part import Part
 
 TENSOR = 6e-4  # seconds for each tensor that FSDP gathers or scatters, of Python and of small copies, on a CPU
 IN_FLIGHT = 5  # segments that FSDP has gathered, or reduces, at once: measured, see docs/results/pipeline.md

@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 import torch
 import torch.distributed as dist
 
-from fleetx.bill import Link
-from fleetx.world import World
+from fleetx.comm.world import World
+from fleetx.strategy.cost_model import Link
 
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 23)  # bytes
 ENOUGH = 0.1  # seconds for one size: then larger ones are not tried

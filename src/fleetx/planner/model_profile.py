@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fleetx.pipeline.partition import partition
+from fleetx.parts.pipeline.partition import partition
 
 
 @dataclass(frozen=True)

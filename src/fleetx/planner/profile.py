@@ -12,23 +12,25 @@ from typing import Any
 
 import torch
 
-from fleetx import averaging, shards
-from fleetx.bill import Scene
-from fleetx.compose import compose
-from fleetx.engine import Engine
+from fleetx.base.module_names import named_modules
+from fleetx.base.trees import loss_by
+from fleetx.comm import averaging
+from fleetx.comm.roles import Place
+from fleetx.comm.routes import inside_hosts
+from fleetx.comm.world import World, anew
+from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
-from fleetx.memory.trace import estimate
-from fleetx.part import Part
-from fleetx.pipeline.places import pieces
-from fleetx.planner import links
-from fleetx.planner.forked import Answer, forked
-from fleetx.planner.job import Job, alone, apart, everyone, from_first, name, now
-from fleetx.planner.work import Line, Piece, Way, Work
-from fleetx.recompute import budget
-from fleetx.roles import Place
-from fleetx.routes import inside_hosts
-from fleetx.structure import loss_by, named_modules
-from fleetx.world import World, anew
+from fleetx.measure.child import Answer, forked
+from fleetx.measure.fake_step import estimate
+from fleetx.parts.pipeline.cut_points import pieces
+from fleetx.parts.recompute import budget
+from fleetx.parts.sharding import fsdp
+from fleetx.planner import link_benchmark
+from fleetx.planner.model_profile import Line, Piece, Way, Work
+from fleetx.planner.workload import Job, alone, apart, everyone, from_first, name, now
+from fleetx.strategy.compose import compose
+from fleetx.strategy.cost_model import Scene
+from fleetx.strategy.part import Part
 
 HALVES = (torch.float16, torch.bfloat16)
 SEGMENT = 32 << 20  # bytes: as sharding gathers by default
@@ -40,13 +42,14 @@ SHORT = 1.0  # seconds: of a step that takes less, the better of two counts
 def scene(world: World, *, memory: int | None, global_batch: int | None) -> Scene:
     hosts = world.hosts()
     inside = inside_hosts(hosts) or 1  # unequal hosts: nothing is arranged by them
-    inner, outer = links.tiers(world, hosts)
+    inner, outer = link_benchmark.tiers(world, hosts)
     if memory is None:
         memory = _memory(world, hosts.count(hosts[world.rank]))
-    sixteen = {str(dtype).removeprefix("torch."): links.reduced(world, dtype) for dtype in HALVES}
+    sixteen = {str(dtype).removeprefix("torch."): link_benchmark.reduced(world, dtype) for dtype in HALVES}
     return Scene(
-        world.size, inside, links.reduced(world), links.gathered(world), links.scattered(world), inner, outer,
-        links.stream(world), memory, sixteen, world.device.type, global_batch,
+        world.size, inside, link_benchmark.reduced(world), link_benchmark.gathered(world),
+        link_benchmark.scattered(world), inner, outer, link_benchmark.stream(world), memory, sixteen,
+        world.device.type, global_batch,
     )  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def _memory(world: World, neighbours: int) -> int:
     if world.device.type == "cuda":
         mine = torch.cuda.mem_get_info(world.device)[0]
     else:
-        mine = int(0.9 * links.memory() / neighbours)
+        mine = int(0.9 * link_benchmark.memory() / neighbours)
     least = torch.tensor([-mine], dtype=torch.int64, device=world.device)
     world.maximum(least)  # the smallest of all
     return -int(least.item())
@@ -152,7 +155,7 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
     return Work(
         job.samples, Way(peak=peak, casts=max(casts, 0.0)), 0.0, first.parameters, first.gradients, first.optimizer,
         first.buffers, first.updating, sum(p.requires_grad for p in job.model.parameters()),
-        shards.largest(job.model, SEGMENT), averaging.in_turn(list(job.model.parameters())), tuple(made),
+        fsdp.largest(job.model, SEGMENT), averaging.in_turn(list(job.model.parameters())), tuple(made),
         shapes=tuple(tuple(p.shape) for p in job.model.parameters()),
     )  # fmt: skip
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fleetx.bill import Scene
-from fleetx.memory.sizes import words
+from fleetx.base.sizes import words
+from fleetx.planner.model_profile import Work
 from fleetx.planner.search import Considered, Search
-from fleetx.planner.work import Work
+from fleetx.strategy.cost_model import Scene
 
 log = logging.getLogger(__name__)
 MARK = "# chosen by fleetx: strategy.auto"

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fleetx.bill import ALLOWED, Scene
+from fleetx.base.module_names import plain_name
+from fleetx.base.sizes import words
+from fleetx.comm.world import World
+from fleetx.engine.checks import refuse
 from fleetx.errors import StrategyError
-from fleetx.memory.sizes import words
-from fleetx.part import Part, every
+from fleetx.parts.recompute import budget
 from fleetx.planner.candidates import Candidate, declared
 from fleetx.planner.cost import Account, account
-from fleetx.planner.job import Job, apart, by_budget, from_first, name
+from fleetx.planner.model_profile import Work
 from fleetx.planner.trial import Trial, tried
-from fleetx.planner.work import Work
-from fleetx.recompute import budget
-from fleetx.refusals import refuse
+from fleetx.planner.workload import Job, apart, by_budget, from_first, name
 from fleetx.strategy import DistributedStrategy
-from fleetx.structure import plain_name
-from fleetx.world import World
+from fleetx.strategy.cost_model import ALLOWED, Scene
+from fleetx.strategy.part import Part, every
 
 log = logging.getLogger(__name__)
 SMALLEST = 3  # plans of which it is found out exactly, where nothing else fits, whether they do

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fleetx.engine import Engine
-from fleetx.memory import measure
-from fleetx.memory.tracker import bytes_of
+from fleetx.base.trees import tensors_of
+from fleetx.comm.world import World
+from fleetx.engine.engine import Engine
+from fleetx.engine.reducer import Reducer
+from fleetx.engine.scheduled import ScheduledEngine
+from fleetx.measure import allocator
+from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate
-from fleetx.planner.job import Job, now
-from fleetx.planner.probe import together
-from fleetx.reducer import Reducer
-from fleetx.scheduled import ScheduledEngine
-from fleetx.stage import Stage
-from fleetx.structure import tensors_of
-from fleetx.world import World
+from fleetx.planner.profile import together
+from fleetx.planner.workload import Job, now
+from fleetx.strategy.stage import Stage
 
 SHORT = 1.0  # seconds: of an update that takes less, the median of several counts
 MANY = 5
@@ -70,7 +70,7 @@ def _train(candidate: Candidate, peak: bool, job: Job, world: World) -> dict[str
         longest = torch.tensor([(now(world.device) - begun) / cycle], device=world.device)
         world.maximum(longest)
         times.append(longest.item())
-    most = _held(engine, (inputs, targets)) + measure.peak(update, world.device) if peak else 0
+    most = _held(engine, (inputs, targets)) + allocator.peak(update, world.device) if peak else 0
     return {"seconds": sorted(times)[len(times) // 2], "peak": most}
 
 

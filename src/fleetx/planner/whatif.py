@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from fleetx.bill import Link, Scene
+from fleetx.base.sizes import words
 from fleetx.errors import StrategyError, UsageError
-from fleetx.memory.sizes import words
 from fleetx.planner.candidates import Candidate, offered
 from fleetx.planner.cost import Account, account, bill_of
-from fleetx.planner.job import name
-from fleetx.planner.work import Work
+from fleetx.planner.model_profile import Work
+from fleetx.planner.workload import name
 from fleetx.strategy import DistributedStrategy
+from fleetx.strategy.cost_model import Link, Scene
 
 PLAINLY = "A prediction: nothing below was run. Compute is the probe's, {speed:g} times as fast; links are as stated."
 _UNITS = {"bit": 1 / 8, "b": 1 / 8, "B": 1.0}

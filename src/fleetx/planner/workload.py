@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.trees import LossFn, arguments, map_tensors, samples_in, tensors_of
+from fleetx.comm.world import World
 from fleetx.errors import UsageError
-from fleetx.memory.batch import twins
-from fleetx.memory.trace import Step
-from fleetx.part import Part
-from fleetx.planner.forked import forked
-from fleetx.stage import Stage
-from fleetx.structure import LossFn, arguments, map_tensors, samples_in, tensors_of
-from fleetx.world import World
+from fleetx.measure.child import forked
+from fleetx.measure.fake_step import Step
+from fleetx.measure.largest_batch import twins
+from fleetx.strategy.part import Part
+from fleetx.strategy.stage import Stage
 
 
 @dataclass(frozen=True)

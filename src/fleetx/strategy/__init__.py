@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetx import paddle_names
-from fleetx.compose import Plan, compose
 from fleetx.errors import StrategyError
-from fleetx.part import Part, every, switch_of
-from fleetx.settings import Settings
+from fleetx.strategy import ignored
+from fleetx.strategy.compose import Plan, compose
+from fleetx.strategy.part import Part, every, switch_of
+from fleetx.strategy.settings import Settings
 
 CONFIGS = "_configs"
 
@@ -44,7 +44,7 @@ class DistributedStrategy:
         names = {p: Settings(p) for p in every().values()}
         object.__setattr__(self, "_settings", {switch_of(p): s for p, s in names.items()})
         object.__setattr__(self, "_switches", {})  # only what was assigned: a switch set to False is an answer too
-        object.__setattr__(self, "_idle", paddle_names.idle_defaults())
+        object.__setattr__(self, "_idle", ignored.idle_defaults())
         problems: list[str] = []
         for name, value in declared.items():
             if isinstance(value, Mapping) and name + CONFIGS in declared:
@@ -66,7 +66,7 @@ class DistributedStrategy:
         elif kind == "flat":
             self._settings[key][field] = value
         else:
-            self._idle[name] = paddle_names.checked(name, value)
+            self._idle[name] = ignored.checked(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -94,8 +94,8 @@ class DistributedStrategy:
                 return "flat", switch, part.flat[name]
         if name in self._idle:
             return "idle", "", ""
-        if name in paddle_names.REFUSED:
-            raise StrategyError(f"{name}: {paddle_names.REFUSED[name]}")
+        if name in ignored.REFUSED:
+            raise StrategyError(f"{name}: {ignored.REFUSED[name]}")
         raise StrategyError(f"DistributedStrategy has no {name!r}{_nearest(name, self._names())}")
 
     def _switch(self, switch: str, value: Any) -> None:
@@ -144,7 +144,7 @@ class DistributedStrategy:
 
     def without_meaning(self) -> Iterator[tuple[str, str]]:
         """Settings that were accepted for a Paddle script's sake and mean nothing here, each with the reason."""
-        yield from paddle_names.assigned(self._idle)
+        yield from ignored.assigned(self._idle)
         for switch, settings in self._settings.items():
             for key in sorted(settings.given & set(settings.kind.no_meaning)):
                 yield f"{switch}{CONFIGS}[{key!r}]", settings.kind.no_meaning[key]
@@ -161,18 +161,18 @@ class DistributedStrategy:
                 out |= {name: settings[field] for name, field in part.flat.items() if field in settings.given}
             elif settings.given:
                 out[switch + CONFIGS] = {key: settings[key] for key in settings if key in settings.given}
-        return out | paddle_names.plain(self._idle)
+        return out | ignored.plain(self._idle)
 
     def save(self, path: str | Path) -> None:
         """Write the strategy as YAML, so that `DistributedStrategy.load` gives an equal one."""
-        from fleetx import yaml_file
+        from fleetx.base import yaml_file
 
         yaml_file.write(path, self.declared())
 
     @_on_the_class
     def load(cls: Any, path: str | Path) -> DistributedStrategy:  # noqa: N805
         """Read a strategy from YAML; every problem in the file is in one StrategyError."""
-        from fleetx import yaml_file
+        from fleetx.base import yaml_file
 
         try:
             return cls(**yaml_file.read(path))
@@ -195,7 +195,7 @@ class DistributedStrategy:
         return f"DistributedStrategy({', '.join(f'{k}={v!r}' for k, v in self.declared().items())})"
 
     def __str__(self) -> str:
-        from fleetx.explain import strategy_table
+        from fleetx.strategy.explain import strategy_table
 
         return strategy_table(self)
 

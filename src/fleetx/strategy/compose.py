@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from fleetx.errors import StrategyError
-from fleetx.part import Part
-from fleetx.stage import Act, Fact, Stage
+from fleetx.strategy.part import Part
+from fleetx.strategy.stage import Act, Fact, Stage
 
 
 @dataclass(frozen=True)

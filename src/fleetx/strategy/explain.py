@@ -11,16 +11,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fleetx.compose import first
-from fleetx.part import Part, every, switch_of
-from fleetx.settings import Settings
-from fleetx.stage import Act, Stage
+from fleetx.strategy.compose import first
+from fleetx.strategy.part import Part, every, switch_of
+from fleetx.strategy.settings import Settings
+from fleetx.strategy.stage import Act, Stage
 
 if TYPE_CHECKING:
-    from fleetx.compose import Plan
-    from fleetx.engine import Engine
+    from fleetx.comm.world import World
+    from fleetx.engine.engine import Engine
     from fleetx.strategy import DistributedStrategy
-    from fleetx.world import World
+    from fleetx.strategy.compose import Plan
 
 _WIDTH = 118
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.stage import Act, Claim
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.stage import Act, Claim
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fleetx.moment import Moment
-    from fleetx.world import World
+    from fleetx.comm.world import World
+    from fleetx.engine.context import Moment
 
 # A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
 Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
@@ -132,6 +132,8 @@ def every() -> dict[str, type[Part]]:
     folder = importlib.import_module("fleetx.parts")
     found = {}
     for info in pkgutil.iter_modules(folder.__path__):
+        if info.name.startswith("_"):  # what several parts share
+            continue
         module = importlib.import_module(f"fleetx.parts.{info.name}")
         mine = [
             c for c in vars(module).values()

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fleetx.errors import StrategyError
-from fleetx.part import Part, defaults_of, switch_of
+from fleetx.strategy.part import Part, defaults_of, switch_of
 
 
 class Settings(MutableMapping[str, Any]):

@@ -24,7 +24,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from fleetx.part import Part
+    from fleetx.strategy.part import Part
 
 
 class Stage(IntEnum):

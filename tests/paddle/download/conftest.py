@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from file_server import Server
 
-from fleetx.download import Downloader, Patience
+from fleetx.paddle.download import Downloader, Patience
 
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from file_server import MEGABYTE, Server, md5, tar
 
-from fleetx.download import Downloader, DownloadError, Patience, fetch
 from fleetx.errors import UsageError
+from fleetx.paddle.download import Downloader, DownloadError, Patience, fetch
 
 DATA = bytes(range(256)) * (12 * 1024)  # 3 MB
 PART = "data/.fleetx-download/parts"

@@ -13,9 +13,9 @@ import fsspec
 import pytest
 from file_server import MEGABYTE, filelist, md5, tar
 
-import fleetx.utils
-from fleetx.download import Downloader, DownloadError, config, folder, progress
+import fleetx.paddle.utils
 from fleetx.errors import UsageError
+from fleetx.paddle.download import Downloader, DownloadError, config, folder, progress
 
 TARS = {f"part-{i}.tar": tar({f"train/{i}.txt": b"x" * (100 + i)}) for i in range(5)}
 

@@ -14,13 +14,13 @@ import pytest
 from file_server import tar
 
 from fleetx import fleet
-from fleetx.download import Downloader, DownloadError, node
-from fleetx.download.records import Records
+from fleetx.paddle.download import Downloader, DownloadError, node
+from fleetx.paddle.download.records import Records
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
 PROGRAM = """
 import sys
-from fleetx.download import Downloader, DownloadError, Patience
+from fleetx.paddle.download import Downloader, DownloadError, Patience
 try:
     print(Downloader(patience=Patience(attempts=2, pause=0.01, timeout=10)).download_from_bos(sys.argv[1], sys.argv[2]))
 except DownloadError as error:

@@ -12,7 +12,7 @@ import threading
 import pytest
 from file_server import hardlink, special, symlink, tar
 
-from fleetx.download import DownloadError, unpack
+from fleetx.paddle.download import DownloadError, unpack
 
 FILE = b"content"
 
@@ -126,7 +126,7 @@ def test_an_interrupted_unpacking_is_done_again(server, bring, monkeypatch, tmp_
         raise OSError("the power is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fleetx.download.folder.publish", publish)
+        patch.setattr("fleetx.paddle.download.folder.publish", publish)
         with pytest.raises(DownloadError, match="the power is gone"):
             bring(address)
     assert len(renamed) == 4
@@ -172,7 +172,7 @@ def test_a_thread_that_an_interruption_left_behind_harms_no_later_run(server, br
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(tarfile.TarFile, "extract", slow)
-    monkeypatch.setattr("fleetx.download.parallel._GRACE", 0.1)
+    monkeypatch.setattr("fleetx.base.jobs._GRACE", 0.1)
     address = server.publish({"a.tar": tar({"x": FILE, "y": FILE})})
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 
-from fleetx.static import programs
+from fleetx.paddle.static import programs
 
 # Small applications and files of every format, which their own tests are made of.
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("applications", "data")]

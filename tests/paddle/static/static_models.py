@@ -7,9 +7,9 @@ from typing import Any
 from small_applications import batch, make
 
 from fleetx import fleet
-from fleetx.static import training
-from fleetx.static.paddle import fleet as paddle_fleet
-from fleetx.static.paddle import fluid
+from fleetx.paddle.api import fleet as paddle_fleet
+from fleetx.paddle.api import fluid
+from fleetx.paddle.static import training
 
 
 def minimized(name: str = "resnet", described: Any = None, declared: dict[str, Any] | None = None, **options: Any):

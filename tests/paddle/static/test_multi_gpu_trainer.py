@@ -12,8 +12,8 @@ from small_applications import batch, make
 from static_models import losses, minimized, started
 
 from fleetx import UsageError, fleet
-from fleetx.static.paddle import fluid
-from fleetx.trainer import MultiGPUTrainer
+from fleetx.paddle.api import fluid
+from fleetx.paddle.trainer import MultiGPUTrainer
 
 LINE = re.compile(
     r"epoch id: (\d+), step(\d+), train_loss: ([\d.]+), total time cost = [\d.]+, step per second: [\d.]+, "
@@ -74,7 +74,7 @@ def test_arrays_count_as_many_samples_as_tensors():
 def test_a_benchmark_counts_the_samples_of_arrays_too(monkeypatch):
     clock = count()
     each_step_takes_a_second = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("fleetx.trainer.time", each_step_takes_a_second)
+    monkeypatch.setattr("fleetx.paddle.trainer.time", each_step_takes_a_second)
     arrays = [{name: tensor.numpy() for name, tensor in batch("resnet", rows=6).items()}]
     assert MultiGPUTrainer().quick_benchmark(minimized(), arrays, start_step=0, end_step=3) == 6
 
@@ -99,7 +99,7 @@ BENCHMARKS = {
 
 @pytest.mark.parametrize("which", BENCHMARKS)
 def test_a_benchmark_goes_round_the_loader_and_tells_samples_per_second(which, capsys, monkeypatch):
-    monkeypatch.setattr("fleetx.trainer.MEASURED", 3)
+    monkeypatch.setattr("fleetx.paddle.trainer.MEASURED", 3)
     found = BENCHMARKS[which](MultiGPUTrainer())
     assert found > 0
     assert capsys.readouterr().out == f"steps 1 to 3: {found:f} samples per second\n"

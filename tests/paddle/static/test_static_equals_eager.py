@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fleetx import UsageError, fleet
 from fleetx.applications import Application
 from fleetx.applications.application import Feed
-from fleetx.static.paddle import fleet as paddle_fleet
-from fleetx.static.paddle import fluid
+from fleetx.paddle.api import fleet as paddle_fleet
+from fleetx.paddle.api import fluid
 from rank_pool import RankError
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731

@@ -9,9 +9,9 @@ from small_applications import batch, flat, make
 from static_models import losses, minimized, optimizer_of, started
 
 from fleetx import UsageError, fleet
-from fleetx.static import places
-from fleetx.static.paddle import fleet as paddle_fleet
-from fleetx.static.paddle import fluid
+from fleetx.paddle.api import fleet as paddle_fleet
+from fleetx.paddle.api import fluid
+from fleetx.paddle.static import devices
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_only_places_and_programs_are_taken(wrong):
 
 # --- places and settings --------------------------------------------------------------------------
 def test_a_gpu_means_the_cpu_where_that_computes_and_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(places, "_said", set())
+    monkeypatch.setattr(devices, "_said", set())
     assert fluid.CUDAPlace(0) == fluid.CUDAPlace(0)
     assert capsys.readouterr().err == "fleetx: CUDAPlace means the CPU here, where this run computes\n"
     fluid.CUDAPlace(1).check(torch.device("cpu"))
@@ -275,7 +275,7 @@ def test_a_place_that_is_not_the_workers_own_is_refused():
 
 
 def test_settings_of_the_graph_are_checked_by_name_and_said_to_have_no_meaning(capsys, monkeypatch):
-    monkeypatch.setattr(places, "_said", set())
+    monkeypatch.setattr(devices, "_said", set())
     execution, build = fluid.ExecutionStrategy(), fluid.BuildStrategy()
     execution.num_threads = 2
     build.enable_inplace = True

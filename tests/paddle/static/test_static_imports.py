@@ -18,8 +18,8 @@ from fleetx.errors import LaunchError
 from fleetx.launch import environment, runner
 from fleetx.launch.job import World
 from fleetx.launch.options import parse
-from fleetx.static import imports, install
-from fleetx.static import paddle as home
+from fleetx.paddle import api as home
+from fleetx.paddle.static import imports, install
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "real"),
     [
-        ("paddle", "fleetx.static.paddle"),
-        ("paddle.fluid", "fleetx.static.paddle.fluid"),
-        ("paddle.static", "fleetx.static.paddle.static"),
-        ("paddle.optimizer.lr", "fleetx.static.paddle.optimizer.lr"),
-        ("paddle.fleet", "fleetx.static.paddle.fleet"),
-        ("paddle.distributed.fleet", "fleetx.static.paddle.fleet"),
+        ("paddle", "fleetx.paddle.api"),
+        ("paddle.fluid", "fleetx.paddle.api.fluid"),
+        ("paddle.static", "fleetx.paddle.api.static"),
+        ("paddle.optimizer.lr", "fleetx.paddle.api.optimizer.lr"),
+        ("paddle.fleet", "fleetx.paddle.api.fleet"),
+        ("paddle.distributed.fleet", "fleetx.paddle.api.fleet"),
         ("paddle.fleet.base.role_maker", "fleetx.fleet.base.role_maker"),
         ("paddle.distributed.fleet.base.role_maker", "fleetx.fleet.base.role_maker"),
         ("fleet_lightning", "fleetx"),
@@ -57,7 +57,7 @@ def test_a_module_is_the_same_under_both_names(installed, name, real):
 
 
 def test_every_name_that_is_said_to_be_covered_is_there(installed):
-    modules = [m for n, m in sys.modules.items() if n.startswith("fleetx.static.paddle") and hasattr(m, "__all__")]
+    modules = [m for n, m in sys.modules.items() if n.startswith("fleetx.paddle.api") and hasattr(m, "__all__")]
     assert len(modules) > 10
     for module in modules:
         for name in module.__all__:
@@ -123,7 +123,7 @@ def test_paddle_itself_is_not_pushed_aside_once_it_is_loaded(monkeypatch):
 
 
 def test_the_mode_is_dynamic_until_static_is_enabled(monkeypatch):
-    from fleetx.static.paddle import mode
+    from fleetx.paddle.api import mode
 
     monkeypatch.setattr(mode, "_static", False)
     assert home.in_dynamic_mode()
@@ -137,7 +137,7 @@ WORKER = """
 import fleetx.launch.runner as runner, importlib.util, sys
 runner.serve_paddle_scripts()
 importlib.util.find_spec("paddle"), importlib.util.find_spec("fleet_lightning")  # as a library asks
-assert not {"torch", "fleetx.static"} & set(sys.modules)
+assert not {"torch", "fleetx.paddle.static"} & set(sys.modules)
 import paddle
 print(paddle.__name__, hasattr(paddle, "its_own"))
 """
@@ -163,7 +163,7 @@ def test_paddle_itself_is_taken_where_it_is_installed(tmp_path):
 def test_fleetx_stands_in_where_it_is_not_or_where_that_is_asked_for(tmp_path):
     for there, api in ((False, None), (True, "fleetx")):
         found = imported(tmp_path, there=there, api=api)
-        assert found.stdout == "fleetx.static.paddle False\n"
+        assert found.stdout == "fleetx.paddle.api False\n"
         assert found.stderr == "fleetx: `import paddle` gives fleetx: this script trains on PyTorch\n"
 
 

@@ -11,10 +11,10 @@ from small_applications import batch, make
 from static_models import losses, minimized, optimizer_of, started
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.schedule import linear_warmup_decay
-from fleetx.static.paddle import fleet as paddle_fleet
-from fleetx.static.paddle import fluid, nn, optimizer, regularizer
-from fleetx.static.paddle.optimizer import lr
+from fleetx.optim.schedule import linear_warmup_decay
+from fleetx.paddle.api import fleet as paddle_fleet
+from fleetx.paddle.api import fluid, nn, optimizer, regularizer
+from fleetx.paddle.api.optimizer import lr
 
 # Each with torch's own.
 SAME = {

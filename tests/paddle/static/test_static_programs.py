@@ -13,8 +13,8 @@ from static_models import started
 
 from fleetx import UsageError
 from fleetx.applications import Application
-from fleetx.static import programs, training
-from fleetx.static.paddle import fluid, static
+from fleetx.paddle.api import fluid, static
+from fleetx.paddle.static import programs, training
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx import compress
-from fleetx.compress import native, payload, plain, rice
+from fleetx.parts.dgc import codec, native, payload, plain, rice
 
 CHUNK, BLOCK, PIECE = 64, 16384, 1 << 16  # as in codec.c, and in plain.py
 SIZES = [1, 2, 63, 64, 65, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77, PIECE, PIECE + 1, 2 * PIECE + 63, 200_000]
@@ -39,7 +38,7 @@ def decoded(way, data, n):
 
 def sent_at(data, n):
     """The indices in it, as numpy reads them."""
-    of = compress.header(data)
+    of = codec.header(data)
     if of.dense:
         return np.arange(n)
     body = data.numpy()[payload.HEADER_BYTES :]

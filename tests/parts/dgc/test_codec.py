@@ -20,8 +20,7 @@ from codec_tools import (
     unbuilt,
 )
 
-from fleetx import compress
-from fleetx.compress import native, payload, plain
+from fleetx.parts.dgc import codec, native, payload, plain
 
 
 def u64(g, u, momentum, factor, decay=0.0, p=None, norm_limit=None, **_):
@@ -43,7 +42,7 @@ def test_u_v_and_what_is_sent_are_their_formulas(n, sparsity, half, way):
     wanted_u = u64(g, u, 0.9, 0.5)
     data = way.encode(g, u, v, momentum=0.9, factor=0.5, sparsity=sparsity, half=half)
     k = max(1, int(n * (1 - sparsity)))
-    of, sent, where = compress.header(data), decoded(way, data, n), sent_at(data, n)
+    of, sent, where = codec.header(data), decoded(way, data, n), sent_at(data, n)
     assert (of.n, of.count, of.finite, of.half, of.dense) == (n, k, True, half, k == n)
     assert of.length == data.numel()
     torch.testing.assert_close(sent + v.double(), full, rtol=2e-6, atol=2e-6)
@@ -147,7 +146,7 @@ def test_a_gradient_that_is_not_finite_is_told(bad, sparsity, half, norm_limit, 
         outs = {"u_out": torch.empty(n), "v_out": torch.empty(n)}
         settings = {"momentum": 0.9, "factor": 1.0, "sparsity": sparsity, "half": half, "norm_limit": norm_limit}
         data = way.encode(g, u, v, **settings, **outs)
-        assert not compress.header(data).finite
+        assert not codec.header(data).finite
         assert data.numel() == payload.HEADER_BYTES
         assert same_bits(u, old[0])
         assert same_bits(v, old[1])
@@ -158,7 +157,7 @@ def test_a_gradient_that_is_not_finite_is_told(bad, sparsity, half, norm_limit, 
 @both
 def test_a_sum_that_overflows_is_told(way):
     g, u, v = torch.full((100,), 3e38), torch.zeros(100), torch.full((100,), 3e38)
-    assert not compress.header(way.encode(g, u, v, **USUAL)).finite
+    assert not codec.header(way.encode(g, u, v, **USUAL)).finite
 
 
 @both
@@ -167,7 +166,7 @@ def test_the_largest_finite_numbers_are_sent(half, way):
     g = torch.full((20_000,), torch.finfo(torch.float32).max)
     u, v = torch.zeros_like(g), torch.zeros_like(g)
     data = way.encode(g, u, v, **USUAL | {"half": half})
-    assert compress.header(data).finite
+    assert codec.header(data).finite
     torch.testing.assert_close(decoded(way, data, 20_000) + v.double(), g.double(), rtol=0, atol=0)
 
 
@@ -219,10 +218,10 @@ def test_a_tensor_of_any_shape_is_read_flat(way):
 def test_the_variable_chooses_between_the_two(monkeypatch):
     monkeypatch.setenv("FLEETX_KERNELS", "stock")
     assert "FLEETX_KERNELS=stock" in native.reason()
-    assert compress._way(torch.zeros(1)) is plain
+    assert codec._way(torch.zeros(1)) is plain
     monkeypatch.setenv("FLEETX_KERNELS", "fast")
     with pytest.raises(ValueError, match="FLEETX_KERNELS=fast: must be stock or compiled"):
-        compress.encode(*tensors(100), **USUAL)
+        codec.encode(*tensors(100), **USUAL)
     if not unbuilt:
         monkeypatch.setenv("FLEETX_KERNELS", "compiled")
-        assert compress._way(torch.zeros(1)) is native
+        assert codec._way(torch.zeros(1)) is native

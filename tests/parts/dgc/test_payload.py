@@ -12,8 +12,7 @@ from codec_tools import SPARSITIES, USUAL, both, built, decoded, halves, same_bi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx import compress
-from fleetx.compress import native, payload, plain, rice
+from fleetx.parts.dgc import codec, native, payload, plain, rice
 
 
 # --- the size -----------------------------------------------------------------------------------------
@@ -22,7 +21,7 @@ from fleetx.compress import native, payload, plain, rice
 def test_a_value_takes_its_16_bits_and_little_more_than_the_entropy_of_its_index(n):
     g, u, v = tensors(n, 1)[0], torch.zeros(n), torch.zeros(n)
     data = native.encode(g, u, v, **USUAL | {"half": True})
-    assert compress.header(data).count == n // 1000
+    assert codec.header(data).count == n // 1000
     assert data.numel() * 8 <= 1.03 * 27.4 * (n // 1000)
 
 
@@ -45,7 +44,7 @@ def test_the_room_is_enough_wherever_the_values_lie(sparsity, half, way):
 def test_no_temporary_is_as_large_as_the_tensor(name):
     code = f"""
 import resource, torch
-from fleetx.compress import {name} as way
+from fleetx.parts.dgc import {name} as way
 n = 1 << 24
 g, u, v = torch.randn(n), torch.zeros(n), torch.zeros(n)
 out = torch.ones(n)
@@ -102,7 +101,7 @@ def test_the_compiled_coder_writes_the_same_bits(indices, beyond, half):
     settings = {"momentum": 0.0, "factor": 1.0, "sparsity": 1 / (n + 1), "half": half}
     data = native.encode(g, torch.zeros(n), torch.zeros(n), **settings)
     assert np.array_equal(sent_at(data, n), indices)
-    of = compress.header(data)
+    of = codec.header(data)
     shift, lows, unary = rice.pack(indices.astype(np.uint32))
     assert of.shift == shift
     assert np.array_equal(data.numpy()[payload.HEADER_BYTES + of.value_bytes :], np.concatenate([lows, unary]))
@@ -130,7 +129,7 @@ def damaged(data, at, value):
 
 
 def with_header(data, **changes):
-    of = compress.header(data)
+    of = codec.header(data)
     values = {name: getattr(of, name) for name in of.__dataclass_fields__} | changes
     head = torch.frombuffer(bytearray(payload.Header(**values).bytes()), dtype=torch.uint8)
     return torch.cat([head, data[payload.HEADER_BYTES :]])

@@ -7,8 +7,7 @@ import pytest
 import torch
 from codec_tools import BLOCK, SPARSITIES, USUAL, both, built, decoded, halves, same_bits, sent_at, tensors
 
-from fleetx import compress
-from fleetx.compress import native, payload, plain
+from fleetx.parts.dgc import codec, native, payload, plain
 
 
 def gaussian(n):
@@ -80,8 +79,8 @@ def test_of_equal_values_all_are_sent_in_turn(way):
 def test_zeros_are_sent_only_where_everything_is(sparsity, half, way):
     g, u, v = torch.zeros(20_000), torch.zeros(20_000), torch.zeros(20_000)
     data = way.encode(g, u, v, momentum=0.9, factor=1.0, sparsity=sparsity, half=half)
-    assert compress.header(data).count == (0 if sparsity else 20_000)
-    assert compress.header(data).finite
+    assert codec.header(data).count == (0 if sparsity else 20_000)
+    assert codec.header(data).finite
     assert not decoded(way, data, 20_000).any()
 
 
@@ -167,7 +166,7 @@ def test_a_payload_is_read_where_it_lies_in_a_buffer_of_several(way):
         made.append(way.encode(g, u, v, **USUAL | {"half": n != 33}))
     buffer, at = torch.cat(made), 0
     for data in made:
-        of = compress.header(buffer[at:])
+        of = codec.header(buffer[at:])
         assert torch.equal(decoded(way, buffer[at : at + of.length], of.n), decoded(way, data, of.n))
         at += of.length
     assert at == buffer.numel()

@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from fleetx import StrategyError
-from fleetx.memory.trace import Step
-from fleetx.pipeline import survey
-from fleetx.pipeline.cut import Cut
-from fleetx.pipeline.places import pieces
-from fleetx.roles import Place
-from fleetx.world import World
+from fleetx.comm.roles import Place
+from fleetx.comm.world import World
+from fleetx.measure.fake_step import Step
+from fleetx.parts.pipeline import trace
+from fleetx.parts.pipeline.cut_points import pieces
+from fleetx.parts.pipeline.stage_params import Cut
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -197,7 +197,7 @@ def found(name):
 
 def accepted(model, inputs, start):
     """Does the survey, which a pipeline makes before it cuts, agree?"""
-    units = survey.units(model, [start], lambda: model(**inputs))
+    units = trace.units(model, [start], lambda: model(**inputs))
     cut = Cut(model, units, lambda stage: 0, World(Place(), torch.device("cpu")))
 
     def run(visitor):
@@ -208,7 +208,7 @@ def accepted(model, inputs, start):
             cut.visitor = None
 
     try:
-        survey.borders(units, torch.device("cpu"), run)
+        trace.borders(units, torch.device("cpu"), run)
     except StrategyError:
         return False
     return True

@@ -11,11 +11,12 @@ from models import MODELS, Convolutions, Transformer, images, tokens
 from torch import nn
 
 from fleetx import StrategyError, fleet
-from fleetx.memory import measure
-from fleetx.memory.sizes import words
-from fleetx.memory.trace import Step, estimate
-from fleetx.memory.tracker import bytes_of
-from fleetx.recompute import budget, store
+from fleetx.base import cache
+from fleetx.base.sizes import words
+from fleetx.measure import allocator
+from fleetx.measure.fake_step import Step, estimate
+from fleetx.measure.tracker import bytes_of
+from fleetx.parts.recompute import budget
 from training import assert_equal, sgd, weights
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def measured(model, optimizer, inputs, forward):
     step()
     state = [s for values in optimizer.state.values() for s in values.values() if isinstance(s, torch.Tensor)]
     fixed = bytes_of([*model.parameters(), *model.buffers(), *inputs, *state])
-    return fixed + measure.peak(step, CPU)
+    return fixed + allocator.peak(step, CPU)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, 
 
 
 def test_nothing_is_stored_where_the_folder_is_empty():
-    assert store.folder() is None
+    assert cache.folder() is None
 
 
 def test_a_model_that_never_needs_gradients_is_refused():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.memory.trace import Step
-from fleetx.recompute import budget
+from fleetx.measure.fake_step import Step
+from fleetx.parts.recompute import budget
 from training import assert_equal, sgd, weights
 
 WIDTH = 32

@@ -14,17 +14,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.memory.trace import Step
-from fleetx.recompute import blocks, probe
-from fleetx.recompute.chain import Chain
-from fleetx.recompute.offload import Host
-from fleetx.structure import named_modules
+from fleetx.base.module_names import named_modules
+from fleetx.measure import block_profile
+from fleetx.measure.fake_step import Step
+from fleetx.parts.recompute import segments
+from fleetx.parts.recompute.chain import Chain
+from fleetx.parts.recompute.offload import Host
 from training import assert_equal, sgd, weights
 
 
 def cut(model, names, tree, host=None):
     modules = dict(named_modules(model))
-    guide = blocks.Planned(names, tree)
+    guide = segments.Planned(names, tree)
     return Chain({n: modules[n] for n in names}, guide, nullcontext, host).forward
 
 
@@ -42,7 +43,7 @@ def gradients(model, inputs, forward=nullcontext, steps=2):
 def names_of(kind, number):
     make, inputs = MODELS[kind]
     model = make()
-    return probe.probes(Step(model, sgd(model), inputs()), timed=False)[number].names
+    return block_profile.probes(Step(model, sgd(model), inputs()), timed=False)[number].names
 
 
 TREES = {

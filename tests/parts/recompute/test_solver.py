@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from fleetx.recompute.solver import Block, Table
+from fleetx.measure.block_profile import Block
+from fleetx.parts.recompute.solver import Table
 
 
 def ways(i, j):

@@ -1,5 +1,5 @@
 """Paddle's place for the role makers."""
 
-from fleetx.roles import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker
+from fleetx.comm.roles import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker
 
 __all__ = ["PaddleCloudRoleMaker", "Role", "UserDefinedRoleMaker"]

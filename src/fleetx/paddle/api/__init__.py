@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fleetx.static.covered import not_covered
-from fleetx.static.paddle import distributed, fleet, fluid, nn, optimizer, regularizer, static
-from fleetx.static.paddle.mode import enable_static, in_dynamic_mode
-from fleetx.static.places import CPUPlace, CUDAPlace, on_cpu
-from fleetx.static.programs import default_main_program, default_startup_program
+from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.api import distributed, fleet, fluid, nn, optimizer, regularizer, static
+from fleetx.paddle.api.mode import enable_static, in_dynamic_mode
+from fleetx.paddle.static.devices import CPUPlace, CUDAPlace, on_cpu
+from fleetx.paddle.static.programs import default_main_program, default_startup_program
 
 __all__ = [
     "CPUPlace",

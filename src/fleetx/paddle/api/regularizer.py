@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fleetx.static.clips import L2Decay
-from fleetx.static.covered import not_covered
+from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.static.regularization import L2Decay
 
 __all__ = ["L2Decay"]
 

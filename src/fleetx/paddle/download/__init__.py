@@ -15,8 +15,8 @@ failure      what can go wrong
 
 from __future__ import annotations
 
-from fleetx.download.downloader import Downloader
-from fleetx.download.fetch import Patience
 from fleetx.errors import DownloadError
+from fleetx.paddle.download.downloader import Downloader
+from fleetx.paddle.download.fetch import Patience
 
 __all__ = ["DownloadError", "Downloader", "Patience"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from fleetx import yaml_file
-from fleetx.download.progress import say
+from fleetx.base import yaml_file
 from fleetx.errors import DownloadError, StrategyError
+from fleetx.paddle.download.progress import say
 
 BOS_KEYS = ("bos_path",)
 HDFS_KEYS = ("hadoop_home", "fs.default.name", "hadoop.job.ugi", "data_path", "java_home")

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
 
-from fleetx.download import config
-from fleetx.download.config import Address
-from fleetx.download.fetch import Patience, Way, fetch_unchecked
-from fleetx.download.folder import Folder
-from fleetx.download.node import is_first_worker, once_per_node
-from fleetx.download.records import Records
-from fleetx.download.remote import apart, remote, without_secrets
 from fleetx.errors import DownloadError, UsageError
+from fleetx.paddle.download import config
+from fleetx.paddle.download.config import Address
+from fleetx.paddle.download.fetch import Patience, Way, fetch_unchecked
+from fleetx.paddle.download.folder import Folder
+from fleetx.paddle.download.node import is_first_worker, once_per_node
+from fleetx.paddle.download.records import Records
+from fleetx.paddle.download.remote import apart, remote, without_secrets
 
 _LONGEST_YAML = 1 << 20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fleetx.download.progress import amount
 from fleetx.errors import DownloadError
+from fleetx.paddle.download.progress import amount
 
 
 class Dropped(Exception):  # noqa: N818  not an error of the user's: the connection failed, and another try may help

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetx.download.failure import Dropped, Stopped, refuse_if_full
-from fleetx.download.listing import Listed
-from fleetx.download.remote import Remote
 from fleetx.errors import DownloadError, UsageError
+from fleetx.paddle.download.failure import Dropped, Stopped, refuse_if_full
+from fleetx.paddle.download.listing import Listed
+from fleetx.paddle.download.remote import Remote
 
 _CHUNK = 1 << 20
 _MOVES = 1 << 20  # a try that brings this much more than ever before does not count as a failed one

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fleetx.download.config import Address
-from fleetx.download.failure import Dropped
-from fleetx.download.remote import Reply, without_secrets
 from fleetx.errors import DownloadError
+from fleetx.paddle.download.config import Address
+from fleetx.paddle.download.failure import Dropped
+from fleetx.paddle.download.remote import Reply, without_secrets
 
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 

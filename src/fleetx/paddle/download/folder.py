@@ -12,16 +12,16 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from fleetx.download import listing
-from fleetx.download.failure import Stopped, refuse_if_full
-from fleetx.download.fetch import Patience, Way, fetch_checked, fetch_unchecked, md5
-from fleetx.download.listing import Listed
-from fleetx.download.parallel import Jobs
-from fleetx.download.progress import Progress, say
-from fleetx.download.records import Records
-from fleetx.download.remote import Remote
-from fleetx.download.unpack import intact, publish, unpack
+from fleetx.base.jobs import Jobs
 from fleetx.errors import DownloadError
+from fleetx.paddle.download import listing
+from fleetx.paddle.download.failure import Stopped, refuse_if_full
+from fleetx.paddle.download.fetch import Patience, Way, fetch_checked, fetch_unchecked, md5
+from fleetx.paddle.download.listing import Listed
+from fleetx.paddle.download.progress import Progress, say
+from fleetx.paddle.download.records import Records
+from fleetx.paddle.download.remote import Remote
+from fleetx.paddle.download.unpack import intact, publish, unpack
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from fleetx import roles
-from fleetx.download.progress import say
-from fleetx.download.records import Records
+from fleetx.comm import roles
 from fleetx.errors import DownloadError
+from fleetx.paddle.download.progress import say
+from fleetx.paddle.download.records import Records
 
 _POLL = 0.05
 _HEAD_START = 2.0  # seconds in which only the first worker begins: it is the one whose output a person sees

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from fleetx.download.listing import RECORDS, Listed
+from fleetx.paddle.download.listing import RECORDS, Listed
 
 
 class Records:

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlunsplit
 
-from fleetx.download.config import Address, split
-from fleetx.download.failure import Dropped
+from fleetx.paddle.download.config import Address, split
+from fleetx.paddle.download.failure import Dropped
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Remote(Protocol):
 def remote(address: Address, *, timeout: float) -> Remote:
     """`timeout` seconds without a byte count as a dropped connection (http and https; fsspec has its own clocks)."""
     if split(address.url).scheme in ("http", "https"):
-        from fleetx.download.web import Web
+        from fleetx.paddle.download.web import Web
 
         return Web(address.url, timeout=timeout)
-    from fleetx.download.filesystem import FileSystem
+    from fleetx.paddle.download.filesystem import FileSystem
 
     return FileSystem(address)
 

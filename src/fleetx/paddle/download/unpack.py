@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from fleetx.download.failure import Stopped, refuse_if_full
-from fleetx.download.listing import inside
 from fleetx.errors import DownloadError
+from fleetx.paddle.download.failure import Stopped, refuse_if_full
+from fleetx.paddle.download.listing import inside
 
 Member = int | str | None  # what a name stands for: a file of so many bytes, a link to so-and-so, a folder
 Members = dict[str, Member]

@@ -12,10 +12,10 @@ from urllib import request
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote, urlunsplit
 
-from fleetx.download.config import split
-from fleetx.download.failure import Dropped
-from fleetx.download.remote import Reply, without_secrets
 from fleetx.errors import DownloadError
+from fleetx.paddle.download.config import split
+from fleetx.paddle.download.failure import Dropped
+from fleetx.paddle.download.remote import Reply, without_secrets
 
 _RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 _NO_ADDRESS = (ValueError, http.client.InvalidURL)  # a host or port that cannot be; UnicodeError is a ValueError

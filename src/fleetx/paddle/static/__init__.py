@@ -15,6 +15,6 @@ A program is an application. `minimize(loss)` describes its optimizer and strate
     paddle/                      the names that a Paddle script imports
 """
 
-from fleetx.static.imports import install
+from fleetx.paddle.static.imports import install
 
 __all__ = ["install"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fleetx.comm.roles import from_environment
 from fleetx.errors import UsageError
-from fleetx.roles import from_environment
 
 _said: set[str] = set()
 

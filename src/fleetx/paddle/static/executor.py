@@ -7,19 +7,19 @@ from typing import Any
 
 from fleetx import fleet
 from fleetx.applications import Parameter, Program, Variable
+from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
-from fleetx.static import feeds, places, training
-from fleetx.static.covered import not_covered_by
-from fleetx.static.programs import default_main_program
-from fleetx.static.scope import Scope
-from fleetx.static.values import as_numpy, whole
+from fleetx.paddle.static import devices, feeds, training
+from fleetx.paddle.static.programs import default_main_program
+from fleetx.paddle.static.scope import Scope
+from fleetx.paddle.static.values import as_numpy, whole
 
 Fetched = Variable | str
 
 
 class Executor:
-    def __init__(self, place: places.Place | None = None):
-        if not isinstance(place, places.CPUPlace | places.CUDAPlace | None):
+    def __init__(self, place: devices.Place | None = None):
+        if not isinstance(place, devices.CPUPlace | devices.CUDAPlace | None):
             raise UsageError(f"Executor takes a place, such as fluid.CUDAPlace(0), not {place!r}")
         self.place = place
 
@@ -39,7 +39,7 @@ class Executor:
         Without return_numpy the values are tensors.
         """
         if use_program_cache:
-            places.say_once("no meaning here: use_program_cache (there is no program to prepare)")
+            devices.say_once("no meaning here: use_program_cache (there is no program to prepare)")
         program = default_main_program() if program is None else program
         if not isinstance(program, Program):
             raise UsageError(f"Executor.run takes a program, such as model.main_prog, not {program!r}")

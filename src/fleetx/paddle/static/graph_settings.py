@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from fleetx import paddle_names
+from fleetx.strategy import ignored
 
 # What Paddle's BuildStrategy had before there was a DistributedStrategy.
 _OF_THE_STRATEGY = {
@@ -29,11 +29,11 @@ def _set(self: Any, name: str, value: Any) -> None:
     object.__setattr__(self, name, value)
 
 
-class ExecutionStrategy(paddle_names.ExecutionStrategy):
+class ExecutionStrategy(ignored.ExecutionStrategy):
     __slots__ = ()
     __setattr__ = _set
 
 
-class BuildStrategy(paddle_names.BuildStrategy):
+class BuildStrategy(ignored.BuildStrategy):
     __slots__ = ()
     __setattr__ = _set

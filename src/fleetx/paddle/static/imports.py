@@ -1,4 +1,4 @@
-"""`import paddle` finds fleetx.static.paddle: the very same module under both names, so that there is one state."""
+"""`import paddle` finds fleetx.paddle.api: the very same module under both names, so that there is one state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
+from fleetx.applications import not_covered
 from fleetx.errors import UsageError
-from fleetx.static import covered
 
-HOME = "fleetx.static.paddle"
+HOME = "fleetx.paddle.api"
 
 # The longest name that fits decides.
 _REAL = {
@@ -48,7 +48,9 @@ class Finder(MetaPathFinder):
         if fullname.startswith(f"{HOME}."):
             # Here and not in `__getattr__` alone: `from paddle.fluid import x` would drop what that says.
             if PathFinder.find_spec(fullname, path) is None:
-                raise ModuleNotFoundError(covered.sentence(*fullname.rsplit(".", 1)), name=covered.shown(fullname))
+                raise ModuleNotFoundError(
+                    not_covered.sentence(*fullname.rsplit(".", 1)), name=not_covered.shown(fullname)
+                )
             return None
         alias = next((name for name in _REAL if fullname == name or fullname.startswith(f"{name}.")), None)
         if alias is None:

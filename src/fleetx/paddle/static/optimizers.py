@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from fleetx.applications import Application, Parameter, Program, Variable
+from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import Lamb, Lars, exclusion
-from fleetx.static import rates, training
-from fleetx.static.clips import Clip, L2Decay
-from fleetx.static.covered import not_covered_by
+from fleetx.paddle.static import rates, training
+from fleetx.paddle.static.regularization import Clip, L2Decay
 from fleetx.strategy import DistributedStrategy
 
 Parameters = training.Parameters

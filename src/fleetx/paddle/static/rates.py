@@ -13,9 +13,9 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
+from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
-from fleetx.schedule import BoundLater
-from fleetx.static.covered import not_covered_by
+from fleetx.optim.schedule import BoundLater
 
 
 @dataclass(frozen=True)

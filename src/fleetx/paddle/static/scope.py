@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
-from fleetx import paddle_parameters
 from fleetx.applications import Application
+from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
-from fleetx.static import programs
-from fleetx.static.covered import not_covered_by
-from fleetx.static.values import Held
+from fleetx.optim import parameter_names
+from fleetx.paddle.static import programs
+from fleetx.paddle.static.values import Held
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ def _owners(name: str) -> list[Application]:
 
 
 def _having(name: str, applications: list[Application]) -> list[Application]:
-    return [
-        one for one in applications if any(name in all_names for all_names in paddle_parameters.names(one).values())
-    ]
+    return [one for one in applications if any(name in all_names for all_names in parameter_names.names(one).values())]
 
 
 _global = Scope()

@@ -16,19 +16,22 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fleetx import engine_state, fleet, paddle_parameters
+from fleetx import fleet
 from fleetx.applications import Application, Parameter, Program, Variable
+from fleetx.comm.roles import from_environment
+from fleetx.engine import state
+from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
-from fleetx.fleet import planning, roster
-from fleetx.roles import from_environment
-from fleetx.scheduled import ScheduledEngine
-from fleetx.stage import Stage
-from fleetx.static import places, programs, rates
-from fleetx.static.clips import Clip
+from fleetx.fleet import engines
+from fleetx.optim import parameter_names
+from fleetx.paddle.static import devices, programs, rates
+from fleetx.paddle.static.regularization import Clip
+from fleetx.parts.auto import ASKED
 from fleetx.strategy import DistributedStrategy
+from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
-    from fleetx.static.optimizers import Described
+    from fleetx.paddle.static.optimizers import Described
 
 Parameters = Iterable[Parameter | nn.Parameter | str] | None
 
@@ -116,7 +119,7 @@ def describe(
     found.described, found.strategy, described.application = described, strategy, application
     programs.note(application, described=True)
     for name, reason in strategy.without_meaning():
-        places.say_once(f"no meaning here: {name} ({reason})")
+        devices.say_once(f"no meaning here: {name} ({reason})")
     _distribute(application)
 
 
@@ -169,7 +172,7 @@ def start_once(application: Application) -> None:
 def _distribute(application: Application, sample: dict[str, Tensor] | None = None) -> None:
     found = of(application)
     described, strategy = found.described, found.strategy
-    measures = strategy.auto or planning.ASKED in os.environ
+    measures = strategy.auto or ASKED in os.environ
     if found.optimizer is not None or described is None or not found.started or (measures and sample is None):
         return
     if strategy.auto and "pipeline" not in strategy.declared():
@@ -200,9 +203,9 @@ def runs(application: Application) -> int:
     found = of(application)
     if found.optimizer is None or found.described is None:
         return 0
-    engine = roster.find(application, half=False)
-    if engine in engine_state.runs:
-        return engine_state.runs[engine]
+    engine = engines.find(application, half=False)
+    if engine in state.runs:
+        return state.runs[engine]
     if engine.round and engine.plan.at(Stage.GATE) and rates.moves_by_run(found.described.rate):
         raise UsageError(
             "this checkpoint was not saved by a static script, and does not tell how many runs its rounds were made "
@@ -237,7 +240,7 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
         fleet.forward_backward(feed, loss_fn=keep, model=application)
     found.optimizer.step()
     found.optimizer.zero_grad()
-    engine_state.runs[roster.find(application, half=False)] = done + 1
+    state.runs[engines.find(application, half=False)] = done + 1
     return outputs
 
 
@@ -259,12 +262,12 @@ def divided(application: Application) -> bool:
     """Do the stages of a pipeline hold it? They hand back the loss alone."""
     if of(application).optimizer is None:
         return False
-    return isinstance(roster.find(application, half=False), ScheduledEngine)
+    return isinstance(engines.find(application, half=False), ScheduledEngine)
 
 
 def parameter(application: Application, name: str) -> tuple[nn.Parameter, bool]:
     """By either of its names; and whether Paddle's shape of it is the other way round: a Linear's is (in, out)."""
-    names = paddle_parameters.names(application)
+    names = parameter_names.names(application)
     torch_name = next((own for own, all_names in names.items() if name in all_names), name)
     owner, _, field = torch_name.rpartition(".")
     linear = isinstance(application.get_submodule(owner), nn.Linear) and field == "weight"

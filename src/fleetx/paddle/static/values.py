@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fleetx.applications import Application
 from fleetx.errors import UsageError
-from fleetx.static import training
+from fleetx.paddle.static import training
 
 
 class One(np.ndarray):

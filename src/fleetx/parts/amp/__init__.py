@@ -14,14 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from fleetx import autocast_lists
-from fleetx.bill import Offer, Scene
-from fleetx.forwards import Layer, has_forward, wrap
-from fleetx.moment import Moment
-from fleetx.part import Names, Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.structure import named_modules, sparse_modules
-from fleetx.world import World
+from fleetx.base.module_names import has_forward, named_modules, sparse_modules
+from fleetx.base.wrapping import Layer, wrap
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.parts.amp import op_lists
+from fleetx.strategy.cost_model import Offer, Scene
+from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 _SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
 _DYNAMIC = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
@@ -104,7 +104,7 @@ class AMP(Part):
                 if name in modules:
                     if key == "custom_black_list" and not has_forward(modules[name]):
                         yield f"amp_configs[{key!r}]: {name!r} has no forward of its own: name the modules inside of it"
-                elif reason := autocast_lists.unfit(name):
+                elif reason := op_lists.unfit(name):
                     near = difflib.get_close_matches(name, [*modules, *dir(torch.ops.aten)], n=3, cutoff=0.6)
                     hint = f": did you mean {', '.join(near)}?" if near and name not in near else ""
                     yield f"amp_configs[{key!r}]: {name!r} is no module of the model, and {reason}{hint}"
@@ -146,8 +146,8 @@ class AMP(Part):
             for leaf in _leaves(modules[name]) if name in modules else ():
                 wrap(leaf, Layer.PRECISION, functools.partial(_in_half, kind, self._half))
         for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
-            moment.notes[key] = {autocast_lists.operation(n) for n in names if n not in modules}
-        autocast_lists.override(moment.notes["white"] | moment.notes["black"], moment.device)
+            moment.notes[key] = {op_lists.operation(n) for n in names if n not in modules}
+        op_lists.override(moment.notes["white"] | moment.notes["black"], moment.device)
         return model
 
     @at(Stage.FORWARD, replay=False)  # torch.utils.checkpoint restores autocast itself, as it was at that very place
@@ -160,7 +160,7 @@ class AMP(Part):
     @at(Stage.FORWARD, when=_lists)
     def overrule(self, moment: Moment) -> AbstractContextManager[None]:
         """let the operations of the custom lists run in the precision that was asked for"""
-        return autocast_lists.listed(moment.notes["white"], moment.notes["black"], self._half)
+        return op_lists.listed(moment.notes["white"], moment.notes["black"], self._half)
 
     @at(Stage.LOSS, makes={Fact.SCALED}, when=_scales)
     def scale(self, moment: Moment) -> float:
@@ -213,7 +213,7 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
 def _in_float32(device: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not torch.is_autocast_enabled(device):
         return inner(*args, **kwargs)
-    args, kwargs = autocast_lists.to_dtype((args, kwargs), torch.float32)
+    args, kwargs = op_lists.to_dtype((args, kwargs), torch.float32)
     with torch.autocast(device, enabled=False):
         return inner(*args, **kwargs)
 
@@ -223,7 +223,7 @@ def _in_half(
 ) -> Any:
     if not torch.is_autocast_enabled(device):
         return inner(*args, **kwargs)
-    args, kwargs = autocast_lists.to_dtype((args, kwargs), half)
+    args, kwargs = op_lists.to_dtype((args, kwargs), half)
     # BatchNorm takes half-precision inputs beside its own float32 parameters and statistics.
     params = {} if isinstance(module, _BatchNorm) else {name: p.to(half) for name, p in module.named_parameters()}
     with torch.autocast(device, enabled=False), _reparametrize_module(module, params):

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.compress import exchange, native
+from fleetx.base.module_names import sparse_modules
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket, Moment
 from fleetx.errors import UsageError
-from fleetx.moment import Bucket, Moment
-from fleetx.optim.carried import CarriedMomentum
 from fleetx.optim.layerwise import become
-from fleetx.part import Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.structure import sparse_modules
-from fleetx.world import World
+from fleetx.parts.dgc import exchange, native
+from fleetx.parts.dgc.optimizer import CarriedMomentum
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 SMALLEST = 16384  # elements; smaller tensors travel whole
 PASSES = 14  # over the gradients, to gather, to choose and to add up, as one that reads or writes them

@@ -14,8 +14,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from fleetx.compress import native, plain
-from fleetx.compress.payload import Header, header
+from fleetx.parts.dgc import native, plain
+from fleetx.parts.dgc.payload import Header, header
 
 __all__ = ["Header", "decode_add", "encode", "header"]
 

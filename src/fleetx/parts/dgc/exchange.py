@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.compress import decode_add, encode, header
-from fleetx.moment import Bucket
-from fleetx.routes import Network
+from fleetx.comm.routes import Network
+from fleetx.engine.context import Bucket
+from fleetx.parts.dgc.codec import decode_add, encode, header
 
 
 @dataclass(frozen=True)

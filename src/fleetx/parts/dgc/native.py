@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fleetx.compiled import Library
-from fleetx.compress import payload as form
-from fleetx.compress.payload import HEADER_BYTES, Header
+from fleetx.base.compiled import Library
+from fleetx.parts.dgc import payload as form
+from fleetx.parts.dgc.payload import HEADER_BYTES, Header
 
 _library = Library(
     Path(__file__).with_name("_codec"),

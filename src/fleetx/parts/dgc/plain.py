@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fleetx.compress import payload as form
-from fleetx.compress import rice
-from fleetx.compress.payload import BAD_VALUE, HEADER_BYTES, Header, Update
+from fleetx.parts.dgc import payload as form
+from fleetx.parts.dgc import rice
+from fleetx.parts.dgc.payload import BAD_VALUE, HEADER_BYTES, Header, Update
 
 _CHUNK = 64  # elements that share a top
 _PIECE = 1 << 16  # elements at a time; a multiple of _CHUNK

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetx.compress.payload import BEYOND, LONG, MOST_SHIFT, SHORT
+from fleetx.parts.dgc.payload import BEYOND, LONG, MOST_SHIFT, SHORT
 
 _PIECE = 1 << 14  # gaps at a time; a multiple of 8, so that the low bits of a piece are whole bytes
 

@@ -8,14 +8,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.forwards import has_forward
-from fleetx.moment import Moment
-from fleetx.part import Names, Part, settings
-from fleetx.pipeline import modes, placement
-from fleetx.stage import Fact, Stage, at
-from fleetx.structure import named_modules
-from fleetx.world import World
+from fleetx.base.module_names import has_forward, named_modules
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.parts.pipeline import device_guard, schedules
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 LONGEST = 16  # ranks in a pipeline that `auto` would make
 
@@ -57,10 +56,10 @@ class Pipeline(Part):
 
     # --- what cannot be ---------------------------------------------------------------------------
     def problems(self) -> Iterator[str]:
-        if self.schedule_mode not in modes.MODES:
-            near = difflib.get_close_matches(self.schedule_mode, modes.MODES, n=1, cutoff=0.3)
+        if self.schedule_mode not in schedules.MODES:
+            near = difflib.get_close_matches(self.schedule_mode, schedules.MODES, n=1, cutoff=0.3)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            yield f"schedule_mode = {self.schedule_mode!r}: {hint}There are {', '.join(modes.MODES)}"
+            yield f"schedule_mode = {self.schedule_mode!r}: {hint}There are {', '.join(schedules.MODES)}"
         if 1 < self.micro_batch != self.accumulate_steps > 1:
             yield (
                 f"micro_batch = {self.micro_batch} and accumulate_steps = {self.accumulate_steps} both mean the number "
@@ -70,7 +69,7 @@ class Pipeline(Part):
             yield f"stages names {next(n for n in self.stages if self.stages.count(n) > 1)!r} twice"
 
     def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        if self.schedule_mode not in modes.MODES:
+        if self.schedule_mode not in schedules.MODES:
             return
         names = dict(named_modules(model))
         for name in self.stages:
@@ -80,25 +79,25 @@ class Pipeline(Part):
                 yield f"pipeline_configs['stages']: the model has no module {name!r}{hint}"
             elif not has_forward(names[name]):
                 yield f"pipeline_configs['stages']: {name!r} has no forward of its own: name a module inside of it"
-        if self.stages and placement.placements(model):
+        if self.stages and device_guard.placements(model):
             yield "pipeline_configs['stages'] and device_guard both say where stages begin: keep one"
         if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
             yield (
                 "pipeline: the model recomputes by itself (gradient_checkpointing), and would run modules again whose "
                 "inputs are on other ranks: call model.gradient_checkpointing_disable(), and set strategy.recompute"
             )
-        yield from placement.problems(model)
-        yield from modes.problems(self._declared(model), self.degree, self.schedule_mode, world.size)
+        yield from device_guard.problems(model)
+        yield from schedules.problems(self._declared(model), self.degree, self.schedule_mode, world.size)
 
     def _declared(self, model: nn.Module) -> int | None:
         """The number of stages, where the user said it."""
         if self.stages:
             return len(self.stages) + 1
-        placed = placement.placements(model)
+        placed = device_guard.placements(model)
         return max(placed.values()) + 1 if placed else None
 
     def span(self, model: nn.Module, world: World) -> int:
-        return modes.ranks(self._declared(model), self.degree, self.schedule_mode, world.size)
+        return schedules.ranks(self._declared(model), self.degree, self.schedule_mode, world.size)
 
     @property
     def number(self) -> int:
@@ -112,17 +111,17 @@ class Pipeline(Part):
 
     def cost(self, bill: Bill) -> None:
         declared = len(self.stages) + 1 if self.stages else None
-        bill.stages = modes.ranks(declared, self.degree, self.schedule_mode, bill.scene.ranks)
+        bill.stages = schedules.ranks(declared, self.degree, self.schedule_mode, bill.scene.ranks)
         bill.micro, bill.late = self.number, True
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.STAGED, Fact.SPREAD})
     def cut(self, model: nn.Module, moment: Moment) -> nn.Module:
         """give each rank some stages of the model, when the first batch has shown how it flows"""
-        from fleetx.pipeline.pipe import Pipe  # torch's pipelining takes a second to import
+        from fleetx.parts.pipeline.runtime import Pipe  # torch's pipelining takes a second to import
 
         ranks = self.span(model, moment.everyone)
-        declared = self._declared(model) or ranks * modes.per_rank(self.schedule_mode)
+        declared = self._declared(model) or ranks * schedules.per_rank(self.schedule_mode)
         moment.notes["pipe"] = Pipe(self, declared, ranks, moment)
         return model
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fleetx.engine.context import Batch, Moment
 from fleetx.errors import StrategyError
-from fleetx.memory.trace import Step
-from fleetx.moment import Batch, Moment
-from fleetx.pipeline.partition import partition
-from fleetx.pipeline.places import pieces
+from fleetx.measure.fake_step import Step
+from fleetx.parts.pipeline.cut_points import pieces
+from fleetx.parts.pipeline.partition import partition
 
 
 def starts(moment: Moment, batch: Batch, stages: int) -> list[str]:

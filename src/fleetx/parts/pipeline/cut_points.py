@@ -15,9 +15,9 @@ from dataclasses import replace
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from fleetx.memory.trace import Step
-from fleetx.recompute.probe import Call, Edge, Probe, apart, probed, walk
-from fleetx.structure import tensors_of
+from fleetx.base.trees import tensors_of
+from fleetx.measure.block_profile import Call, Edge, Probe, apart, probed, walk
+from fleetx.measure.fake_step import Step
 
 LEAF = 1 << 63  # autograd numbers what gathers the gradients of parameters higher than any operation
 

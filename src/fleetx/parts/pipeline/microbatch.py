@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.base.trees import map_tensors, tensors_of
 from fleetx.errors import UsageError
-from fleetx.structure import map_tensors, tensors_of
 
 
 def size_of(inputs: Any, target: Any) -> int:

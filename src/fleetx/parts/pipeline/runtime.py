@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fleetx.base.trees import tensors_of
+from fleetx.engine.context import Batch, Moment
 from fleetx.errors import StrategyError, UsageError
-from fleetx.moment import Batch, Moment
-from fleetx.pipeline import balance, micro, modes, placement, survey, timeline
-from fleetx.pipeline.cut import Cut, buffers_elsewhere, own_buffers
-from fleetx.pipeline.stages import Runner
-from fleetx.structure import tensors_of
+from fleetx.parts.pipeline import balance, device_guard, microbatch, schedules, timeline, trace
+from fleetx.parts.pipeline.stage_params import Cut, buffers_elsewhere, own_buffers
+from fleetx.parts.pipeline.stages import Runner
 
 if TYPE_CHECKING:
     from fleetx.parts.pipeline import Pipeline
@@ -42,17 +42,17 @@ class Pipe:
 
     @property
     def _mine(self) -> list[int]:
-        return modes.stages_of(self.group.rank, self.group.size, self._stages, self._part.schedule_mode)
+        return schedules.stages_of(self.group.rank, self.group.size, self._stages, self._part.schedule_mode)
 
     # --- a step -----------------------------------------------------------------------------------
     def step(self, batch: Batch) -> Tensor:
         """The mean loss over the micro-batches, on every rank."""
-        size = micro.size_of(batch.inputs, batch.target)
-        least, multiple = modes.least(self._part.schedule_mode, self.group.size, self._stages)
+        size = microbatch.size_of(batch.inputs, batch.target)
+        least, multiple = schedules.least(self._part.schedule_mode, self.group.size, self._stages)
         if self.group.size == 1:
             least, multiple = 1, 1
-        number = micro.count(size, self._part.number, self._part.micro_batch_size, self._stages, least, multiple)
-        inputs, targets = (micro.split(value, size, number) for value in (batch.inputs, batch.target))
+        number = microbatch.count(size, self._part.number, self._part.micro_batch_size, self._stages, least, multiple)
+        inputs, targets = (microbatch.split(value, size, number) for value in (batch.inputs, batch.target))
         batches = [replace(batch, inputs=x, target=y) for x, y in zip(inputs, targets, strict=True)]
         if self.group.size == 1:
             return self._alone(batches)
@@ -79,7 +79,7 @@ class Pipe:
 
     def _check_same(self, batch: Batch) -> None:
         """Each stage takes from the batch what it needs, so the ranks of a pipeline must have the same one."""
-        mine = micro.digest((batch.inputs, batch.target), (batch.weight, _others(batch)), self.group.device)
+        mine = microbatch.digest((batch.inputs, batch.target), (batch.weight, _others(batch)), self.group.device)
         found = self.group.gather(mine).flatten().tolist()
         if len(set(found)) > 1:
             first = self._moment.everyone.rank - self.group.rank
@@ -99,21 +99,21 @@ class Pipe:
                 _run(batch, model)
 
         if self._part.stages:
-            units = survey.units(model, self._part.stages, call)
-        elif placed := placement.placements(model):
-            units = survey.units(model, placed.get, call)
-            survey.check_placement(units, placed, self._stages)
+            units = trace.units(model, self._part.stages, call)
+        elif placed := device_guard.placements(model):
+            units = trace.units(model, placed.get, call)
+            trace.check_placement(units, placed, self._stages)
         else:
             units = self._balanced(batch, call)
         mode = self._part.schedule_mode
-        ranks = lambda stage: modes.rank_of(stage, self.group.size, self._stages, mode)  # noqa: E731
+        ranks = lambda stage: schedules.rank_of(stage, self.group.size, self._stages, mode)  # noqa: E731
         self.cut = Cut(model, units, ranks, self.group)
         self._survey(batch)  # what cannot be is said before anything is dropped
         self.cut.drop(self._moment.optimizer)
         elsewhere = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
         self._moment.hold(self.cut.counts, [*elsewhere, *buffers_elsewhere(model, units, self._mine)])
 
-    def _balanced(self, batch: Batch, call: Callable[[], Any]) -> survey.Units:
+    def _balanced(self, batch: Batch, call: Callable[[], Any]) -> trace.Units:
         """The first rank measures while the others wait; all of them cut where it says."""
         found: dict[str, Any] = {}
         if self._moment.everyone.rank == 0:
@@ -124,7 +124,7 @@ class Pipe:
         found = json.loads(self._moment.everyone.said_by_first(json.dumps(found).encode()))
         if "problem" in found:
             raise StrategyError(found["problem"])
-        return survey.units(self._moment.model, found["starts"], call)
+        return trace.units(self._moment.model, found["starts"], call)
 
     # --- one schedule for each shape of batch -----------------------------------------------------
     def _runner(self, batch: Batch, number: int) -> Runner:
@@ -147,12 +147,12 @@ class Pipe:
         """The seed of what code between modules draws: the same in all stages, another for each micro-batch."""
         return zlib.crc32(repr((self._seed, self._moment.clock, micro_batch)).encode())
 
-    def _survey(self, batch: Batch) -> survey.Survey:
+    def _survey(self, batch: Batch) -> trace.Survey:
         assert self.cut is not None
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return survey.borders(self.cut.units, self._moment.device, lambda v: self._forward(v, batch, _run))
+            return trace.borders(self.cut.units, self._moment.device, lambda v: self._forward(v, batch, _run))
 
-    def _forward(self, visitor: survey.Visitor, batch: Batch, call: Any = Batch.loss) -> Tensor:
+    def _forward(self, visitor: trace.Visitor, batch: Batch, call: Any = Batch.loss) -> Tensor:
         assert self.cut is not None
         self.cut.visitor = visitor
         try:

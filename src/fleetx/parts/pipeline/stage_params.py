@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
+from fleetx.base.module_names import named_modules, plain_name
+from fleetx.base.wrapping import Layer, wrap
+from fleetx.comm.world import World
 from fleetx.errors import UsageError
-from fleetx.forwards import Layer, wrap
-from fleetx.pipeline.survey import Units, Visitor
-from fleetx.structure import named_modules, plain_name
-from fleetx.world import World
+from fleetx.parts.pipeline.trace import Units, Visitor
 
 
 class Cut:

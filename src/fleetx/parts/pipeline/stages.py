@@ -13,12 +13,12 @@ from torch._subclasses import FakeTensor
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils import _pytree as pytree
 
+from fleetx.base.trees import map_tensors, tensors_of
+from fleetx.comm.world import World
+from fleetx.engine.context import Batch
 from fleetx.errors import UsageError
-from fleetx.moment import Batch
-from fleetx.pipeline import modes
-from fleetx.pipeline.survey import Given, Survey, Units, Visitor, received
-from fleetx.structure import map_tensors, tensors_of
-from fleetx.world import World
+from fleetx.parts.pipeline import schedules as modes
+from fleetx.parts.pipeline.trace import Given, Survey, Units, Visitor, received
 
 
 class Reached(Exception):  # noqa: N818  it is how a stage ends; not a BaseException, because torch must run the hooks

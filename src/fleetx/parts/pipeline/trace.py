@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from fleetx.base.module_names import has_forward, named_modules
+from fleetx.base.trees import map_tensors, tensors_of, without_caches
+from fleetx.base.wrapping import Layer, wrap
 from fleetx.errors import StrategyError
-from fleetx.forwards import Layer, has_forward, wrap
-from fleetx.recompute.chain import without_caches
-from fleetx.structure import map_tensors, named_modules, tensors_of
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.bill import Offer, Scene
-from fleetx.memory import sizes
-from fleetx.moment import Moment
-from fleetx.part import Names, Part, settings
-from fleetx.recompute import blocks
-from fleetx.recompute.chain import Chain
-from fleetx.recompute.offload import Host
-from fleetx.stage import Fact, Stage, at
-from fleetx.world import World
+from fleetx.base import sizes
+from fleetx.base.module_names import named
+from fleetx.comm.world import World
+from fleetx.engine.context import Moment
+from fleetx.parts.recompute import segments as blocks
+from fleetx.parts.recompute.chain import Chain
+from fleetx.parts.recompute.offload import Host
+from fleetx.strategy.cost_model import Offer, Scene
+from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
@@ -72,7 +73,7 @@ class Recompute(Part):
     @at(Stage.MODEL, when=lambda self: self.memory_budget is None)
     def segment(self, model: nn.Module, moment: Moment) -> nn.Module:
         """cut the model into segments that keep their inputs alone, and run again during backward"""
-        names = blocks.named(model, self.checkpoints)
+        names = named(model, self.checkpoints)
         staged = any(Fact.STAGED in act.claim.makes for act in moment.plan.acts)
         guide = blocks.Named(names, elsewhere=staged)
         moment.notes["guide"] = guide
@@ -96,7 +97,7 @@ class Recompute(Part):
     # --- by budget --------------------------------------------------------------------------------
     def _planned(self, moment: Moment) -> Chain | None:
         """The chain for inputs of these shapes: the first of them, and every larger one, is planned for."""
-        from fleetx.recompute import budget  # the planner is of no use to whoever names modules
+        from fleetx.parts.recompute import budget  # the planner is of no use to whoever names modules
 
         assert self.memory_budget is not None
         plans = moment.notes.setdefault("plans", [])

@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fleetx.base import cache
+from fleetx.base.module_names import named, named_modules
+from fleetx.base.sizes import parse, words
+from fleetx.base.trees import tensors_of
 from fleetx.errors import StrategyError, UsageError
-from fleetx.memory.sizes import parse, words
-from fleetx.memory.trace import Arm, Forward, Step, estimate
-from fleetx.recompute import store
-from fleetx.recompute.blocks import Named, Planned, Tree, around, named
-from fleetx.recompute.chain import Chain
-from fleetx.recompute.offload import Host
-from fleetx.recompute.probe import Probe, probes
-from fleetx.recompute.solver import Block, Table
-from fleetx.stage import Fact
-from fleetx.structure import named_modules, tensors_of
+from fleetx.measure import step_key
+from fleetx.measure.block_profile import Block, Probe, probes
+from fleetx.measure.fake_step import Arm, Forward, Step, estimate
+from fleetx.parts.recompute.chain import Chain
+from fleetx.parts.recompute.offload import Host
+from fleetx.parts.recompute.segments import Named, Planned, Tree, around
+from fleetx.parts.recompute.solver import Table
+from fleetx.strategy.stage import Fact
 
 if TYPE_CHECKING:
-    from fleetx.moment import Moment
+    from fleetx.engine.context import Moment
 
 Shapes = list[tuple[tuple[int, ...], Any, bool]]
 log = logging.getLogger(__name__)
@@ -229,8 +231,8 @@ def buckets(model: nn.Module) -> int:
 
 def _stored(step: Step, budget: str | float) -> Choice:
     """One that was made before, if it still holds: the code of the model may be another."""
-    name = store.key(step, budget)
-    if (known := store.load(name)) is not None:
+    name = step_key.key(step, budget)
+    if (known := cache.load(name)) is not None:
         try:
             choice = Choice(**known)
             if estimate(step, choice.arm if choice.tree else None).peak <= max(choice.limit, choice.peak):
@@ -238,7 +240,7 @@ def _stored(step: Step, budget: str | float) -> Choice:
         except (UsageError, KeyError, TypeError):
             log.info("recompute: what was stored for this model does not fit it any more")
     choice = choose(step, budget)
-    store.save(name, choice)
+    cache.save(name, choice)
     return choice
 
 

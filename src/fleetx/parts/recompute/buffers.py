@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fleetx.memory.tracker import is_fake
+from fleetx.measure.tracker import is_fake
 
 
 class Buffers:

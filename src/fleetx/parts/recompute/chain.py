@@ -29,11 +29,11 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame  # the seam: pyproject allows torch 2.13 only
 
+from fleetx.base.trees import map_tensors, tensors_of, without_caches
+from fleetx.base.wrapping import Layer, wrap
 from fleetx.errors import UsageError
-from fleetx.forwards import Layer, wrap
-from fleetx.recompute.offload import Host
-from fleetx.recompute.shield import Buffers
-from fleetx.structure import map_tensors, tensors_of
+from fleetx.parts.recompute.buffers import Buffers
+from fleetx.parts.recompute.offload import Host
 
 Context = Callable[[], AbstractContextManager[Any]]
 Inner = Callable[..., Any]
@@ -303,16 +303,3 @@ def _last_uses(calls: Sequence[_Call]) -> dict[tuple[int, int], int]:
     for number, call in enumerate(calls):
         map_tensors(partial(see, number), call.arguments, kind=_Made)
     return found
-
-
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out the key-value cache of a transformers model: a second pass would append to it again."""
-    return tuple(map(_no_cache, args)), {k: _no_cache(v) for k, v in kwargs.items()}
-
-
-def _no_cache(value: Any) -> Any:
-    if not any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__):
-        return value
-    if value.get_seq_length() > 0:
-        raise UsageError("recompute cannot run again what reads a filled cache: pass no past_key_values while training")
-    return None

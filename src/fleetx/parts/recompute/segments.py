@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
 from fleetx.errors import UsageError
-from fleetx.forwards import has_forward
-from fleetx.structure import named_modules, plain_name
 
 log = logging.getLogger(__name__)
 
 
 # --- by name --------------------------------------------------------------------------------------
-def named(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The modules that are meant, in the order of the model."""
-    names = [name for name, _ in named_modules(model)]
-    wanted = {n for pattern in patterns for n in matches(pattern, names)}
-    return [name for name in names if name in wanted]
-
-
-def matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """Level by level: `blocks.*` means the blocks, not what is inside of them too."""
-    return [n for n in names if n == pattern or _fits(n.split("."), pattern.split("."))]
-
-
-def _fits(name: list[str], pattern: list[str]) -> bool:
-    return len(name) == len(pattern) and all(map(fnmatch.fnmatchcase, name, pattern))
-
-
 def misfits(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
     modules = dict(named_modules(model))
     where = "recompute_configs['checkpoints']"

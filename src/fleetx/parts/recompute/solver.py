@@ -14,37 +14,18 @@ their first input; and that an input costs nothing where it is kept already, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetx.recompute.blocks import Tree
+from fleetx.measure.block_profile import Block
+from fleetx.parts.recompute.segments import Tree
 
 CELLS = 100_000  # blocks times steps in which bytes are counted, rounded up: the programme takes about a second
 Numbers = NDArray[np.float64]
 Cuts = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a probe found of one call. Times in seconds, the rest in bytes."""
-
-    name: str
-    forward: float
-    backward: float
-    input: int  # what a segment that begins here holds
-    takes: int  # of its input, what is kept for its backward and was not kept before
-    saved: int  # what is kept for its backward besides its input
-    passing: int  # the most that is there at once while it runs and keeps nothing, with the output
-    keeping: int  # and while it runs and keeps what backward needs
-    undoing: int  # the most that its backward adds to what it has kept
-    gradients: int = 0  # of its parameters, which are there from its backward on
-    loose: int = 0  # what code between the blocks made for it: a segment that it is in must hold that too
-    ready: bool = False  # is its input kept already, if the block before it is?
-    reads: tuple[tuple[int, int, int], ...] = ()  # what it is given: the block that made it, its number, its bytes
 
 
 class Table:

@@ -9,13 +9,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fleetx import shards
-from fleetx.bill import Bill, Offer, Scene
-from fleetx.moment import Bucket, Moment
-from fleetx.part import Names, Part, settings
-from fleetx.stage import Fact, Stage, at
-from fleetx.structure import named_modules
-from fleetx.world import World
+from fleetx.base.module_names import named_modules
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket, Moment
+from fleetx.parts.sharding import fsdp
+from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
@@ -107,7 +107,7 @@ class Sharding(Part):
             yield "sharding needs an optimizer that has not stepped yet: use fleet.save, and fleet.load after this"
         if isinstance(model, DistributedDataParallel):
             yield "sharding takes the model itself"
-        yield from shards.misfits(model, self.segment_anchors)
+        yield from fsdp.misfits(model, self.segment_anchors)
         for name, module in named_modules(model):
             if any(p.is_complex() for p in module.parameters(recurse=False)):
                 yield f"sharding cannot divide the complex parameters of {name!r}"
@@ -142,9 +142,9 @@ class Sharding(Part):
     def divide(self, model: nn.Module, moment: Moment) -> nn.Module:
         """divide parameters, gradients and optimizer state between the ranks"""
         if moment.everyone.size > 1:
-            names = shards.segments(model, self.segment_anchors, self._segment)
+            names = fsdp.segments(model, self.segment_anchors, self._segment)
             moment.notes["segments"] = names
-            group = shards.divide(
+            group = fsdp.divide(
                 model, names, moment.everyone, self._degree,
                 again=self.stage == 3, offload=self.offload and moment.everyone.device.type != "cpu",
             )  # fmt: skip

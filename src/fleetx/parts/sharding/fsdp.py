@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fleetx.errors import StrategyError
-from fleetx.forwards import has_forward
-from fleetx.recompute.blocks import matches, named
-from fleetx.structure import named_modules, plain_name
-from fleetx.world import World
+from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
+from fleetx.comm.world import World
 
 _SMALL = 1 / 8  # of a segment: what is smaller is gathered with the rest of the model
 
@@ -85,48 +80,3 @@ def divide(model: nn.Module, names: Sequence[str], world: World, degree: int, *,
         fully_shard(modules[name], mesh=mesh, reshard_after_forward=again, offload_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=again, offload_policy=policy)
     return world.parted([list(range(first, first + degree)) for first in range(0, world.size, degree)])
-
-
-@cache
-def _dtensor() -> Any:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
-
-
-def local(t: Tensor) -> Tensor:
-    """What this rank holds of it, to be changed in place."""
-    if type(t) in (Tensor, nn.Parameter) or not isinstance(t, _dtensor()):
-        return t
-    found: Tensor = t._local_tensor
-    return found
-
-
-def shard_of(p: Tensor, part: Tensor) -> Tensor:
-    """What a rank holds, as a piece of a tensor that is divided as this parameter is."""
-    if local(p) is p:
-        return part
-    whole: Any = p
-    made: Tensor = _dtensor().from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    return made
-
-
-def renamed(
-    before: Mapping[nn.Parameter, str], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[nn.Parameter, str]:
-    """The parameters of a model that may have others under the same names now; the optimizer is given these."""
-    now = {p: plain_name(n) for n, p in model.named_parameters()}
-    if list(before.values()) != list(now.values()):
-        raise StrategyError("a MODEL act changed the names of parameters")
-    replaced = dict(zip(before, now, strict=True))
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-    return now
-
-
-ANOTHER_WAY = (
-    "sharding reduces gradients inside of FSDP, on a way of its own: turn hierarchical allreduce off, and leave "
-    "nccl_comm_num at 1"
-)

@@ -7,9 +7,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fleetx import fleet
+from fleetx.applications.not_covered import not_covered
 from fleetx.fleet import DistributedStrategy, worker_index, worker_num
-from fleetx.static.covered import not_covered
-from fleetx.static.optimizers import Described, Distributed
+from fleetx.paddle.static.optimizers import Described, Distributed
 
 __all__ = ["DistributedStrategy", "distributed_optimizer", "worker_index", "worker_num"]
 __all__ += [name for name in fleet.__all__ if name not in __all__]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fleetx.static.clips import ClipByGlobalNorm as GradientClipByGlobalNorm
-from fleetx.static.covered import not_covered
+from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.static.regularization import ClipByGlobalNorm as GradientClipByGlobalNorm
 
 __all__ = ["GradientClipByGlobalNorm"]
 

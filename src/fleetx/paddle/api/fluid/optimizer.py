@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetx.applications import Parameter
-from fleetx.static import optimizers
-from fleetx.static.clips import Clip, L2Decay
-from fleetx.static.covered import not_covered
-from fleetx.static.optimizers import Parameters
+from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.static import optimizers
+from fleetx.paddle.static.optimizers import Parameters
+from fleetx.paddle.static.regularization import Clip, L2Decay
 
 __all__ = [
     "SGD",

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetx.applications import Parameter
-from fleetx.static import optimizers
-from fleetx.static.clips import Clip, L2Decay
-from fleetx.static.covered import not_covered
-from fleetx.static.optimizers import Parameters
-from fleetx.static.paddle.optimizer import lr
+from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.api.optimizer import lr
+from fleetx.paddle.static import optimizers
+from fleetx.paddle.static.optimizers import Parameters
+from fleetx.paddle.static.regularization import Clip, L2Decay
 
 __all__ = ["SGD", "Adam", "AdamW", "Lamb", "LarsMomentum", "Momentum", "lr"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fleetx.static import rates
-from fleetx.static.covered import not_covered
-from fleetx.static.rates import LRScheduler
+from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.static import rates
+from fleetx.paddle.static.rates import LRScheduler
 
 __all__ = [
     "CosineAnnealingDecay",

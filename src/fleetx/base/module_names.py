@@ -1,0 +1,48 @@
+"""Modules and parameters by name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+
+def plain_name(name: str) -> str:
+    """A name without what torch.compile puts before it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Like `model.named_modules()`, by plain names, each module once."""
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        if (plain := plain_name(name)) and plain not in seen:
+            seen.add(plain)
+            yield plain, module
+
+
+def sparse_modules(model: nn.Module) -> str:
+    """Names of the modules whose gradients are sparse tensors, which most acts on gradients cannot take."""
+    return ", ".join(name for name, module in named_modules(model) if getattr(module, "sparse", False) is True)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """A container such as ModuleList has none, so to name it would do nothing."""
+    return type(module).forward is not nn.Module.forward
+
+
+def named(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The modules that are meant, in the order of the model."""
+    names = [name for name, _ in named_modules(model)]
+    wanted = {n for pattern in patterns for n in matches(pattern, names)}
+    return [name for name in names if name in wanted]
+
+
+def matches(pattern: str, names: Iterable[str]) -> list[str]:
+    """Level by level: `blocks.*` means the blocks, not what is inside of them too."""
+    return [n for n in names if n == pattern or _fits(n.split("."), pattern.split("."))]
+
+
+def _fits(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatch.fnmatchcase, name, pattern))
