@@ -10,7 +10,6 @@ import hypothesis
 import pytest
 import torch
 
-from fleetx import fleet
 from rank_pool import Ranks, forget
 
 hypothesis.settings.register_profile("unhurried", deadline=None)  # timings are not tests
@@ -27,7 +26,7 @@ def ranks():
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    forget(fleet)
+    forget()
     torch.manual_seed(0)
     torch.set_num_threads(1)
 

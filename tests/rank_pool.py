@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fleetx.comm import session
+
 START_SECONDS, JOB_SECONDS = 120, 120
 
 
@@ -83,8 +85,6 @@ class Ranks:
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
-    from fleetx import fleet
-
     os.environ["FLEETX_DEVICE"] = "cpu"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
@@ -93,7 +93,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     warnings.simplefilter("error")
     while True:
         job, args = pipe.recv()
-        forget(fleet)
+        forget()
         torch.manual_seed(0)
         try:
             pipe.send((False, _pack(job(*args))))
@@ -101,11 +101,9 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             pipe.send((True, traceback.format_exc()))
 
 
-def forget(fleet: Any) -> None:
-    """Give every test a facade that knows of no world and no model."""
-    fleet._world = fleet._strategy = None
-    fleet._engines.clear()
-    fleet._waiting.clear()
+def forget() -> None:
+    """Give every test a session that knows no world and no model."""
+    session.reset()
 
 
 def _pack(value: Any) -> bytes:

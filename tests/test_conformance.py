@@ -90,7 +90,7 @@ def test_a_part_has_tests_of_its_own(part):
 def test_acts_take_what_their_stage_gives(part):
     for method, claim in claims(part).items():
         names = list(inspect.signature(getattr(part, method)).parameters)
-        assert names[-1] == "moment"
+        assert names[-1] == "ctx"
         assert len(names) == (2 if claim.stage in (Stage.FORWARD, Stage.LOSS) else 3)
 
 
@@ -119,7 +119,7 @@ def _optimizer_for(part):
     fleet.init()
     made = part(**(part.neutral or {}))
     model = net()
-    return next(o for o in (sgd, adam) if not list(made.misfits(model, o(model), fleet._here())))
+    return next(o for o in (sgd, adam) if not list(made.incompatibilities(model, o(model), fleet._here())))
 
 
 @pytest.mark.parametrize("part", [p for p in BUILT if not p.divides], ids=name_of)  # those: tests/test_checkpoint.py

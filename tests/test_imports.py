@@ -78,8 +78,6 @@ def test_every_file_is_in_a_room():
 def test_a_room_imports_only_rooms_above_it(path):
     ours = {i for i in imports(path) if i.startswith("fleetx.") and (place(path), i) not in ALLOWED}
     below = [i for i in ours if ROOMS.index(i.split(".")[1]) > ROOMS.index(room(path))]
-    # `strategy` loads whatever is in the folder of parts, by design: there is no list of parts to keep.
-    below = [i for i in below if (place(path), i) != ("strategy/part.py", "fleetx.parts")]
     assert not below, f"{place(path)} imports {', '.join(below)}, which is below {room(path)}/"
 
 

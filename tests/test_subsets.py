@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from fleetx import fleet
+from fleetx.comm.session import current
 from training import assert_equal, weights
 
 AMPS = [{}, {"amp": {"dtype": "bfloat16"}}, {"amp": {"dtype": "float16", "init_loss_scaling": 256.0}}]
@@ -101,7 +102,7 @@ def _every_subset(name):
     fleet.init()
     for amp, chosen in _subsets():
         out.append(((list(amp), [str(c) for c in chosen]), *_train(name, _declared(name, amp, chosen))))
-        fleet._engines.clear()
+        current().entries.clear()
     return out
 
 

@@ -28,7 +28,7 @@ PARTS = ("plans", "search", "whatif")
 @click.option("--only", default=",".join(PARTS), show_default=True, help="Some of the parts.")
 @click.option("--models", default=",".join(SCENES), show_default=True)
 @click.option("--networks", default=",".join(NETWORKS), show_default=True)
-@click.option("--most", default=8, show_default=True, help="Plans of a scene that are run.")
+@click.option("--most", default=8, show_default=True, help="Plans of a cluster that are run.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
 @click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
 def main(only: str, models: str, networks: str, most: int, out: Path, only_report: bool) -> None:
@@ -92,11 +92,13 @@ def _show(results: dict[str, Any], out: Path) -> None:
     page = []
     if results["plans"]:
         page.append(report.markdown(report.verdicts(results["plans"])))
-        for scene in results["plans"]:
-            page.append(f"### {MODELS[scene['model']].title}, {scene['network']}")
-            figures = f"tau {report.tau(scene['plans']):.2f}; the pick is {report.regret(scene['plans']):.1%} slower "
-            page.append(f"{figures}than the best; probed and predicted in {scene['probe_seconds']:.0f} s")
-            page.append(report.markdown(report.table(scene)))
+        for cluster in results["plans"]:
+            page.append(f"### {MODELS[cluster['model']].title}, {cluster['network']}")
+            figures = (
+                f"tau {report.tau(cluster['plans']):.2f}; the pick is {report.regret(cluster['plans']):.1%} slower "
+            )
+            page.append(f"{figures}than the best; probed and predicted in {cluster['probe_seconds']:.0f} s")
+            page.append(report.markdown(report.table(cluster)))
     if "search" in results:
         page.append(
             f"### The whole search: {results['search']['seconds']:.0f} s\n\n```\n{results['search']['text']}\n```"

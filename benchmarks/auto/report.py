@@ -41,14 +41,14 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def verdicts(scenes: Sequence[Row]) -> list[list[str]]:
-    rows = [row for scene in scenes for row in scene["plans"]]
+    rows = [row for cluster in scenes for row in cluster["plans"]]
     errors, peaks = time_errors(rows), peak_errors(rows)
     whole = [row for row in rows if not any(word in row["title"] for word in ("pipeline", "sharding"))]
     own = [abs(e) for e in peak_errors(whole)]
-    picks = [regret(scene["plans"]) for scene in scenes]
+    picks = [regret(cluster["plans"]) for cluster in scenes]
     near = sum(pick <= 0.05 for pick in picks)
-    taus = [tau(scene["plans"]) for scene in scenes]
-    clear = mean(tau(scene["plans"], differ=CLEAR) for scene in scenes)
+    taus = [tau(cluster["plans"]) for cluster in scenes]
+    clear = mean(tau(cluster["plans"], differ=CLEAR) for cluster in scenes)
     return [
         ["goal", "reached", "verdict"],
         ["mean error of time at most 10 %", f"{mean(errors):.1%} of {len(errors)} plans, median {median(errors):.1%}, "
@@ -67,9 +67,9 @@ def _met(yes: bool) -> str:
     return "met" if yes else "**not met**"
 
 
-def table(scene: Row) -> list[list[str]]:
+def table(cluster: Row) -> list[list[str]]:
     out = [["plan", "predicted, s", "measured, s", "error", "predicted peak, MiB", "measured, MiB", "error"]]
-    for row in sorted(scene["plans"], key=lambda row: row["predicted"]):
+    for row in sorted(cluster["plans"], key=lambda row: row["predicted"]):
         if row["error"]:
             out.append([row["title"], f"{row['predicted']:.3g}", row["error"], "", "", "", ""])
             continue

@@ -4,7 +4,7 @@ KIND: plans    probe, predict all plans, and run those of each kind that are pre
       search   the whole search, as fleet.distribute does it
       probe    the probe alone, to ask about other machines
       plain    data parallelism, timed
-MOST: plans of a scene that are run, at most
+MOST: plans of a cluster that are run, at most
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def main(name: str, out: str, kind: str, most: str) -> None:
 
 def _looked(job: Job, total: int | None, allow: str) -> Search:
     world, strategy = fleet._here(), DistributedStrategy()
-    scene = profile.scene(world, memory=None, global_batch=total)
+    cluster = profile.cluster(world, memory=None, global_batch=total)
     base = strategy.plan().parts
-    work = profile.work(job, base, ways(strategy, scene, base, allow), world, largest=job.samples, seconds=120)
-    search = Search(job, scene, work, world, "throughput")
-    search.predict(list(allowed(offered(strategy, scene, work, allow=allow), job, world)))
+    work = profile.work(job, base, ways(strategy, cluster, base, allow), world, largest=job.samples, seconds=120)
+    search = Search(job, cluster, work, world, "throughput")
+    search.predict(list(allowed(offered(strategy, cluster, work, allow=allow), job, world)))
     return search
 
 
@@ -65,7 +65,7 @@ def _plans(job: Job, total: int, most: int) -> dict[str, Any]:
         rows.append(_row(one))
         if fleet.is_first_worker():
             print(rows[-1], flush=True)
-    return {"plans": rows, "probe_seconds": probed, "scene": asdict(search.scene), "considered": len(search.plans)}
+    return {"plans": rows, "probe_seconds": probed, "cluster": asdict(search.cluster), "considered": len(search.plans)}
 
 
 def _chosen(search: Search, most: int) -> list[Considered]:
@@ -80,7 +80,7 @@ def _chosen(search: Search, most: int) -> list[Considered]:
 
 def _length(one: Considered) -> float:
     """Seconds until all that happens in turn has happened."""
-    return one.account.seconds * one.candidate.bill.every
+    return one.account.seconds * one.candidate.terms.every
 
 
 def _row(one: Considered) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _search(job: Job, total: int) -> dict[str, Any]:
 def _probe(job: Job, total: int) -> dict[str, Any]:
     search = _looked(job, None, "exact")
     if fleet.is_first_worker():
-        cache.keep_probe(search.scene, search.work, {})
-    return {"scene": asdict(search.scene), "work": search.work.written(), "declared": {}}
+        cache.keep_probe(search.cluster, search.work, {})
+    return {"cluster": asdict(search.cluster), "work": search.work.written(), "declared": {}}
 
 
 def _plain(job: Job, total: int) -> dict[str, Any]:

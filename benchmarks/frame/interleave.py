@@ -80,7 +80,7 @@ def interleave(ours: Side, theirs: Side, *, rounds: int, warm_up: int = WARM_UP)
 
 
 def clocked(work: Callable[[], Any], *, wait: Callable[[], Any]) -> Side:
-    """The seconds that `work` takes, counted from the moment when everybody is ready."""
+    """The seconds that `work` takes, counted from the ctx when everybody is ready."""
 
     def side() -> float:
         wait()

@@ -40,7 +40,7 @@ def _in_group(function: Callable[..., Any], args: Any, *, folder: Path, rank: in
     import torch.distributed as dist
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    # Through a file, because a port that was free a moment ago may not be free now.
+    # Through a file, because a port that was free a ctx ago may not be free now.
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     return function(*args)

@@ -56,7 +56,7 @@ def _ours(name: str, title: str, switches: dict[str, Any], memory: str, beside: 
     )
     way = ways.Way("plain", title, nullcontext, found.predicted)
     if "recompute" in switches:
-        parts = [part for part in strategy.plan().parts if part.local]
+        parts = [part for part in strategy.plan().parts if part.changes_forward]
         step = Step(module, optimizer, kwargs=model.inputs(found.micro), parts=parts)
         choice = budget.choose(step, f"{parse(memory)}B")
         active = choice.arm(module, nullcontext) if choice.tree else nullcontext

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from fleetx import UsageError, fleet
+from fleetx.comm.session import current
 from training import adamw
 
 STEPS = 8
@@ -158,7 +159,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_said(tmp_path):
     write({}, tmp_path / "one")
-    fleet._engines.clear()
+    current().entries.clear()
     model = nn.Linear(6, 3)
     fleet.distribute(model, adamw(model))
     with pytest.raises(UsageError, match="is it of another"):
@@ -187,7 +188,7 @@ def test_numbers_in_the_state_of_the_optimizer_are_kept(tmp_path):
     fleet.init()
     for n in range(2):
         model = nn.Linear(6, 3)
-        fleet._engines.clear()
+        current().entries.clear()
         model, optimizer = fleet.distribute(model, Counting(model.parameters(), lr=0.1))
         if n:
             fleet.load(tmp_path / "one")

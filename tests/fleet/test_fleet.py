@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
+from fleetx.comm.session import current
 from training import assert_equal, batches, net, sgd, train, weights
 
 
@@ -114,7 +115,7 @@ def test_parameter_servers_are_refused():
 def test_a_wrong_strategy_is_refused_at_init_before_anybody_is_met():
     with pytest.raises(StrategyError, match="recompute_configs is set, but recompute is not"):
         fleet.init(strategy=fleet.DistributedStrategy(recompute_configs={"checkpoints": ["a"]}))
-    assert fleet._world is None
+    assert current().world is None
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])

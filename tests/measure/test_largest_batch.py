@@ -5,12 +5,12 @@ import signal
 
 import pytest
 import torch
-from models import Transformer, tokens
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.measure import largest_batch
+from small_models import Transformer, tokens
 
 
 def steps_of(slope, fixed):

@@ -135,7 +135,7 @@ def test_brackets_in_an_error_are_no_markup():
     class Made:
         title, feed = "as it is [1]", 4
 
-    account = type("Account", (), {"seconds": 1.0, "peak": 1})()
+    account = type("StepCost", (), {"seconds": 1.0, "peak": 1})()
     assert "[/x] bad" in table([Considered(Made(), account, why="[/x] bad")])
 
 

@@ -77,9 +77,9 @@ class Dense(Part):
     """The plain mean, which notes when it is called."""
 
     @at(Stage.REDUCE)
-    def reduce(self, bucket, moment):
+    def reduce(self, bucket, ctx):
         EVENTS.append("reduce " + " ".join(bucket.names))
-        return moment.network.mean(bucket.buffer, bucket.index)
+        return ctx.network.mean(bucket.buffer, bucket.index)
 
 
 EVENTS = []

@@ -9,33 +9,34 @@ import pytest
 
 from fleetx import DistributedStrategy
 from fleetx.planner.candidates import offered
-from fleetx.planner.cost import account, bill_of
-from fleetx.planner.model_profile import Line, Piece, Way, Work
-from fleetx.strategy.cost_model import Link, Scene
+from fleetx.planner.cost import account, terms_of
+from fleetx.planner.model_profile import LinearFit, Piece, Way, Work
+from fleetx.strategy.cost_model import Cluster, Link
 
 MB = 1 << 20
 WIRE = Link(latency=0.0, speed=100 * MB)
-SCENE = Scene(
+SCENE = Cluster(
     ranks=2, inside=2, flat=WIRE, gather=WIRE, scatter=WIRE, inner=WIRE, outer=WIRE, stream=1e15, memory=1 << 40,
     sixteen={},
 )  # fmt: skip
 PIECES = tuple(Piece(str(i), 0.25, 50 * MB, border=0, saved=MB, starts=i > 0) for i in range(4))
 WORK = Work(
-    samples=8, plain=Way(Line(0.0, 0.1), Line(0.0, 0.2), Line(800 * MB, 4 * MB)), update=0.5, parameters=200 * MB,
+    samples=8, plain=Way(LinearFit(0.0, 0.1), LinearFit(0.0, 0.2), LinearFit(800 * MB, 4 * MB)),
+    update=0.5, parameters=200 * MB,
     gradients=200 * MB, state=400 * MB, buffers=0, floor=900 * MB, pieces=PIECES,
 )  # fmt: skip
 
 
-def cost(scene=SCENE, work=WORK, feed=8, **switches):
+def cost(cluster=SCENE, work=WORK, feed=8, **switches):
     parts = DistributedStrategy(**switches).plan().parts
-    return account(bill_of(parts, scene, work), work, work.plain, feed)
+    return account(terms_of(parts, cluster, work), work, work.plain, feed)
 
 
 def test_a_line_goes_through_two_points_and_near_three():
-    line = Line.through([(2, 5.0), (4, 9.0)])
+    line = LinearFit.through([(2, 5.0), (4, 9.0)])
     assert (line.base, line.slope) == pytest.approx((1.0, 2.0))
-    assert Line.through([(4, 8.0)]).at(2) == 4.0
-    assert Line.through([(1, 1.0), (2, 3.0)]).base == 0.0, "no batch takes less than no time"
+    assert LinearFit.through([(4, 8.0)]).at(2) == 4.0
+    assert LinearFit.through([(1, 1.0), (2, 3.0)]).base == 0.0, "no batch takes less than no time"
 
 
 def test_one_rank_sends_nothing():
@@ -93,7 +94,7 @@ def test_in_a_pipeline_of_unequal_stages_the_others_are_passed_through_once():
 
 
 def test_weights_that_two_stages_have_are_held_twice_and_reduced_between_them():
-    free = replace(WORK, plain=replace(WORK.plain, peak=Line(800 * MB, 0.0)))
+    free = replace(WORK, plain=replace(WORK.plain, peak=LinearFit(800 * MB, 0.0)))
     tied = replace(free, pieces=(*PIECES[:3], replace(PIECES[3], tied=((0, 50 * MB, 7),))))
     both = [cost(work=work, pipeline={"degree": 2, "accumulate_steps": 2}, feed=16) for work in (free, tied)]
     assert both[1].network - both[0].network == pytest.approx(0.5)
@@ -102,9 +103,9 @@ def test_weights_that_two_stages_have_are_held_twice_and_reduced_between_them():
 
 
 def test_each_micro_batch_under_way_has_its_own_casts():
-    cast = replace(WORK.plain, peak=Line(900 * MB, 0.0), casts=100.0 * MB)
+    cast = replace(WORK.plain, peak=LinearFit(900 * MB, 0.0), casts=100.0 * MB)
     parts = DistributedStrategy(pipeline={"degree": 2, "accumulate_steps": 2}).plan().parts
-    found = account(bill_of(parts, SCENE, WORK), WORK, cast, 16)
+    found = account(terms_of(parts, SCENE, WORK), WORK, cast, 16)
     assert found.peak == (400 + 2 * 50) * MB
 
 
@@ -121,9 +122,9 @@ def test_shards_keep_a_part_and_send_half_as_much_again():
 
 
 def test_tiers_send_over_the_outer_link_once():
-    scene = replace(SCENE, ranks=4, flat=Link(0.0, 10 * MB), outer=Link(0.0, 20 * MB), inner=Link(0.0, 1e15))
-    tiers = cost(scene, use_hierarchical_allreduce=True)
-    assert tiers.network < cost(scene).network
+    cluster = replace(SCENE, ranks=4, flat=Link(0.0, 10 * MB), outer=Link(0.0, 20 * MB), inner=Link(0.0, 1e15))
+    tiers = cost(cluster, use_hierarchical_allreduce=True)
+    assert tiers.network < cost(cluster).network
 
 
 def test_what_limits_is_said():
@@ -134,21 +135,23 @@ def test_what_limits_is_said():
 
 
 def test_work_survives_being_written_down():
-    work = replace(WORK, ways={"AMP": Way(Line(0.0, 0.5), Line(0.0, 0.6), Line(1.0, 2.0)), "fp16": Way(error="no")})
+    work = replace(
+        WORK, ways={"AMP": Way(LinearFit(0.0, 0.5), LinearFit(0.0, 0.6), LinearFit(1.0, 2.0)), "fp16": Way(error="no")}
+    )
     assert Work.of(json.loads(json.dumps(work.written()))) == work
 
 
-def plans(allow="exact", declared=None, **scene):
+def plans(allow="exact", declared=None, **cluster):
     strategy = DistributedStrategy(**(declared or {}))
-    return list(offered(strategy, replace(SCENE, **scene), WORK, allow=allow))
+    return list(offered(strategy, replace(SCENE, **cluster), WORK, allow=allow))
 
 
 def test_every_plan_cuts_the_global_batch_evenly():
     found = plans(global_batch=24)
     assert len({plan.title for plan in found}) == len(found) > 20
     for plan in found:
-        assert plan.feed * plan.bill.merged * plan.bill.replicas == 24
-        assert plan.feed % plan.bill.micro == 0
+        assert plan.feed * plan.terms.merged * plan.terms.replicas == 24
+        assert plan.feed % plan.terms.micro == 0
 
 
 def test_without_a_global_batch_the_loop_stays_as_it_is():
@@ -169,5 +172,5 @@ def test_what_the_user_set_is_kept_and_what_contradicts_it_is_not_offered():
     assert found
     for plan in found:
         assert plan.strategy.localsgd_configs["k_steps"] == 7
-        assert plan.bill.merged == 3
+        assert plan.terms.merged == 3
         assert not {"dgc", "amp", "fp16_allreduce", "sharding"} & set(plan.chosen)

@@ -12,8 +12,8 @@ from fleetx.measure import allocator
 from fleetx.measure.fake_step import Step, estimate
 from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate, cut
-from fleetx.planner.cost import account, bill_of
-from fleetx.planner.profile import scene, work
+from fleetx.planner.cost import account, terms_of
+from fleetx.planner.profile import cluster, work
 from fleetx.planner.trial import tried
 from fleetx.planner.workload import Job, name
 
@@ -32,16 +32,16 @@ def _both(declared, feed):
     job = Job.of(model, optimizer, batch, cross_entropy)
     strategy = DistributedStrategy(**declared)
     plan = strategy.plan()
-    here = scene(world, memory=1 << 40, global_batch=None)
-    base = [part for part in plan.parts if part.local]
+    here = cluster(world, memory=1 << 40, global_batch=None)
+    base = [part for part in plan.parts if part.changes_forward]
     found = work(job, base, [], world, largest=256, seconds=60)
-    bill = bill_of(plan.parts, here, found)
-    assert cut(bill, 64) == 64
-    candidate = Candidate(declared, {}, plan, feed, bill)
+    terms = terms_of(plan.parts, here, found)
+    assert cut(terms, 64) == 64
+    candidate = Candidate(declared, {}, plan, feed, terms)
     trial = tried(job, candidate, world, seconds=60, peak=True)
     assert not trial.error, trial.error
     kept = candidate.keeps(model.parameters())
-    return account(bill, found, found.way(name(plan.parts)), feed, kept=kept).peak, trial.peak
+    return account(terms, found, found.way(name(plan.parts)), feed, kept=kept).peak, trial.peak
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_casts_of_amp_are_counted_without_recomputation_too():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(2048, 512)
     strategy = DistributedStrategy(amp={"dtype": "bfloat16"})
-    parts = [part for part in strategy.plan().parts if part.local]
+    parts = [part for part in strategy.plan().parts if part.changes_forward]
     predicted = estimate(Step(model, optimizer, (x,), loss=lambda out, _: out.mean(), parts=parts)).running
     fleet.init()
     model, optimizer = fleet.distribute(model, optimizer, strategy)

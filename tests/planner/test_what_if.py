@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_said_with_the_least():
 @pytest.fixture
 def probe(tmp_path):
     path = tmp_path / "probe.json"
-    path.write_text(json.dumps({"scene": asdict(SCENE), "work": WORK.written(), "declared": {}}))
+    path.write_text(json.dumps({"cluster": asdict(SCENE), "work": WORK.written(), "declared": {}}))
     return str(path)
 
 

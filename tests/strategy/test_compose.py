@@ -25,7 +25,7 @@ class Sparse(Part):
     """Takes the reduction, wants an unscaled gradient, and leaves momentum in it."""
 
     @at(Stage.REDUCE, bars={Fact.SCALED}, makes={Fact.MOMENTUM})
-    def send(self, bucket, moment): ...
+    def send(self, bucket, ctx): ...
 
 
 @settings
@@ -33,7 +33,7 @@ class Alone(Part):
     """Takes the reduction too."""
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
-    def nothing(self, bucket, moment): ...
+    def nothing(self, bucket, ctx): ...
 
 
 @settings
@@ -41,25 +41,25 @@ class Rule(Part):
     """An update rule that has momentum of its own."""
 
     @at(Stage.UPDATE, bars={Fact.MOMENTUM})
-    def update(self, optimizer, moment): ...
+    def update(self, optimizer, ctx): ...
 
 
 @settings
 class Hungry(Part):
     @at(Stage.GRADIENT, needs={Fact.PARTED})
-    def eat(self, grads, moment): ...
+    def eat(self, grads, ctx): ...
 
 
 @settings
 class Chicken(Part):
     @at(Stage.GRADIENT, needs={Fact.LOCAL}, makes={Fact.PARTED})
-    def hatch(self, grads, moment): ...
+    def hatch(self, grads, ctx): ...
 
 
 @settings
 class Egg(Part):
     @at(Stage.GRADIENT, needs={Fact.PARTED}, makes={Fact.LOCAL})
-    def lay(self, grads, moment): ...
+    def lay(self, grads, ctx): ...
 
 
 FP16 = AMP(init_loss_scaling=1024.0)

@@ -271,7 +271,7 @@ def test_settings_without_their_switch_are_refused_but_an_explicit_off_is_an_ans
 def test_every_switch_is_in_the_plan_or_stands_for_others(switch):
     needs = {"recompute": {"checkpoints": ["0"]}}
     strategy = DistributedStrategy(**{switch: needs.get(switch, True)})
-    assert (every()[switch] in [type(p) for p in strategy.plan().parts]) is not every()[switch].chooses
+    assert (every()[switch] in [type(p) for p in strategy.plan().parts]) is not every()[switch].is_meta
 
 
 def test_printing_gives_a_table_of_what_is_on():

@@ -19,7 +19,7 @@ Work = Callable[[], Any]
 _PATIENCE = 5.0  # seconds; whoever is not done then waits for a rank that is gone
 
 
-class Line:
+class WorkerThread:
     """`ask(work)` returns at once; the future holds what the work returned, or raises what it raised.
 
     Work may hand over to another line, and return the future that it got there: then that one's end is the end.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.comm.routes import Network
+from fleetx.comm.paths import Network
 
 BUCKET_BYTES = 32 * 1024 * 1024
 
@@ -80,7 +80,7 @@ class Background:
         Bucket by bucket: while one is brought in, those behind it travel, and the link always has something to do.
         """
         if self._way is None:
-            self._way = self._network.beside()
+            self._way = self._network.clone_groups()
         before, self._under_way = self._under_way, []
         for number, bucket in enumerate(buckets(tensors)):
             if before:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fleetx.comm.session import current
 from fleetx.comm.world import World
 
 _watching = False
 
 
-def watch(world: World, rounds: Callable[[], int]) -> None:
+def watch(world: World) -> None:
     """Leave a word when this process ends well, and read those of the others when it fails."""
     global _watching
     if _watching or world.size == 1:
@@ -29,11 +30,11 @@ def watch(world: World, rounds: Callable[[], int]) -> None:
 
     def leave() -> None:
         if not failed:
-            _try(lambda: store.set(f"fleetx/left/{world.rank}", str(rounds())))
+            _try(lambda: store.set(f"fleetx/left/{world.rank}", str(_rounds())))
 
     def annotate(error: BaseException) -> None:
         failed.append(error)
-        if isinstance(error, RuntimeError) and (note := _try(lambda: _said(store, world, rounds()))):
+        if isinstance(error, RuntimeError) and (note := _try(lambda: _said(store, world, _rounds()))):
             error.add_note(note)
 
     before = sys.excepthook
@@ -57,6 +58,11 @@ def _said(store: Any, world: World, here: int) -> str:
         f"fleetx: the script of {who} updates had ended, while this rank {world.rank} went on after {here}. Were there "
         "fewer batches? `for batch in fleet.join(loader)` stops all ranks together"
     )
+
+
+def _rounds() -> int:
+    engine = current().last()
+    return engine.round if engine is not None else 0
 
 
 def _try(call: Callable[[], Any]) -> Any:

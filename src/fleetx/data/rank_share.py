@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
-from contextlib import suppress
 
 import torch.distributed as dist
 
+from fleetx.comm import session
 from fleetx.comm.roles import from_environment
 from fleetx.errors import UsageError
 
@@ -25,11 +24,10 @@ def current() -> tuple[int, int]:
     Workers that hold one replica together (the stages of a pipeline) take the same batches. Before a model is
     distributed every worker counts for itself, and before `fleet.init` the launcher's environment says who it is.
     """
-    worker, fleet = _worker(), sys.modules.get("fleetx.fleet")
-    shares: set[tuple[int, int]] = fleet.roster.shares() if fleet is not None else set()
-    if fleet is not None and shares - {worker}:
-        gc.collect()  # models of the past, which only a cycle keeps alive, must not have a say
-        shares = fleet.roster.shares()
+    worker, shares = _worker(), session.current().shares()
+    if shares - {worker}:
+        gc.collect()  # old models that only a reference cycle keeps alive do not count
+        shares = session.current().shares()
     if len(shares) > 1:
         raise UsageError(
             "several models are distributed over different numbers of replicas: make the loader with "
@@ -39,10 +37,9 @@ def current() -> tuple[int, int]:
 
 
 def _worker() -> tuple[int, int]:
-    fleet = sys.modules.get("fleetx.fleet")
-    if fleet is not None:
-        with suppress(UsageError):  # before fleet.init
-            return fleet.worker_index(), fleet.worker_num()
+    world = session.current().world
+    if world is not None:
+        return world.rank, world.size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     place = from_environment()
@@ -52,13 +49,10 @@ def _worker() -> tuple[int, int]:
 def check_alike(data: str, order: str) -> bool:
     """Every worker must call it, with two fingerprints; all raise where they differ. False: before `fleet.init`."""
     global _store, _checks
-    fleet = sys.modules.get("fleetx.fleet")
-    if fleet is None or not dist.is_available() or not dist.is_initialized():
+    world = session.current().world
+    if world is None or not dist.is_available() or not dist.is_initialized():
         return False
-    try:
-        rank, size = fleet.worker_index(), fleet.worker_num()
-    except UsageError:  # the process group is the script's own
-        return False
+    rank, size = world.rank, world.size
     # By the store, and not by a collective: who goes on alone is told so, and does not hang without a word.
     store = dist.distributed_c10d._get_default_store()
     if store is not _store:

@@ -34,7 +34,7 @@ _NUMBER = "#number"  # behind the key of what is a plain number in the optimizer
 
 def save(engine: Engine, folder: Path) -> None:
     """Every rank must call it."""
-    engine.settle(last=False)
+    engine.drain(last=False)
     world = engine.world
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if world.rank == 0:
@@ -99,7 +99,7 @@ def _held(engine: Engine) -> dict[str, Tensor]:
     model = engine.model
     named = [*model.named_parameters(), *model.named_buffers()]
     kept = model.state_dict(keep_vars=True).keys()  # without the buffers that are not saved
-    return {plain_name(n): t for n, t in named if n in kept and n not in engine.holding.absent}
+    return {plain_name(n): t for n, t in named if n in kept and n not in engine.layout.absent}
 
 
 def _params(engine: Engine) -> dict[str, nn.Parameter]:

@@ -19,7 +19,7 @@ Names = Mapping[nn.Parameter, str]
 
 def refuse(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World, names: Names) -> None:
     """Everything that is wrong, in one error."""
-    problems = [p for part in plan.parts for p in part.misfits(model, optimizer, world)]
+    problems = [p for part in plan.parts for p in part.incompatibilities(model, optimizer, world)]
     problems += _model(plan, model)
     problems += _optimizer(plan, optimizer, names)
     if problems:

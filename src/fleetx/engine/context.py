@@ -17,7 +17,7 @@ from fleetx.errors import UsageError
 from fleetx.strategy.stage import Fact
 
 if TYPE_CHECKING:
-    from fleetx.comm.routes import Network
+    from fleetx.comm.paths import Network
     from fleetx.comm.world import World
     from fleetx.engine.engine import Engine
     from fleetx.strategy.compose import Plan
@@ -56,7 +56,7 @@ def _stopped(model: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: map_tensors(lambda t: tap(t, torch.zeros_like), model(*args, **kwargs))
 
 
-class Moment:
+class Context:
     """Handed to every act of a part. One object lives as long as the engine; what it tells changes."""
 
     def __init__(self, engine: Engine, key: str, facts: frozenset[Fact]):
@@ -75,7 +75,7 @@ class Moment:
     @property
     def world(self) -> World:
         """The ranks that hold the same piece of the model as this one: where nothing divides it, all of them."""
-        return self._engine.holding.axis
+        return self._engine.layout.replica_group
 
     @property
     def everyone(self) -> World:
@@ -87,11 +87,11 @@ class Moment:
 
         reduces: do gradients come out of backward reduced between all ranks already?
         """
-        self._engine.holding.pieces, self._engine.holding.reduced = group, reduces
+        self._engine.layout.shard_group, self._engine.layout.reduced = group, reduces
 
     def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
         """Say which parameters this rank counts in a sum over the whole model, and which names only others hold."""
-        self._engine.holding.counts, self._engine.holding.absent = counts, frozenset(absent)
+        self._engine.layout.counts, self._engine.layout.absent = counts, frozenset(absent)
 
     @property
     def device(self) -> torch.device:
@@ -197,4 +197,4 @@ class Moment:
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm of the whole gradient, wherever its pieces are."""
-        return self._engine.holding.norm(grads, self._engine.gradients.params())
+        return self._engine.layout.norm(grads, self._engine.gradients.params())

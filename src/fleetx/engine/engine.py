@@ -18,7 +18,7 @@ import math
 import sys
 import weakref
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,16 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import plain_name
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.base.wrapping import unwrap
-from fleetx.comm.routes import Network
+from fleetx.comm.paths import Network
+from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import layout, state
 from fleetx.engine.checks import refuse
-from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.context import Bucket, Context
 from fleetx.engine.dtensors import ANOTHER_WAY, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
-from fleetx.engine.loss_weights import Weights
+from fleetx.engine.loss_weights import LossWeights
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.taps import PENALTY, reaches, tap
 from fleetx.errors import StrategyError, UsageError
@@ -47,13 +48,11 @@ from fleetx.strategy.stage import Stage
 class Engine:
     """One model, one optimizer, one plan."""
 
-    stepped: ClassVar[weakref.ref[Engine] | None] = None  # the engine of the last optimizer.step() of any
-
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         self.plan, self.model, self.optimizer, self.world = plan, model, optimizer, world
         self.names = {p: plain_name(n) for n, p in model.named_parameters()}
         refuse(plan, model, optimizer, world, self.names)
-        self.holding = layout.of(plan.parts, model, world)
+        self.layout = layout.of(plan.parts, model, world)
         self.device = next((p.device for p in self.names), world.device)
         self.state = self.initial_state()
         self.notes: dict[str, dict[str, Any]] = {_key(p): {} for p in plan.parts}
@@ -63,10 +62,10 @@ class Engine:
         self.updated = False  # did the last step apply an update?
         self.inputs: Any = None  # of the forward that is running
         self.reducer_settings: dict[str, Any] | None = None
-        self.weights = Weights(plan, self.holding.axis)
-        self.network = Network(self.holding.axis)
+        self.weights = LossWeights(plan, self.layout.replica_group)
+        self.network = Network(self.layout.replica_group)
         weakref.finalize(self, self.network.close).atexit = False  # at the end fleet leaves the world in its own order
-        self._calls = {s: [(a.call, Moment(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
+        self._calls = {s: [(a.call, Context(self, _key(a.part), plan.facts_at(a))) for a in plan.at(s)] for s in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # that are running, innermost last
         self._differentiable = False  # was a backward itself made differentiable since the last step?
         self._backward = -1  # torch's number of the backward that was last seen to enter
@@ -85,14 +84,14 @@ class Engine:
         return {_key(part): part.init({name: p for p, name in self.names.items()}) for part in self.plan.parts}
 
     def _arm(self) -> None:
-        for call, moment in self._calls[Stage.MODEL]:
-            self.model = call(self.model, moment)
+        for call, ctx in self._calls[Stage.MODEL]:
+            self.model = call(self.model, ctx)
         self.names = renamed(self.names, self.model, self.optimizer)
-        if self.holding.reduced and not self.network.plain:
+        if self.layout.reduced and not self.network.plain:
             raise StrategyError(ANOTHER_WAY)
         self.network.open()
-        for call, moment in self._calls[Stage.UPDATE]:
-            self.optimizer = call(self.optimizer, moment)
+        for call, ctx in self._calls[Stage.UPDATE]:
+            self.optimizer = call(self.optimizer, ctx)
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
         self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
         self._reducer = self._make_reducer()
@@ -110,18 +109,18 @@ class Engine:
         self.optimizer.register_load_state_dict_post_hook(self._load)
 
     def _make_reducer(self) -> Reducer | None:
-        alone = self.holding.reduced or self.holding.axis.size == 1
+        alone = self.layout.reduced or self.layout.replica_group.size == 1
         if alone or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
             return None
         hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
         moved = self.gradients.look_again
-        return Reducer(self.model, self.names, self.holding.axis, hook, moved=moved, **self.reducer_settings)
+        return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
 
-    def moment_of(self, part: Part) -> Moment:
+    def context_of(self, part: Part) -> Context:
         """For what a part says about itself outside of a step."""
-        return Moment(self, _key(part), frozenset())
+        return Context(self, _key(part), frozenset())
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Drop what holds the process group: the process ends."""
         self._reducer = None
         self.network.close()
@@ -135,8 +134,8 @@ class Engine:
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.inputs = args, kwargs
-        for call, moment in self._calls[Stage.FORWARD]:
-            finish.append(stack.enter_context(call(moment)))
+        for call, ctx in self._calls[Stage.FORWARD]:
+            finish.append(stack.enter_context(call(ctx)))
         if not torch.is_grad_enabled() or not outermost:
             return None
         if self._calls[Stage.LOSS] or (self._watching and self.weights.used is not False):  # None: it may come yet
@@ -165,16 +164,16 @@ class Engine:
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
         """The FORWARD contexts once more, for a part that runs a piece of the forward again, or (`first`) alone."""
         stack = ExitStack()
-        for act, (call, moment) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
+        for act, (call, ctx) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
             if act.claim.replay or first:
-                stack.enter_context(call(moment))
+                stack.enter_context(call(ctx))
         return stack
 
     # --- loss.backward() --------------------------------------------------------------------------
     def _enter_backward(self, grad: Tensor) -> Tensor:
         if self._backward != (number := torch._C._current_graph_task_id()):
             self._backward = number
-            if self.holding.reduced or reaches(self.gradients.params()):  # FSDP's leaves are others
+            if self.layout.reduced or reaches(self.gradients.params()):  # FSDP's leaves are others
                 self._check_penalty()
                 self._begin_backward()
             self._differentiable = self._differentiable or torch.is_grad_enabled()  # as with create_graph=True
@@ -197,7 +196,7 @@ class Engine:
 
     @property
     def _loss_scale(self) -> float:
-        return math.prod(call(moment) for call, moment in self._calls[Stage.LOSS])
+        return math.prod(call(ctx) for call, ctx in self._calls[Stage.LOSS])
 
     def _check_penalty(self) -> None:
         """A loss on gradients of the model reaches its parameters by a way on which the scale cancels out."""
@@ -238,8 +237,8 @@ class Engine:
             self.gradients.put_back()
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        for call, moment in self._calls[Stage.REDUCE]:
-            return call(bucket, moment)
+        for call, ctx in self._calls[Stage.REDUCE]:
+            return call(bucket, ctx)
         return self.network.mean(bucket.buffer, bucket.index)
 
     def gradient_factor(self) -> float:
@@ -248,10 +247,10 @@ class Engine:
 
     # --- optimizer.step() -------------------------------------------------------------------------
     def _opens(self, steps: int) -> bool:
-        return all(call(steps, moment) for call, moment in self._calls[Stage.GATE])
+        return all(call(steps, ctx) for call, ctx in self._calls[Stage.GATE])
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
-        Engine.stepped = weakref.ref(self)
+        current().stepped = weakref.ref(self)
         changed = run_closure(self.optimizer, args, kwargs) if self._active else None
         self._opened = self.updated = False
         known = self.names if self._reducer is None else self._reducer.known
@@ -277,8 +276,8 @@ class Engine:
         if self._opened:
             self.round += 1
             params = self.gradients.params()
-            for call, moment in self._calls[Stage.PARAMETER]:
-                call(params, moment)
+            for call, ctx in self._calls[Stage.PARAMETER]:
+                call(params, ctx)
             self.merged = 0
         self._tapped = False
 
@@ -287,8 +286,8 @@ class Engine:
         self.gradients.check_none_left()
         grads = self.gradients.present  # anew for each: an act may bring one that another rank has
         # Of a divided model other ranks wait for this one, whatever it has.
-        there = bool(grads()) or self.holding.pieces is not None
-        return there and all(call(grads(), moment) is not False for call, moment in self._calls[Stage.GRADIENT])
+        there = bool(grads()) or self.layout.shard_group is not None
+        return there and all(call(grads(), ctx) is not False for call, ctx in self._calls[Stage.GRADIENT])
 
     def flush(self) -> bool:
         """Apply a window that is not full, with its true number of steps. Every rank must call it."""
@@ -303,15 +302,15 @@ class Engine:
             finally:
                 self._flushing = False
             self.gradients.take_away(keep=False)  # the loop's own zero_grad has been called already
-        self.settle(last=True)
+        self.drain(last=True)
         return flushed and self.updated
 
-    def settle(self, *, last: bool) -> None:
+    def drain(self, *, last: bool) -> None:
         """Let the parts finish what is under way."""
         params: list[Tensor] = [*self.gradients.params()]
         with torch.no_grad():
             for part in self.plan.parts:
-                part.settle(params, self.moment_of(part), last=last)
+                part.drain(params, self.context_of(part), last=last)
 
     def _collect(self, steps: int) -> None:
         """Put the withheld gradients of so many steps back and reduce them, where no backward does."""
@@ -325,7 +324,7 @@ class Engine:
 
     # --- state_dict() -----------------------------------------------------------------------------
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.settle(last=False)
+        self.drain(last=False)
         state_dict["fleetx"] = state.save(self)
 
     def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

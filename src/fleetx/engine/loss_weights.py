@@ -28,7 +28,7 @@ from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
 
 
-class Weights:
+class LossWeights:
     """What was given, and what follows from it. The first step decides whether there are weights at all."""
 
     def __init__(self, plan: Plan, world: World):

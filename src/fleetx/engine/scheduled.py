@@ -30,10 +30,10 @@ class ScheduledEngine(Engine):
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
         """Without gradients (`torch.no_grad()`) it is the forward alone."""
-        ((run, moment),) = self._calls[Stage.SCHEDULE]
+        ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if not torch.is_grad_enabled():
             with self._run():
-                return run(Batch(inputs, target, loss_fn), moment)
+                return run(Batch(inputs, target, loss_fn), ctx)
         opens = self._opens(self.merged + 1)
         self.weights.begin(opens=opens)
         self.gradients.check_before_backward()
@@ -41,7 +41,7 @@ class ScheduledEngine(Engine):
         self._tapped = True
         with self._run():
             factor = 0.0 if self.weights.empty else self._factor
-            loss: Tensor = run(Batch(inputs, target, loss_fn, factor, self.weights.given), moment)
+            loss: Tensor = run(Batch(inputs, target, loss_fn, factor, self.weights.given), ctx)
         self.loss = loss
         if opens and self._reducer is not None:
             self._reducer.reduce_now(self._trained(), self._reduce)
@@ -73,13 +73,13 @@ class ScheduledEngine(Engine):
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """What only other ranks hold would be saved without its values."""
-        for name in self.holding.absent:
+        for name in self.layout.absent:
             state.pop(f"{prefix}{name}", None)
 
     def _make_reducer(self) -> Any:
-        if self.holding.axis.size == 1 or self.reducer_settings is None:
+        if self.layout.replica_group.size == 1 or self.reducer_settings is None:
             return None
-        return LateReducer(self.names, self.holding.axis, self.reducer_settings["bucket_cap_mb"])
+        return LateReducer(self.names, self.layout.replica_group, self.reducer_settings["bucket_cap_mb"])
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.gradients.params() if p.requires_grad]

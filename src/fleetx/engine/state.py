@@ -51,7 +51,7 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
 
 def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
     """What was gathered on one rank would be counted twice by another."""
-    mine = [type(part).__name__ for part in engine.plan.parts if part.personal]
+    mine = [type(part).__name__ for part in engine.plan.parts if part.per_rank_state]
     here = (engine.world.rank, engine.world.size)
     if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(name) for name in mine):
         raise UsageError(

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from fleetx.comm import departures
 from fleetx.comm import world as _world_module
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
+from fleetx.comm.session import Entry, current
 from fleetx.comm.world import TIMEOUT, World
 from fleetx.engine import agreement
 from fleetx.engine.engine import Engine
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
-from fleetx.fleet import base, engines
-from fleetx.fleet.auto import planned
+from fleetx.fleet import base
+from fleetx.fleet.auto import check_feed, planned, watch_feed
 from fleetx.parts.pipeline.device_guard import device_guard
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.explain import Explanation
@@ -67,11 +68,6 @@ __all__ = [
 
 updated: bool  # did the last optimizer.step() apply an update? (found by __getattr__ below)
 
-_world: World | None = None
-_strategy: DistributedStrategy | None = None
-_engines = engines.engines
-_waiting: dict[str, Any] = {}  # what one of Paddle's two calls brought before the other
-
 
 # --- the world ------------------------------------------------------------------------------------
 def init(
@@ -85,7 +81,7 @@ def init(
 
     `timeout` is how long a collective waits for a rank that does not answer before it raises; ten minutes by default.
     """
-    global _world, _strategy
+    session = current()
     if not isinstance(role_maker, PaddleCloudRoleMaker | UserDefinedRoleMaker | None):
         raise TypeError(f"role_maker must be one of fleet.base.role_maker, not {type(role_maker).__name__}")
     collective = role_maker.is_collective if role_maker is not None else is_collective
@@ -95,20 +91,18 @@ def init(
         )
     if strategy is not None:
         _checked(strategy).plan()  # before any process group exists
-        _strategy = strategy
-    if _world is None:
+        session.strategy = strategy
+    if session.world is None:
         place = role_maker.place() if role_maker is not None else from_environment()
-        _world = _world_module.enter(place, timeout=timeout or TIMEOUT)
-    elif timeout is not None or (role_maker is not None and role_maker.place() != _world.place):
+        session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
+    elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was called before, with another role or timeout: call it once")
     if strategy is not None:
-        agreement.check_strategy(strategy, _world)
+        agreement.check_strategy(strategy, session.here())
 
 
 def _here() -> World:
-    if _world is None:
-        raise UsageError("call fleet.init() first")
-    return _world
+    return current().here()
 
 
 def worker_index() -> int:
@@ -137,12 +131,12 @@ def local_rank() -> int:
 
 def replica_index(model: nn.Module | None = None) -> int:
     """Which of the replicas of the model this worker belongs to: what a DistributedSampler takes for its rank."""
-    return _engine(model).holding.axis.rank
+    return _engine(model).layout.replica_group.rank
 
 
 def replica_num(model: nn.Module | None = None) -> int:
     """How many replicas of the model train; workers of one replica (the stages of a pipeline) take the same batches."""
-    return _engine(model).holding.axis.size
+    return _engine(model).layout.replica_group.size
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
@@ -179,21 +173,21 @@ def distribute(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    strategy = _checked(strategy or _strategy or DistributedStrategy())
+    strategy = _checked(strategy or current().strategy or DistributedStrategy())
     plan = strategy.plan()
-    engines.refuse_twice(model, optimizer)
+    current().refuse_twice(model, optimizer)
     agreement.check_strategy(strategy, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
     engine = kind(plan, model, optimizer, _here())
-    departures.watch(_here(), engines.rounds)
-    atexit.unregister(engines.let_go)
-    atexit.register(engines.let_go)
+    departures.watch(_here())
+    atexit.unregister(_close)
+    atexit.register(_close)
+    current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
     if found is not None:
-        engines.watch(engine, found)
-    _engines[engine] = copy.deepcopy(strategy)  # as it is now: later changes to it change nothing here
+        watch_feed(engine, found)
     return engine.model, engine.optimizer
 
 
@@ -206,18 +200,19 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     """Paddle's second half of `distribute`; the two may come in either order."""
     if strategy is not None:
         _checked(strategy).plan()
-        _waiting["strategy"] = strategy
+        current().pending["strategy"] = strategy
     return _half("optimizer", optimizer)
 
 
 def _half(name: str, value: Any) -> Any:
-    if name in _waiting:
+    pending = current().pending
+    if name in pending:
         raise UsageError(f"fleet.distributed_{name} was called twice; the other half of the pair is missing")
-    _waiting[name] = value
-    if "model" not in _waiting or "optimizer" not in _waiting:
+    pending[name] = value
+    if "model" not in pending or "optimizer" not in pending:
         return value
-    given = dict(_waiting)
-    _waiting.clear()
+    given = dict(pending)
+    pending.clear()
     model, optimizer = distribute(given["model"], given["optimizer"], given.get("strategy"))
     return model if name == "model" else optimizer
 
@@ -242,7 +237,7 @@ def forward_backward(
     loss: a tensor, or an output with a `loss`.
     """
     engine = _engine(model)
-    engines.check_feed(engine, inputs)
+    check_feed(engine, inputs)
     return engine.forward_backward(inputs, target, loss_fn)
 
 
@@ -297,7 +292,8 @@ def largest_batch(
     """
     from fleetx.fleet.largest_batch import of_strategy  # few scripts need it
 
-    size = ranks or (_world.size if _world is not None else 1)
+    world = current().world
+    size = ranks or (world.size if world is not None else 1)
     return of_strategy(
         model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
         global_batch=global_batch, ranks=size, trial=trial,
@@ -325,25 +321,32 @@ def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
     """What was requested, what is applied, in which order, why, and what it costs. Print it."""
     if strategy is not None:
-        return Explanation(_checked(strategy), strategy.plan(), _world)
+        return Explanation(_checked(strategy), strategy.plan(), current().world)
     engine = _engine(model)
-    return Explanation(_engines[engine], engine.plan, engine.world, engine, str(engines.chosen.get(engine, "")))
+    entry = current().entries[engine]
+    return Explanation(entry.strategy, engine.plan, engine.world, engine, str(entry.chosen or ""))
 
 
 def batch(*, model: nn.Module | None = None) -> Chosen:
     """How `auto` cuts the batch: make the loader with batch_size=fleet.batch().feed. Print it to see the search."""
     engine = _engine(model)
-    if engine not in engines.chosen:
+    chosen = current().entries[engine].chosen
+    if chosen is None:
         raise UsageError("fleet.batch() tells what strategy.auto chose, and auto is not on")
-    return engines.chosen[engine]
+    return chosen
 
 
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
-    return engines.find(which, half=bool(_waiting))
+    found: Engine = current().find(which)
+    return found
+
+
+def _close() -> None:
+    current().close()
 
 
 def __getattr__(name: str) -> Any:
     if name == "updated":  # of the last optimizer.step() of any; False before the first
-        engine = Engine.stepped() if Engine.stepped is not None else None
+        engine = current().last()
         return engine is not None and engine.updated
     raise AttributeError(f"module 'fleetx.fleet' has no attribute {name!r}")

@@ -42,8 +42,8 @@ def of_strategy(
         raise UsageError("the sample must have at least one tensor with at least one sample in it")
     optimizer = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     here = World(Place(), torch.device("cpu"))
-    judged = [part for part in plan.parts if part.local or part.segments]
-    if wrong := [sentence for part in judged for sentence in part.misfits(model, optimizer, here)]:
+    judged = [part for part in plan.parts if part.changes_forward or part.segments]
+    if wrong := [sentence for part in judged for sentence in part.incompatibilities(model, optimizer, here)]:
         raise StrategyError(wrong)
     made = frozenset().union(*(act.claim.makes for act in plan.acts))
     step = Step(
@@ -54,7 +54,7 @@ def of_strategy(
         loss_fn,
         targets,
         samples=samples,
-        parts=[part for part in plan.parts if part.local],
+        parts=[part for part in plan.parts if part.changes_forward],
         kept_gradients=Fact.SUMMED in made or ranks > 1 or bool(global_batch),
         beside=sum(part.keeps(list(model.parameters()), scaled=Fact.SCALED in made) for part in plan.parts)
         + (budget.buckets(model) if ranks > 1 and (Fact.SUMMED in made or global_batch) else 0),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fleetx.comm.session import current
 from fleetx.errors import StrategyError
 
 __all__ = ["large_batch", "linear_scaling", "linear_warmup_decay", "sqrt_scaling"]
@@ -159,10 +159,8 @@ class _Schedule(LRScheduler):
 
 
 def _applied(optimizer: Optimizer) -> bool:
-    """Did the last step() of this optimizer update? Without a strategy every step does."""
-    fleet = sys.modules.get("fleetx.fleet")  # not loaded: nothing is distributed
-    engines = fleet._engines if fleet is not None else ()
-    return next((engine.updated for engine in engines if engine.optimizer is optimizer), True)
+    """Did the last step() of this optimizer apply an update?"""
+    return current().updated(optimizer)
 
 
 def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.base.trees import arguments, loss_of, map_tensors, samples_in
+from fleetx.comm.session import current
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import UsageError
-from fleetx.fleet import engines
 from fleetx.paddle.static import feeds
 from fleetx.paddle.static import training as static
 
@@ -48,7 +48,7 @@ class MultiGPUTrainer:
         """The mean of each target over all samples of all workers, printed and returned."""
         _check_call(model)
         names = [target if isinstance(target, str) else target.name for target in target_list]
-        world = fleet._here()
+        world = current().here()
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=world.device)
         for batch in _batches(dataloader):
             fed = _fed(model, batch)
@@ -136,7 +136,7 @@ def _step(model: nn.Module, fed: Any) -> float:
         return static.step(model, fed)[model.loss.name].item()
     if not model.training:
         model.train()
-    optimizer = engines.find(model, half=False).optimizer
+    optimizer = current().find(model).optimizer
     loss = fleet.forward_backward(fed, model=model)
     optimizer.step()
     optimizer.zero_grad()
@@ -151,7 +151,7 @@ def _outputs(model: nn.Module, fed: Any) -> Any:
     model.eval()
     try:
         with torch.no_grad():
-            if isinstance(engines.find(model, half=False), ScheduledEngine):
+            if isinstance(current().find(model), ScheduledEngine):
                 return fleet.forward_backward(fed, model=model)
             args, kwargs = arguments(fed)
             return model(*args, **kwargs)

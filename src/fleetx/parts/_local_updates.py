@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from fleetx.comm import averaging
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.context import Bucket, Context
 from fleetx.errors import UsageError
 
 
@@ -24,7 +24,7 @@ def problems(part: Any) -> Iterator[str]:
         yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
 
 
-def misfits(switch: str, part: Any, world: World) -> Iterator[str]:
+def incompatibilities(switch: str, part: Any, world: World) -> Iterator[str]:
     if world.size == 1 and not part.allow_single:
         yield (
             f"{switch}: there is one worker, so there is nothing to communicate: start more with fleetrun, or set "
@@ -37,44 +37,44 @@ def keeps(part: Any, params: Iterable[Tensor]) -> int:
     return 2 * sum(p.nbytes for p in params) if part.overlap or _outer(part) else 0
 
 
-def keep(part: Any, bucket: Bucket, moment: Moment) -> Future[Tensor]:
-    if _outer(part) and "anchor" not in moment.state:
-        _anchor(moment)
+def keep(part: Any, bucket: Bucket, ctx: Context) -> Future[Tensor]:
+    if _outer(part) and "anchor" not in ctx.state:
+        _anchor(ctx)
     return averaging.done(bucket.buffer)
 
 
-def average(part: Any, params: list[Tensor], moment: Moment) -> None:
+def average(part: Any, params: list[Tensor], ctx: Context) -> None:
     """End a period."""
-    moment.state["last"] = moment.round
+    ctx.state["last"] = ctx.round
     if part.overlap:
-        _background(part, moment).turn(params)
-    elif _outer(part) and moment.world.size > 1:
-        _outer_step(part, params, moment)
+        _background(part, ctx).turn(params)
+    elif _outer(part) and ctx.world.size > 1:
+        _outer_step(part, params, ctx)
     else:
-        averaging.average(params, moment.network)
+        averaging.average(params, ctx.network)
     if part.average_momentum:
-        averaging.average(_gathered(params, moment), moment.network)
-    _buffers(part, moment)
+        averaging.average(_gathered(params, ctx), ctx.network)
+    _buffers(part, ctx)
 
 
-def settle(part: Any, params: list[Tensor], moment: Moment, *, last: bool) -> None:
+def drain(part: Any, params: list[Tensor], ctx: Context, *, last: bool) -> None:
     """At the end of training, bring in what is under way and average what was done since; or keep it for later."""
     if last:
         if part.overlap:
-            _background(part, moment).finish(params)
-            averaging.average(params, moment.network)  # what an average in the background leaves are small distances
-            _buffers(part, moment)
-        elif moment.round > moment.state["last"]:
-            average(part, params, moment)
+            _background(part, ctx).finish(params)
+            averaging.average(params, ctx.network)  # what an average in the background leaves are small distances
+            _buffers(part, ctx)
+        elif ctx.round > ctx.state["last"]:
+            average(part, params, ctx)
     elif part.overlap:
-        moment.notes["kept"] = moment.state["under_way"] = _background(part, moment).saved()
+        ctx.notes["kept"] = ctx.state["under_way"] = _background(part, ctx).saved()
 
 
-def _background(part: Any, moment: Moment) -> averaging.Background:
+def _background(part: Any, ctx: Context) -> averaging.Background:
     """The average that is under way, be it that of a checkpoint."""
-    background = moment.notes.setdefault("under_way", averaging.Background(moment.network, part.overlap_share))
-    saved = moment.state.pop("under_way", None)
-    if saved is not None and saved is not moment.notes.get("kept"):
+    background = ctx.notes.setdefault("under_way", averaging.Background(ctx.network, part.overlap_share))
+    saved = ctx.state.pop("under_way", None)
+    if saved is not None and saved is not ctx.notes.get("kept"):
         background.load(saved)
     return background
 
@@ -83,21 +83,21 @@ def _outer(part: Any) -> bool:
     return part.outer_lr != 1.0 or part.outer_momentum != 0.0
 
 
-def _anchor(moment: Moment) -> None:
+def _anchor(ctx: Context) -> None:
     """Where the outer optimizer measures from: made before the first update, when the ranks are still equal."""
-    if moment.round:  # a checkpoint had none, and the ranks may have parted since their last average
-        averaging.average(list(moment.names), moment.network)
-    moment.state["anchor"] = {name: p.detach().clone() for p, name in moment.names.items()}
-    moment.state["outer"] = {name: torch.zeros_like(a) for name, a in moment.state["anchor"].items()}
+    if ctx.round:  # a checkpoint had none, and the ranks may have parted since their last average
+        averaging.average(list(ctx.names), ctx.network)
+    ctx.state["anchor"] = {name: p.detach().clone() for p, name in ctx.names.items()}
+    ctx.state["outer"] = {name: torch.zeros_like(a) for name, a in ctx.state["anchor"].items()}
 
 
-def _outer_step(part: Any, params: list[Tensor], moment: Moment) -> None:
-    averaging.average(params, moment.network)
-    if "anchor" not in moment.state:
+def _outer_step(part: Any, params: list[Tensor], ctx: Context) -> None:
+    averaging.average(params, ctx.network)
+    if "anchor" not in ctx.state:
         return
-    names = [moment.names[p] for p in params]  # type: ignore[index]
-    anchors = [moment.state["anchor"][name] for name in names]
-    buffers = [moment.state["outer"][name] for name in names]
+    names = [ctx.names[p] for p in params]  # type: ignore[index]
+    anchors = [ctx.state["anchor"][name] for name in names]
+    buffers = [ctx.state["outer"][name] for name in names]
     for p, a, b in zip(params, anchors, buffers, strict=True):  # one tensor at a time: no copy of the model
         step = a - p.detach()
         b.mul_(part.outer_momentum).add_(step)
@@ -105,12 +105,12 @@ def _outer_step(part: Any, params: list[Tensor], moment: Moment) -> None:
         p.detach().copy_(a)
 
 
-def _gathered(params: list[Tensor], moment: Moment) -> list[Tensor]:
+def _gathered(params: list[Tensor], ctx: Context) -> list[Tensor]:
     """What the optimizer keeps for each parameter in its shape: momentum, moments."""
-    state = moment.optimizer.state
+    state = ctx.optimizer.state
     found = [s for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
     found = [s for s in found if s.dim() and s.is_floating_point()]
-    sizes = moment.world.gather(torch.tensor([sum(s.numel() for s in found)], device=moment.device)).flatten().tolist()
+    sizes = ctx.world.gather(torch.tensor([sum(s.numel() for s in found)], device=ctx.device)).flatten().tolist()
     if len(set(sizes)) > 1:
         raise UsageError(
             f"average_momentum: the optimizers of the ranks have gathered different numbers of values ({sizes}), "
@@ -119,10 +119,10 @@ def _gathered(params: list[Tensor], moment: Moment) -> list[Tensor]:
     return found
 
 
-def _buffers(part: Any, moment: Moment) -> None:
-    if moment.world.size == 1:
+def _buffers(part: Any, ctx: Context) -> None:
+    if ctx.world.size == 1:
         return
-    buffers = [b for b in moment.model.buffers() if b is not None]
+    buffers = [b for b in ctx.model.buffers() if b is not None]
     floats = [b for b in buffers if b.is_floating_point()] if part.average_buffers else []
-    averaging.average(floats, moment.network)
-    moment.world.broadcast([b for b in buffers if not any(b is f for f in floats)])
+    averaging.average(floats, ctx.network)
+    ctx.world.broadcast([b for b in buffers if not any(b is f for f in floats)])

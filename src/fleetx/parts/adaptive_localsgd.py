@@ -11,9 +11,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.context import Bucket, Context
 from fleetx.parts import _local_updates as local_updates
-from fleetx.strategy.cost_model import Bill
+from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -58,8 +58,8 @@ class AdaptiveLocalSGD(Part):
             yield f"init_k_steps = {self.init_k_steps} is above max_k_steps = {self.max_k_steps}"
         yield from local_updates.problems(self)
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from local_updates.misfits("adaptive_localsgd", self, world)
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from local_updates.incompatibilities("adaptive_localsgd", self, world)
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0, "k": self.init_k_steps, "loss": 0.0, "lr": 0.0}
@@ -67,38 +67,38 @@ class AdaptiveLocalSGD(Part):
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         return local_updates.keeps(self, params)
 
-    def cost(self, bill: Bill) -> None:
-        bill.every, bill.late, bill.averages = self.init_k_steps, True, True
+    def cost(self, terms: CostTerms) -> None:
+        terms.every, terms.late, terms.averages = self.init_k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
-    def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+    def keep(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
         """leave the gradient on its rank"""
-        return local_updates.keep(self, bucket, moment)
+        return local_updates.keep(self, bucket, ctx)
 
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
-    def average(self, params: list[Tensor], moment: Moment) -> None:
+    def average(self, params: list[Tensor], ctx: Context) -> None:
         """average the parameters over the ranks at the end of a period that follows loss and rate"""
-        state = moment.state
+        state = ctx.state
         follows = self.max_k_steps > 1  # else there is nothing to choose, and the loss need not be seen
         if follows and not (state["loss"] and state["lr"]):  # in round 1, unless its rate was 0
-            state["loss"], state["lr"] = moment.loss(), moment.lr
-        if moment.round <= self.begin_step or moment.round - state["last"] >= state["k"]:
-            local_updates.average(self, params, moment)
-            if follows and moment.round > self.begin_step:
-                self._adapt(moment)
+            state["loss"], state["lr"] = ctx.loss(), ctx.lr
+        if ctx.round <= self.begin_step or ctx.round - state["last"] >= state["k"]:
+            local_updates.average(self, params, ctx)
+            if follows and ctx.round > self.begin_step:
+                self._adapt(ctx)
 
-    def _adapt(self, moment: Moment) -> None:
-        state, loss, lr = moment.state, moment.loss(), moment.lr
+    def _adapt(self, ctx: Context) -> None:
+        state, loss, lr = ctx.state, ctx.loss(), ctx.lr
         before = state["k"]
         if lr > 0 and state["loss"] > 0 and loss >= 0 and math.isfinite(loss):
             k = math.ceil(math.sqrt(state["lr"] * loss / (lr * state["loss"])) * self.init_k_steps)
             state["k"] = min(max(k, 1), self.max_k_steps)
-        if state["k"] != before and moment.world.rank == 0:
-            log.info("round %d: a period of %d rounds, it was %d (loss %.4g)", moment.round, state["k"], before, loss)
+        if state["k"] != before and ctx.world.rank == 0:
+            log.info("round %d: a period of %d rounds, it was %d (loss %.4g)", ctx.round, state["k"], before, loss)
 
-    def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
-        local_updates.settle(self, params, moment, last=last)
+    def drain(self, params: list[Tensor], ctx: Context, *, last: bool) -> None:
+        local_updates.drain(self, params, ctx, last=last)
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
-        if moment is not None:
-            yield f"the period is {moment.state['k']} rounds now"
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
+        if ctx is not None:
+            yield f"the period is {ctx.state['k']} rounds now"

@@ -34,7 +34,7 @@ class Auto(Part):
     cache: bool = True
     """Keep the result for the next run."""
 
-    chooses: ClassVar[bool] = True
+    is_meta: ClassVar[bool] = True
     costs: ClassVar[str] = "time: a search before training, of about max_seconds"
 
     def problems(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -29,14 +29,14 @@ class Clip(Part):
     neutral: ClassVar[dict[str, float]] = {"clip_norm": float("inf")}
     costs: ClassVar[str] = "time: one pass over the gradients for the norm, one for the scaling"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
             yield f"clip cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
     @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD})
-    def shrink(self, grads: list[Tensor], moment: Moment) -> None:
+    def shrink(self, grads: list[Tensor], ctx: Context) -> None:
         """scale the gradient down to clip_norm where it is longer"""
-        norm = moment.norm(grads)
+        norm = ctx.norm(grads)
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         # A tensor, not a number: no wait for the device.
         if all(g.device == factor.device for g in grads):

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from fleetx.engine.context import Moment
-from fleetx.strategy.cost_model import Bill
+from fleetx.engine.context import Context
+from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
 
@@ -47,21 +47,21 @@ class DataParallel(Part):
     def _bucket(self) -> float:
         return self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _ALONE
 
-    def cost(self, bill: Bill) -> None:
-        bill.bucket = self._bucket * 2**20
-        bill.buckets = bill.gradients  # copied there and divided: one pass more than to add them up
+    def cost(self, terms: CostTerms) -> None:
+        terms.bucket = self._bucket * 2**20
+        terms.buckets = terms.gradients  # copied there and divided: one pass more than to add them up
 
     @at(Stage.MODEL)
-    def replicate(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def replicate(self, model: nn.Module, ctx: Context) -> nn.Module:
         """give every rank the same model, and reduce its gradients by buckets during backward"""
-        moment.notes["modules"] = list(model.modules())  # to walk over the model in every round would cost more
-        moment.network.communicators = self.nccl_comm_num
-        moment.replicate(bucket_cap_mb=self._bucket, find_unused_parameters=self.find_unused_parameters)
+        ctx.notes["modules"] = list(model.modules())  # to walk over the model in every round would cost more
+        ctx.network.communicators = self.nccl_comm_num
+        ctx.replicate(bucket_cap_mb=self._bucket, find_unused_parameters=self.find_unused_parameters)
         return model
 
     @at(Stage.PARAMETER)
-    def share(self, params: list[Tensor], moment: Moment) -> None:
+    def share(self, params: list[Tensor], ctx: Context) -> None:
         """give every rank the buffers of rank 0, so that evaluation agrees and needs no communication"""
-        if moment.world.size > 1 and not moment.local:  # who parts the ranks brings them together again
-            buffers = [b for m in moment.notes["modules"] for b in m._buffers.values() if b is not None]
-            moment.world.broadcast(buffers)
+        if ctx.world.size > 1 and not ctx.local:  # who parts the ranks brings them together again
+            buffers = [b for m in ctx.notes["modules"] for b in m._buffers.values() if b is not None]
+            ctx.world.broadcast(buffers)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.engine.context import Bucket, Moment
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.engine.context import Bucket, Context
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
 
@@ -28,24 +28,24 @@ class FP16AllReduce(Part):
     costs: ClassVar[str] = "network: half; time: two casts of each bucket; precision: 11 bits (8 in bfloat16)"
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        if scene.ranks > 1:
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        if cluster.ranks > 1:
             yield Offer({"dtype": "bfloat16"}, "bf16")
             yield Offer({"dtype": "float16"}, "lossy")
 
-    def cost(self, bill: Bill) -> None:
-        bill.sent, bill.dtype = bill.sent / 2, self.dtype
-        bill.streamed += 5 * bill.gradients  # divided, cast, cast back
+    def cost(self, terms: CostTerms) -> None:
+        terms.sent, terms.dtype = terms.sent / 2, self.dtype
+        terms.streamed += 5 * terms.gradients  # divided, cast, cast back
 
     @at(Stage.REDUCE)
-    def send(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+    def send(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
         """mean of each bucket over the ranks, in half precision on the wire"""
         half = torch.float16 if self.dtype == "float16" else torch.bfloat16
-        buffers = moment.notes.setdefault("buffers", {})
+        buffers = ctx.notes.setdefault("buffers", {})
         sent = buffers.get(bucket.index)
         if sent is None or sent.shape != bucket.buffer.shape:  # DDP sorts its buckets anew after the first step
             sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
         # Divided while it is still float32: the sum must not overflow.
-        torch.div(bucket.buffer, moment.world.size, out=bucket.buffer)
+        torch.div(bucket.buffer, ctx.world.size, out=bucket.buffer)
         sent.copy_(bucket.buffer)
-        return moment.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))
+        return ctx.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))

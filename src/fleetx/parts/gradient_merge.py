@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.engine.context import Context
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -33,25 +33,25 @@ class GradientMerge(Part):
     neutral: ClassVar[dict[str, int]] = {"k_steps": 1}
     costs: ClassVar[str] = "memory: the gradients are kept between steps; network: one reduction in k_steps"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
             yield f"gradient_merge cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        batch = scene.global_batch or 1
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        batch = cluster.global_batch or 1
         return (Offer({"k_steps": k}) for k in range(2, batch + 1) if batch % k == 0)
 
-    def cost(self, bill: Bill) -> None:
-        bill.merged = self.k_steps
-        bill.streamed += 3 * (self.k_steps - 1) * bill.gradients  # two are read, and their sum is written
+    def cost(self, terms: CostTerms) -> None:
+        terms.merged = self.k_steps
+        terms.streamed += 3 * (self.k_steps - 1) * terms.gradients  # two are read, and their sum is written
 
     @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
-    def opens(self, steps: int, moment: Moment) -> bool:
+    def opens(self, steps: int, ctx: Context) -> bool:
         """let every k_steps-th step update, and only its backward communicate"""
         return steps >= self.k_steps
 
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
-    def mean(self, grads: list[Tensor], moment: Moment) -> None:
+    def mean(self, grads: list[Tensor], ctx: Context) -> None:
         """divide the summed gradient by the number of steps in it"""
-        torch._foreach_div_(grads, moment.divisor)
+        torch._foreach_div_(grads, ctx.divisor)

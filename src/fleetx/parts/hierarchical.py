@@ -7,10 +7,10 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.comm.routes import inside_hosts
+from fleetx.comm.paths import inside_hosts
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
-from fleetx.strategy.cost_model import Bill, Link, Offer, Scene
+from fleetx.engine.context import Context
+from fleetx.strategy.cost_model import Cluster, CostTerms, Link, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
 
@@ -32,17 +32,17 @@ class Hierarchical(Part):
     costs: ClassVar[str] = "network: between hosts the gradients once, inside of them twice"
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        if 1 < scene.inside < scene.ranks:
-            yield Offer({"inter_nranks": scene.inside})
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        if 1 < cluster.inside < cluster.ranks:
+            yield Offer({"inter_nranks": cluster.inside})
 
-    def cost(self, bill: Bill) -> None:
-        inside = self.inter_nranks if self.inter_nranks > 1 else bill.scene.inside
-        groups = bill.scene.ranks // inside
+    def cost(self, terms: CostTerms) -> None:
+        inside = self.inter_nranks if self.inter_nranks > 1 else terms.cluster.inside
+        groups = terms.cluster.ranks // inside
         if groups > 1 and inside > 1:
-            bill.way = _tiers(bill.scene, inside, groups)
+            terms.way = _tiers(terms.cluster, inside, groups)
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if world.size == 1:
             return
         found = self._inside(world)
@@ -62,16 +62,16 @@ class Hierarchical(Part):
         return self.inter_nranks if self.inter_nranks > 1 else inside_hosts(world.hosts())
 
     @at(Stage.MODEL)
-    def arrange(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def arrange(self, model: nn.Module, ctx: Context) -> nn.Module:
         """reduce inside of each host, all-reduce between their leaders, broadcast inside"""
-        if moment.world.size > 1:
-            moment.network.inside = self._inside(moment.world)
+        if ctx.world.size > 1:
+            ctx.network.inside = self._inside(ctx.world)
         return model
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
-        if moment is None or moment.world.size == 1:
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
+        if ctx is None or ctx.world.size == 1:
             return
-        inside, size = moment.network.inside, moment.world.size
+        inside, size = ctx.network.inside, ctx.world.size
         if inside == size:
             yield f"all {size} ranks are in one group: there is nothing between groups, and the flat way is faster"
         elif inside == 1:
@@ -80,11 +80,11 @@ class Hierarchical(Part):
             yield f"{size // inside} groups of {inside} ranks"
 
 
-def _tiers(scene: Scene, inside: int, groups: int) -> Link:
+def _tiers(cluster: Cluster, inside: int, groups: int) -> Link:
     """Up to the leader and down again inside of a host, one rank after the other; a ring between the leaders."""
     rounds, share = 2 * (groups - 1), 2 * (groups - 1) / groups
     return Link(
-        latency=2 * (inside - 1) * scene.inner.latency + rounds * scene.outer.latency,
-        speed=1 / (2 * (inside - 1) / scene.inner.speed + share / scene.outer.speed),
-        busy=2 * scene.inner.busy + share * scene.outer.busy,
+        latency=2 * (inside - 1) * cluster.inner.latency + rounds * cluster.outer.latency,
+        speed=1 / (2 * (inside - 1) / cluster.inner.speed + share / cluster.outer.speed),
+        busy=2 * cluster.inner.busy + share * cluster.outer.busy,
     )

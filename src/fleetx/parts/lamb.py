@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.optim import Lamb, exclusion
 from fleetx.optim import adopt as inner
 from fleetx.optim.layerwise import adopt
@@ -34,7 +34,7 @@ class LAMB(Part):
     neutral: ClassVar[dict[str, Any]] = {"exclude_from_weight_decay": ["weight", "bias"]}
     costs: ClassVar[str] = "time: a second pass over parameters and moments than Adam makes, for the norms"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         wanted = "torch.optim.Adam or AdamW"
         yield from inner.problems("lamb", optimizer, (Adam, AdamW), wanted, "lamb_weight_decay", Lamb, self._own)
         if type(optimizer) in (Adam, AdamW) and any(group["amsgrad"] for group in optimizer.param_groups):
@@ -42,9 +42,9 @@ class LAMB(Part):
         yield from exclusion.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
-    def scale(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
+    def scale(self, optimizer: Optimizer, ctx: Context) -> Optimizer:
         """p - lr * |p| / |u| * u for each tensor, u being Adam's direction plus decay * p"""
-        find = partial(exclusion.positions, moment.model, self.exclude_from_weight_decay)
+        find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
         return adopt(optimizer, Lamb, lambda group: self._own(group, find(group["params"])))
 
     def _own(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
@@ -53,5 +53,5 @@ class LAMB(Part):
         own = {"weight_decay": self.lamb_weight_decay, "adapt": adapt, "always_adapt": self.always_adapt}
         return own | {"excluded": excluded}
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
         yield inner.path()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.optim import Lars, exclusion
 from fleetx.optim import adopt as inner
 from fleetx.optim.layerwise import adopt
@@ -36,7 +36,7 @@ class LARS(Part):
     neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}
     costs: ClassVar[str] = "time: one more pass over parameters and gradients than SGD, for the norms"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         wanted = "torch.optim.SGD with momentum"
         yield from inner.problems("lars", optimizer, (SGD,), wanted, "lars_weight_decay", Lars, self._own)
         if type(optimizer) is SGD:
@@ -47,14 +47,14 @@ class LARS(Part):
         yield from exclusion.problems("lars", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
-    def scale(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
+    def scale(self, optimizer: Optimizer, ctx: Context) -> Optimizer:
         """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
-        find = partial(exclusion.positions, moment.model, self.exclude_from_weight_decay)
+        find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
         return adopt(optimizer, Lars, lambda group: self._own(group, find(group["params"])))
 
     def _own(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
         own = {"weight_decay": self.lars_weight_decay, "lars_coeff": self.lars_coeff, "epsilon": self.epsilon}
         return own | {"excluded": excluded}
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
         yield inner.path()

@@ -9,9 +9,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.context import Bucket, Context
 from fleetx.parts import _local_updates as local_updates
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -50,8 +50,8 @@ class LocalSGD(Part):
     def problems(self) -> Iterator[str]:
         yield from local_updates.problems(self)
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from local_updates.misfits("localsgd", self, world)
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from local_updates.incompatibilities("localsgd", self, world)
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}
@@ -60,23 +60,23 @@ class LocalSGD(Part):
         return local_updates.keeps(self, params)
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        if scene.ranks > 1:
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        if cluster.ranks > 1:
             yield Offer({"k_steps": 4}, "lossy")
 
-    def cost(self, bill: Bill) -> None:
-        bill.every, bill.late, bill.averages = self.k_steps, True, True
+    def cost(self, terms: CostTerms) -> None:
+        terms.every, terms.late, terms.averages = self.k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
-    def keep(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+    def keep(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
         """leave the gradient on its rank"""
-        return local_updates.keep(self, bucket, moment)
+        return local_updates.keep(self, bucket, ctx)
 
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
-    def average(self, params: list[Tensor], moment: Moment) -> None:
+    def average(self, params: list[Tensor], ctx: Context) -> None:
         """average the parameters over the ranks once in k_steps rounds"""
-        if moment.round <= self.begin_step or moment.round - moment.state["last"] >= self.k_steps:
-            local_updates.average(self, params, moment)
+        if ctx.round <= self.begin_step or ctx.round - ctx.state["last"] >= self.k_steps:
+            local_updates.average(self, params, ctx)
 
-    def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
-        local_updates.settle(self, params, moment, last=last)
+    def drain(self, params: list[Tensor], ctx: Context, *, last: bool) -> None:
+        local_updates.drain(self, params, ctx, last=last)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import named_modules
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
 
@@ -29,17 +29,17 @@ class SyncBatchNorm(Part):
     neutral: ClassVar[dict[str, str]] = {}
     costs: ClassVar[str] = "network: two small collectives for each BatchNorm, in forward and in backward"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         for name, module in _norms(model):
             if type(module).forward is not _BatchNorm.forward:
                 yield f"sync_batch_norm cannot replace the own forward of {name!r}, a {type(module).__name__}"
 
     @at(Stage.MODEL)
-    def join(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def join(self, model: nn.Module, ctx: Context) -> nn.Module:
         """make every BatchNorm see the batches of all ranks"""
-        if moment.world.size > 1:
+        if ctx.world.size > 1:
             for _, module in _norms(model):
-                wrap(module, Layer.MATHEMATICS, functools.partial(_joined, moment.world))
+                wrap(module, Layer.MATHEMATICS, functools.partial(_joined, ctx.world))
         return model
 
 

@@ -2,7 +2,7 @@
 
     probe.py        what the model asks of this device, and how fast ranks talk: measured
     candidates.py   every plan that the parts offer, that composes, and that cuts the batch evenly
-    cost.py         the bill of a plan, added up to seconds and bytes
+    cost.py         the terms of a plan, added up to seconds and bytes
     search.py       predict all, try the best in children, take the winner
     report.py       what was considered and why; the winner as YAML
     whatif.py       the same for another machine, from a stored probe
@@ -103,24 +103,24 @@ def _searched(job: Job, strategy: DistributedStrategy, world: World, settings: A
     until = begun + settings["max_seconds"]
     base = strategy.plan().parts
     memory = settings["memory_budget"]
-    scene = profile.scene(
+    cluster = profile.cluster(
         world, memory=parse(memory) if isinstance(memory, str) else memory, global_batch=settings["global_batch"]
     )
-    forms = ways(strategy, scene, base, settings["allow"])
+    forms = ways(strategy, cluster, base, settings["allow"])
     share = (settings["global_batch"] or 0) // world.size
     work = profile.work(
         job, base, forms, world, largest=max(job.samples, share), seconds=max(settings["max_seconds"], 60)
     )
     if world.rank == 0:
-        cache.keep_probe(scene, work, declared(strategy))
-    plans = list(allowed(offered(strategy, scene, work, allow=settings["allow"]), job, world))
-    search = Search(job, scene, work, world, settings["objective"])
+        cache.keep_probe(cluster, work, declared(strategy))
+    plans = list(allowed(offered(strategy, cluster, work, allow=settings["allow"]), job, world))
+    search = Search(job, cluster, work, world, settings["objective"])
     search.predict(plans)
     search.sharpen(max(settings["trials"], 1))
     search.try_out(settings["trials"], until)
     best = search.winner()
     return {
         "declared": best.candidate.strategy.declared(), "feed": best.candidate.feed,
-        "merged": best.candidate.bill.merged, "replicas": best.candidate.bill.replicas,
+        "merged": best.candidate.terms.merged, "replicas": best.candidate.terms.replicas,
         "equation": best.candidate.equation, "text": report.full(search, best, time.monotonic() - begun),
     }  # fmt: skip

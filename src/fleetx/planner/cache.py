@@ -20,7 +20,7 @@ from fleetx.planner import link_benchmark
 from fleetx.planner.model_profile import Work
 from fleetx.planner.workload import Job
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.cost_model import Link, Scene
+from fleetx.strategy.cost_model import Cluster, Link
 
 log = logging.getLogger(__name__)
 _LAST = "last_probe"
@@ -69,14 +69,14 @@ def save(name: str, data: dict[str, Any]) -> None:
         log.warning("the chosen plan could not be stored: %s", error)
 
 
-def keep_probe(scene: Scene, work: Work, declared: dict[str, Any]) -> None:
-    data = {"scene": asdict(scene), "work": work.written(), "declared": declared}
+def keep_probe(cluster: Cluster, work: Work, declared: dict[str, Any]) -> None:
+    data = {"cluster": asdict(cluster), "work": work.written(), "declared": declared}
     save(_LAST, data)
     if asked := os.environ.get(PROBE):
         Path(asked).write_text(json.dumps(data))
 
 
-def probe(path: Path | None) -> tuple[Scene, Work, dict[str, Any]] | None:
+def probe(path: Path | None) -> tuple[Cluster, Work, dict[str, Any]] | None:
     """From a file, or the last one; None: there is none."""
     folder = cache.folder("auto")
     file = path or (folder / f"{_LAST}.json" if folder is not None else None)
@@ -88,10 +88,8 @@ def probe(path: Path | None) -> tuple[Scene, Work, dict[str, Any]] | None:
         raise UsageError(f"{file} is no probe of this version of fleetx: {error!r}") from None
 
 
-def _probe(found: dict[str, Any]) -> tuple[Scene, Work, dict[str, Any]]:
-    scene = found["scene"]
-    links: dict[str, Any] = {
-        name: Link(**scene[name]) for name in ("flat", "gather", "scatter", "inner", "outer")
-    }
-    links["sixteen"] = {name: Link(**link) for name, link in scene["sixteen"].items()}
-    return Scene(**(scene | links)), Work.of(found["work"]), found["declared"]
+def _probe(found: dict[str, Any]) -> tuple[Cluster, Work, dict[str, Any]]:
+    cluster = found["cluster"]
+    links: dict[str, Any] = {name: Link(**cluster[name]) for name in ("flat", "gather", "scatter", "inner", "outer")}
+    links["sixteen"] = {name: Link(**link) for name, link in cluster["sixteen"].items()}
+    return Cluster(**(cluster | links)), Work.of(found["work"]), found["declared"]

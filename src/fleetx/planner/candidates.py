@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from fleetx.errors import StrategyError
-from fleetx.planner.cost import bill_of
+from fleetx.planner.cost import terms_of
 from fleetx.planner.model_profile import Work
 from fleetx.planner.workload import by_budget
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.compose import Plan, compose
-from fleetx.strategy.cost_model import ALLOWED, Bill, Offer, Scene
+from fleetx.strategy.cost_model import ALLOWED, Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, every
 from fleetx.strategy.stage import Fact
 
@@ -28,7 +28,7 @@ class Candidate:
     chosen: Mapping[str, Mapping[str, Any]]  # and what not
     plan: Plan
     feed: int
-    bill: Bill
+    terms: CostTerms
 
     @property
     def strategy(self) -> DistributedStrategy:
@@ -50,8 +50,8 @@ class Candidate:
 
     @property
     def equation(self) -> str:
-        feed, merged, replicas = self.feed, self.bill.merged, self.bill.replicas
-        cut = f" (as {self.bill.micro} micro-batches)" if self.bill.micro > 1 else ""
+        feed, merged, replicas = self.feed, self.terms.merged, self.terms.replicas
+        cut = f" (as {self.terms.micro} micro-batches)" if self.terms.micro > 1 else ""
         return f"{feed * merged * replicas} = {feed} samples at a time{cut} x {merged} merged x {replicas} replicas"
 
 
@@ -61,12 +61,12 @@ def _settings(values: Mapping[str, Any]) -> str:
 
 def declared(strategy: DistributedStrategy) -> dict[str, Any]:
     """The user's own, without the switch that asks for others."""
-    choosers = {switch for switch, part in every().items() if part.chooses}
+    choosers = {switch for switch, part in every().items() if part.is_meta}
     return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in choosers}
 
 
 def offered(
-    strategy: DistributedStrategy, scene: Scene, work: Work, *, allow: str, budgets: bool = True
+    strategy: DistributedStrategy, cluster: Cluster, work: Work, *, allow: str, budgets: bool = True
 ) -> Iterator[Candidate]:
     """budgets: may recomputation be chosen, too?"""
     mine = declared(strategy)
@@ -76,32 +76,32 @@ def offered(
         said = switch in given or any(name in given for name in part.flat)
         if said or part.always or (part.segments and not budgets):
             continue
-        if offers := [offer for offer in part.offers(scene) if offer.needs in ALLOWED[allow]]:
+        if offers := [offer for offer in part.offers(cluster) if offer.needs in ALLOWED[allow]]:
             free[switch] = [None, *((offer, part(**offer.settings)) for offer in offers)]
     base = DistributedStrategy(**mine).plan().parts
     for combination in itertools.product(*free.values()):
         taken = {switch: one for switch, one in zip(free, combination, strict=True) if one is not None}
         parts = [*base, *(part for _, part in taken.values())]
-        bill = bill_of(parts, scene, work)
-        feed = cut(bill, work.samples)
-        if feed is None or (bill.stages > 1 and work.stages(bill.stages) is None):
+        terms = terms_of(parts, cluster, work)
+        feed = cut(terms, work.samples)
+        if feed is None or (terms.stages > 1 and work.stages(terms.stages) is None):
             continue
         try:
             plan = compose(parts)
         except StrategyError:
             continue
-        yield Candidate(mine, {switch: offer.settings for switch, (offer, _) in taken.items()}, plan, feed, bill)
+        yield Candidate(mine, {switch: offer.settings for switch, (offer, _) in taken.items()}, plan, feed, terms)
 
 
-def cut(bill: Bill, samples: int) -> int | None:
+def cut(terms: CostTerms, samples: int) -> int | None:
     """How many samples a rank is given at a time; None: the batch cannot be cut so."""
-    batch = bill.scene.global_batch
+    batch = terms.cluster.global_batch
     if batch is None:
         return samples
-    if not bill.replicas:
+    if not terms.replicas:
         return None  # a pipeline longer than there are ranks
-    feed, rest = divmod(batch, bill.merged * bill.replicas)
-    return feed if feed and not rest and feed % bill.micro == 0 else None
+    feed, rest = divmod(batch, terms.merged * terms.replicas)
+    return feed if feed and not rest and feed % terms.micro == 0 else None
 
 
 def _keywords(chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def what_if(given: Mapping[str, Any]) -> str:
     found = cache.probe(given["probe"])
     if found is None:
         raise UsageError("there is no probe yet: name a script, which is measured first, or a file with --probe")
-    scene, work, declared = found
+    cluster, work, declared = found
     machine = whatif.Machine(
         nodes=given["nodes"], per_node=given["gpus_per_node"], link=whatif.speed(given["link"]),
         inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse(given["memory"]),
@@ -59,7 +59,7 @@ def what_if(given: Mapping[str, Any]) -> str:
     batch, ranks = given["global_batch"], given["nodes"] * given["gpus_per_node"]
     if batch is not None and batch % ranks:
         raise UsageError(f"--global_batch {batch} cannot be cut evenly for {ranks} ranks")
-    rows = whatif.rows(machine, scene, work, declared, allow=given["allow"] or "exact")
+    rows = whatif.rows(machine, cluster, work, declared, allow=given["allow"] or "exact")
     if given["plot"] is not None:
         whatif.plot(rows, given["plot"])
     return whatif.text(machine, rows)

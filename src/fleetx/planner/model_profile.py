@@ -11,7 +11,7 @@ from fleetx.parts.pipeline.partition import partition
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """base + slope * n"""
 
     base: float
@@ -20,15 +20,15 @@ class Line:
     def at(self, n: float) -> float:
         return self.base + self.slope * n
 
-    def times(self, factor: float) -> Line:
-        return Line(self.base * factor, self.slope * factor)
+    def times(self, factor: float) -> LinearFit:
+        return LinearFit(self.base * factor, self.slope * factor)
 
     @staticmethod
-    def through(points: Sequence[tuple[float, float]]) -> Line:
+    def through(points: Sequence[tuple[float, float]]) -> LinearFit:
         """Of least squares, relative to the values: small batches count as much as large ones. Never falls."""
         if len(points) == 1:
             ((n, value),) = points
-            return Line(0.0, value / n)
+            return LinearFit(0.0, value / n)
         weights = [1 / value**2 for _, value in points]
         total = sum(weights)
         n = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -39,8 +39,8 @@ class Line:
         base = mean - slope * n
         if base < 0:  # through the origin instead
             squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-            return Line(0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares)
-        return Line(base, slope)
+            return LinearFit(0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares)
+        return LinearFit(base, slope)
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class Piece:
     tied: tuple[tuple[int, int, int], ...] = ()  # weights that an earlier piece has too: its number, bytes, which
 
 
-_NEVER = Line(0.0, 0.0)
+_NEVER = LinearFit(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Way:
     """How a forward runs, with the parts that change it (`amp`) or without; or why it does not run."""
 
-    forward: Line = _NEVER  # seconds, of a batch of n
-    backward: Line = _NEVER
-    peak: Line = _NEVER  # bytes of forward and backward, gradients there from the beginning
+    forward: LinearFit = _NEVER  # seconds, of a batch of n
+    backward: LinearFit = _NEVER
+    peak: LinearFit = _NEVER  # bytes of forward and backward, gradients there from the beginning
     border: float = 1.0  # of the bytes that modules hand on without these parts
     casts: float = 0.0  # bytes of the parameters in another type, of which each batch under way has its own
     error: str = ""
@@ -140,5 +140,5 @@ class Work:
 
 
 def _way(data: dict[str, Any]) -> Way:
-    forward, backward, peak = (Line(**data[key]) for key in ("forward", "backward", "peak"))
+    forward, backward, peak = (LinearFit(**data[key]) for key in ("forward", "backward", "peak"))
     return Way(forward, backward, peak, data["border"], data["casts"], data["error"])

@@ -15,8 +15,8 @@ import torch
 from fleetx.base.module_names import named_modules
 from fleetx.base.trees import loss_by
 from fleetx.comm import averaging
+from fleetx.comm.paths import inside_hosts
 from fleetx.comm.roles import Place
-from fleetx.comm.routes import inside_hosts
 from fleetx.comm.world import World, anew
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
@@ -26,10 +26,10 @@ from fleetx.parts.pipeline.cut_points import pieces
 from fleetx.parts.recompute import budget
 from fleetx.parts.sharding import fsdp
 from fleetx.planner import link_benchmark
-from fleetx.planner.model_profile import Line, Piece, Way, Work
+from fleetx.planner.model_profile import LinearFit, Piece, Way, Work
 from fleetx.planner.workload import Job, alone, apart, everyone, from_first, name, now
 from fleetx.strategy.compose import compose
-from fleetx.strategy.cost_model import Scene
+from fleetx.strategy.cost_model import Cluster
 from fleetx.strategy.part import Part
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -39,14 +39,14 @@ SHORT = 1.0  # seconds: of a step that takes less, the better of two counts
 
 
 # --- the machine ----------------------------------------------------------------------------------
-def scene(world: World, *, memory: int | None, global_batch: int | None) -> Scene:
+def cluster(world: World, *, memory: int | None, global_batch: int | None) -> Cluster:
     hosts = world.hosts()
     inside = inside_hosts(hosts) or 1  # unequal hosts: nothing is arranged by them
     inner, outer = link_benchmark.tiers(world, hosts)
     if memory is None:
         memory = _memory(world, hosts.count(hosts[world.rank]))
     sixteen = {str(dtype).removeprefix("torch."): link_benchmark.reduced(world, dtype) for dtype in HALVES}
-    return Scene(
+    return Cluster(
         world.size, inside, link_benchmark.reduced(world), link_benchmark.gathered(world),
         link_benchmark.scattered(world), inner, outer, link_benchmark.stream(world), memory, sixteen,
         world.device.type, global_batch,
@@ -92,8 +92,8 @@ def _sizes(samples: int) -> list[int]:
     return sorted({max(samples // 4, least), max(samples // 2, least), samples})
 
 
-def _way(times: Sequence[tuple[int, float, float]], peak: Line) -> Way:
-    return Way(Line.through([(n, f) for n, f, _ in times]), Line.through([(n, b) for n, _, b in times]), peak)
+def _way(times: Sequence[tuple[int, float, float]], peak: LinearFit) -> Way:
+    return Way(LinearFit.through([(n, f) for n, f, _ in times]), LinearFit.through([(n, b) for n, _, b in times]), peak)
 
 
 def _another(
@@ -110,14 +110,14 @@ def _another(
         last = _timed(job, parts, sizes[-1:], world, seconds)
         times = times + last.value["times"] if not last.error else times
     peak, bare, border = from_first(world, lambda: apart(lambda: _changed(job, parts, ends), world.device))
-    line = Line(*peak)
+    line = LinearFit(*peak)
     return replace(_way(times, line), border=border, casts=max(line.base - bare[0], 0.0))
 
 
 def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[list[float], list[float], float]:
     """The peak, and what it is without all that changes a forward; how much modules hand on, against how much then."""
     handed, lines = [], []
-    for some in (parts, [part for part in parts if not part.local]):
+    for some in (parts, [part for part in parts if not part.changes_forward]):
         found, starts = pieces(job.step(ends[0], some, kept=True), timed=False)
         handed.append(sum(found.blocks[number].input for number in starts or range(len(found.blocks))))
         line = _peak(job, some, ends)
@@ -125,8 +125,8 @@ def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[li
     return lines[0], lines[1], handed[0] / handed[1] if handed[1] else 1.0
 
 
-def _peak(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> Line:
-    return Line.through([(n, estimate(job.step(n, parts, kept=True)).running) for n in ends])
+def _peak(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> LinearFit:
+    return LinearFit.through([(n, estimate(job.step(n, parts, kept=True)).running) for n in ends])
 
 
 def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
@@ -138,8 +138,8 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
         step = job.step(size, base, kept=True)
         found.append(estimate(step, budget.arm_of(segments, step)))
     first = found[0]
-    peak = Line.through([(size, e.running) for size, e in zip(ends, found, strict=True)])
-    bare = [part for part in base if not part.local]
+    peak = LinearFit.through([(size, e.running) for size, e in zip(ends, found, strict=True)])
+    bare = [part for part in base if not part.changes_forward]
     casts = _peak(job, base, ends).base - _peak(job, bare, ends).base if len(bare) < len(base) else 0.0
     row, starts = pieces(job.step(n, base, kept=True))
     modules = dict(named_modules(job.model))

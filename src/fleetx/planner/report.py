@@ -18,7 +18,7 @@ from rich.text import Text
 from fleetx.base.sizes import words
 from fleetx.planner.model_profile import Work
 from fleetx.planner.search import Considered, Search
-from fleetx.strategy.cost_model import Scene
+from fleetx.strategy.cost_model import Cluster
 
 log = logging.getLogger(__name__)
 MARK = "# chosen by fleetx: strategy.auto"
@@ -46,14 +46,15 @@ def table(plans: Sequence[Considered], *, shown: int = SHOWN) -> str:
     return "\n".join([*lines, *more])
 
 
-def where(scene: Scene, work: Work) -> str:
+def where(cluster: Cluster, work: Work) -> str:
     """What the predictions stand on."""
-    hosts = f"{scene.hosts} hosts of {scene.inside}" if scene.hosts > 1 else "one host"
-    link = f"all-reduce {scene.flat.speed / 1e6:,.0f} MB/s after {1e3 * scene.flat.latency:.2f} ms; "
+    hosts = f"{cluster.hosts} hosts of {cluster.inside}" if cluster.hosts > 1 else "one host"
+    link = f"all-reduce {cluster.flat.speed / 1e6:,.0f} MB/s after {1e3 * cluster.flat.latency:.2f} ms; "
     n, way = work.samples, work.plain
     return (
-        f"{scene.ranks} rank{'s' if scene.ranks > 1 else ''} on {hosts}, {scene.device}, {words(scene.memory)} each; "
-        f"{link if scene.ranks > 1 else ''}{n} samples take {way.forward.at(n):.3g} s forward and "
+        f"{cluster.ranks} rank{'s' if cluster.ranks > 1 else ''} on {hosts}, {cluster.device}, "
+        f"{words(cluster.memory)} each; "
+        f"{link if cluster.ranks > 1 else ''}{n} samples take {way.forward.at(n):.3g} s forward and "
         f"{way.backward.at(n):.3g} s backward, an update {work.update:.3g} s; parameters {words(work.parameters)}"
     )
 
@@ -72,7 +73,7 @@ def full(search: Search, best: Considered, took: float) -> str:
             f"auto: {best.candidate.title}",
             f"batch: {best.candidate.equation}",
             account_line(best),
-            f"measured here: {where(search.scene, search.work)}",
+            f"measured here: {where(search.cluster, search.work)}",
             f"{search.considered} plans predicted, {tried} tried, in {took:.0f} s",
             table(search.plans),
         ]

@@ -16,12 +16,12 @@ from fleetx.engine.checks import refuse
 from fleetx.errors import StrategyError
 from fleetx.parts.recompute import budget
 from fleetx.planner.candidates import Candidate, declared
-from fleetx.planner.cost import Account, account
+from fleetx.planner.cost import StepCost, account
 from fleetx.planner.model_profile import Work
 from fleetx.planner.trial import Trial, tried
 from fleetx.planner.workload import Job, apart, by_budget, from_first, name
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.cost_model import ALLOWED, Scene
+from fleetx.strategy.cost_model import ALLOWED, Cluster
 from fleetx.strategy.part import Part, every
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Considered:
     """A candidate, what is predicted of it, what was measured, and why it is not the one."""
 
     candidate: Candidate
-    account: Account
+    account: StepCost
     trial: Trial | None = None
     why: str = ""
     exact: bool = True  # False: what recomputation adds is a first guess
@@ -50,7 +50,7 @@ class Search:
     """One search: the plans that were considered, the best first."""
 
     job: Job
-    scene: Scene
+    cluster: Cluster
     work: Work
     world: World
     objective: str
@@ -69,8 +69,8 @@ class Search:
         self.considered = len(candidates)
         self.plans = sorted(_undominated(kept), key=self._order)
         for one in self.plans:
-            if not self._fits(one) and (one.exact or self.work.fixed > self.scene.memory):
-                one.why = f"takes {words(one.account.peak)}, and {words(self.scene.memory)} are allowed"
+            if not self._fits(one) and (one.exact or self.work.fixed > self.cluster.memory):
+                one.why = f"takes {words(one.account.peak)}, and {words(self.cluster.memory)} are allowed"
             elif error := self.work.way(name(one.candidate.plan.parts)).error:
                 one.why = f"does not run here: {error}"
 
@@ -91,7 +91,7 @@ class Search:
             one = next((one for one in self._open() if one.trial is None and one.exact), None)
             if one is None:
                 return
-            left, needed = until - time.monotonic(), 3 * one.account.seconds * one.candidate.bill.every + 2
+            left, needed = until - time.monotonic(), 3 * one.account.seconds * one.candidate.terms.every + 2
             # By the clock of rank 0: who alone measured a peak would wait for the others.
             enough, roomy = from_first(self.world, partial(_time_for, left, needed))
             if not enough:
@@ -100,8 +100,8 @@ class Search:
             one.trial = tried(self.job, one.candidate, self.world, seconds=max(30.0, 10 * needed), peak=peak)
             if one.trial.error:
                 one.why = f"failed when tried: {one.trial.error}"
-            elif one.trial.peak > self.scene.memory:
-                one.why = f"took {words(one.trial.peak)} when tried, and {words(self.scene.memory)} are allowed"
+            elif one.trial.peak > self.cluster.memory:
+                one.why = f"took {words(one.trial.peak)} when tried, and {words(self.cluster.memory)} are allowed"
             else:
                 good += 1
             self.sharpen(1)
@@ -133,7 +133,7 @@ class Search:
         return [one for one in self.plans if not one.why]
 
     def _fits(self, one: Considered) -> bool:
-        return one.account.peak <= self.scene.memory
+        return one.account.peak <= self.cluster.memory
 
     def _order(self, one: Considered) -> tuple[bool, float, float]:
         seconds, peak = one.account.seconds, one.account.peak
@@ -147,16 +147,16 @@ class Search:
     def _rough(self, candidate: Candidate) -> Considered:
         way = self.work.way(name(candidate.plan.parts))
         kept = candidate.keeps(self.job.model.parameters())
-        plain = account(candidate.bill, self.work, way, candidate.feed, kept=kept)
+        plain = account(candidate.terms, self.work, way, candidate.feed, kept=kept)
         if not candidate.budgeted:
             return Considered(candidate, plain)
         activations = max(plain.peak - self.work.fixed, 1)
         least = plain.peak - AGAIN * activations  # perhaps more: whether it can be met is found out exactly
         least_asked = any(getattr(part, "memory_budget", None) == "min" for part in candidate.plan.parts)
-        wanted = least if least_asked else max(self.scene.memory, least)
+        wanted = least if least_asked else max(self.cluster.memory, least)
         share = min(max(plain.peak - wanted, 0) / (AGAIN * activations), 1.0)
         again = share * way.forward.at(candidate.feed)
-        made = account(candidate.bill, self.work, way, candidate.feed, again=again, peak=int(min(wanted, plain.peak)))
+        made = account(candidate.terms, self.work, way, candidate.feed, again=again, peak=int(min(wanted, plain.peak)))
         return Considered(candidate, made, exact=False)
 
     def _exactly(self, one: Considered) -> None:
@@ -166,18 +166,18 @@ class Search:
             one.why = found["error"]
             one.account = replace(one.account, peak=found["least"])
             return
-        if found["peak"] > self.scene.memory:
-            one.why = f"takes {words(found['peak'])}, and {words(self.scene.memory)} are allowed"
+        if found["peak"] > self.cluster.memory:
+            one.why = f"takes {words(found['peak'])}, and {words(self.cluster.memory)} are allowed"
         way = self.work.way(name(one.candidate.plan.parts))
         one.account = account(
-            one.candidate.bill, self.work, way, one.candidate.feed, again=found["added"], peak=found["peak"]
+            one.candidate.terms, self.work, way, one.candidate.feed, again=found["added"], peak=found["peak"]
         )
 
     def _planned(self, candidate: Candidate) -> dict[str, float | int | str]:
         """What the budget will choose when it trains. What it adds is scaled to the speed of all ranks at once."""
         part = next(part for part in candidate.plan.parts if by_budget(part))
-        kept = candidate.bill.merged > 1 or self.scene.ranks > 1
-        apart = budget.buckets(self.job.model) if candidate.bill.merged > 1 and self.scene.ranks > 1 else 0
+        kept = candidate.terms.merged > 1 or self.cluster.ranks > 1
+        apart = budget.buckets(self.job.model) if candidate.terms.merged > 1 and self.cluster.ranks > 1 else 0
         keeps = candidate.keeps(self.job.model.parameters()) + apart
         step = self.job.step(candidate.feed, candidate.plan.parts, kept=kept, beside=keeps)
         try:
@@ -201,7 +201,7 @@ class Search:
     def _impossible(self) -> str:
         least = min(self.plans, key=lambda one: one.account.peak, default=None)
         if least is None:
-            batch, ranks = self.scene.global_batch, self.scene.ranks
+            batch, ranks = self.cluster.global_batch, self.cluster.ranks
             cut = f", or that cuts a global batch of {batch} evenly for {ranks} ranks" if batch else ""
             return f"auto found no plan that this model, optimizer and strategy allow{cut}"
         failed = [one for one in self.plans if one.trial is not None and one.trial.error]
@@ -209,7 +209,7 @@ class Search:
             first = (failed or [least])[0]
             return f"auto: no plan could be run. The first was {first.candidate.title}: {first.why}"
         return (
-            f"auto: no plan fits into {words(self.scene.memory)}. The least is {words(least.account.peak)}, by "
+            f"auto: no plan fits into {words(self.cluster.memory)}. The least is {words(least.account.peak)}, by "
             f"{least.candidate.title} with {least.candidate.feed} samples at a time. A smaller batch for each rank "
             "(auto_configs['global_batch'] lets it be cut), more ranks to divide the model between, or an optimizer "
             "that gathers less would help"
@@ -258,11 +258,11 @@ def allowed(candidates: Iterator[Candidate], job: Job, world: World) -> Iterator
             yield candidate
 
 
-def ways(strategy: DistributedStrategy, scene: Scene, base: Sequence[Part], allow: str) -> list[Sequence[Part]]:
+def ways(strategy: DistributedStrategy, cluster: Cluster, base: Sequence[Part], allow: str) -> list[Sequence[Part]]:
     """The different ways to run a forward, besides the user's own."""
     given = {key.removesuffix("_configs") for key in declared(strategy)}
-    kinds = [part for switch, part in every().items() if part.local and switch not in given]
+    kinds = [part for switch, part in every().items() if part.changes_forward and switch not in given]
     return [
         [*base, kind(**offer.settings)]
-        for kind in kinds for offer in kind.offers(scene) if offer.needs in ALLOWED[allow]
+        for kind in kinds for offer in kind.offers(cluster) if offer.needs in ALLOWED[allow]
     ]  # fmt: skip

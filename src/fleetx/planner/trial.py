@@ -51,10 +51,10 @@ def engine_of(candidate: Candidate, job: Job, world: World) -> Engine:
 def _train(candidate: Candidate, peak: bool, job: Job, world: World) -> dict[str, Any]:
     engine = engine_of(candidate, job, world)
     inputs, targets = job.batch(candidate.feed)
-    cycle = candidate.bill.every  # some updates communicate and others do not
+    cycle = candidate.terms.every  # some updates communicate and others do not
 
     def update() -> None:
-        for _ in range(candidate.bill.merged):
+        for _ in range(candidate.terms.merged):
             engine.forward_backward(inputs, targets, job.loss_fn)
             engine.optimizer.step()
             engine.optimizer.zero_grad()

@@ -13,11 +13,11 @@ import torch
 from fleetx.base.sizes import words
 from fleetx.errors import StrategyError, UsageError
 from fleetx.planner.candidates import Candidate, offered
-from fleetx.planner.cost import Account, account, bill_of
+from fleetx.planner.cost import StepCost, account, terms_of
 from fleetx.planner.model_profile import Work
 from fleetx.planner.workload import name
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.cost_model import Link, Scene
+from fleetx.strategy.cost_model import Cluster, Link
 
 PLAINLY = "A prediction: nothing below was run. Compute is the probe's, {speed:g} times as fast; links are as stated."
 _UNITS = {"bit": 1 / 8, "b": 1 / 8, "B": 1.0}
@@ -45,7 +45,7 @@ class Machine:
     compute: float = 1.0  # times as fast as where the probe ran
     global_batch: int | None = None
 
-    def scene(self, nodes: int, probed: Scene) -> Scene:
+    def cluster(self, nodes: int, probed: Cluster) -> Cluster:
         """A ring through all ranks goes once over the slowest link of each node, there and back."""
         ranks = nodes * self.per_node
         inner, outer = Link(self.latency, self.inner), Link(self.latency, self.link)
@@ -54,7 +54,7 @@ class Machine:
         busy = probed.flat.busy / self.compute if probed.device == "cpu" else 0.0
         flat = Link(2 * (ranks - 1) * slowest.latency, slowest.speed / passed, busy)
         half = Link(flat.latency / 2, 2 * flat.speed, busy / 2)
-        return Scene(
+        return Cluster(
             ranks, self.per_node, flat, half, half, inner, outer if nodes > 1 else inner,
             probed.stream * self.compute, self.memory, {}, probed.device, self.global_batch,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Row:
     nodes: int
     ranks: int
     best: Candidate | None
-    account: Account | None
+    account: StepCost | None
     least: int  # bytes of the plan that takes least
 
     @property
@@ -76,37 +76,37 @@ class Row:
         return 0.0 if self.best is None or self.account is None else _rate(self.best, self.account)
 
 
-def rows(machine: Machine, probed: Scene, work: Work, declared: dict[str, Any], *, allow: str) -> list[Row]:
+def rows(machine: Machine, probed: Cluster, work: Work, declared: dict[str, Any], *, allow: str) -> list[Row]:
     counts = sorted({machine.nodes, *(1 << i for i in range(machine.nodes.bit_length()))} - {0})
     return [_row(machine, nodes, probed, work, declared, allow) for nodes in counts if nodes <= machine.nodes]
 
 
-def _row(machine: Machine, nodes: int, probed: Scene, work: Work, declared: dict[str, Any], allow: str) -> Row:
-    scene = machine.scene(nodes, probed)
+def _row(machine: Machine, nodes: int, probed: Cluster, work: Work, declared: dict[str, Any], allow: str) -> Row:
+    cluster = machine.cluster(nodes, probed)
     work = work.faster(machine.compute)
     found = []
     params = [torch.empty(shape, device="meta", requires_grad=True) for shape in work.shapes]
     # What a budget of bytes chooses cannot be known without the model.
-    for candidate in offered(DistributedStrategy(**declared), scene, work, allow=allow, budgets=False):
+    for candidate in offered(DistributedStrategy(**declared), cluster, work, allow=allow, budgets=False):
         way = work.way(name(candidate.plan.parts))
         if not way.error:
             kept = candidate.keeps(params)
-            found.append((candidate, account(candidate.bill, work, way, candidate.feed, kept=kept)))
-    fitting = [(c, a) for c, a in found if a.peak <= scene.memory]
+            found.append((candidate, account(candidate.terms, work, way, candidate.feed, kept=kept)))
+    fitting = [(c, a) for c, a in found if a.peak <= cluster.memory]
     least = min((a.peak for _, a in found), default=0)
     best = max(fitting, key=lambda pair: _rate(*pair), default=None)
-    return Row(nodes, scene.ranks, best[0] if best else None, best[1] if best else None, least)
+    return Row(nodes, cluster.ranks, best[0] if best else None, best[1] if best else None, least)
 
 
-def _rate(candidate: Candidate, found: Account) -> float:
-    return candidate.feed * candidate.bill.merged * candidate.bill.replicas / found.seconds
+def _rate(candidate: Candidate, found: StepCost) -> float:
+    return candidate.feed * candidate.terms.merged * candidate.terms.replicas / found.seconds
 
 
-def plain(machine: Machine, probed: Scene, work: Work, declared: dict[str, Any]) -> Account:
+def plain(machine: Machine, probed: Cluster, work: Work, declared: dict[str, Any]) -> StepCost:
     """What was declared, as it is, on all nodes."""
-    scene, work = machine.scene(machine.nodes, probed), work.faster(machine.compute)
-    bill = bill_of(DistributedStrategy(**declared).plan().parts, scene, work)
-    return account(bill, work, work.way(""), work.samples)
+    cluster, work = machine.cluster(machine.nodes, probed), work.faster(machine.compute)
+    terms = terms_of(DistributedStrategy(**declared).plan().parts, cluster, work)
+    return account(terms, work, work.way(""), work.samples)
 
 
 def text(machine: Machine, found: Sequence[Row]) -> str:

@@ -87,13 +87,13 @@ class Job:
         args, kwargs = arguments(self.inputs)
         return Step(
             self.model, self.optimizer, args, kwargs, self.loss, self.targets, batch=n, samples=self.samples,
-            parts=[part for part in parts if part.local], kept_gradients=kept, beside=beside,
+            parts=[part for part in parts if part.changes_forward], kept_gradients=kept, beside=beside,
         )  # fmt: skip
 
 
 def name(parts: Sequence[Part]) -> str:
     """Parts that change how a forward runs, in one word for all of them."""
-    return "; ".join(sorted(repr(part) for part in parts if part.local))
+    return "; ".join(sorted(repr(part) for part in parts if part.changes_forward))
 
 
 def alone(parts: Sequence[Part]) -> list[Part]:

@@ -128,7 +128,7 @@ class DistributedStrategy:
             if part.always or self._switches.get(switch):
                 try:
                     made = settings.part()
-                    parts += [] if part.chooses else [made]  # those that it stands for are not known yet
+                    parts += [] if part.is_meta else [made]  # those that it stands for are not known yet
                 except StrategyError as error:
                     problems += error.problems
             elif settings.given and switch not in self._switches:

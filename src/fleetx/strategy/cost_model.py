@@ -1,4 +1,4 @@
-"""What one update costs a rank: the parts of a plan fill in a bill, and the planner adds it up. No torch here."""
+"""What one update costs a rank: the parts of a plan fill in a terms, and the planner adds it up. No torch here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Cluster:
     """Where the training runs, as it was measured or as it was asked about."""
 
     ranks: int
@@ -57,10 +57,10 @@ class Offer:
 
 
 @dataclass
-class Bill:
+class CostTerms:
     """Parts change it in any order, so each does nothing but multiply, add, or set what is its own."""
 
-    scene: Scene
+    cluster: Cluster
     gradients: int  # bytes of all gradients
     parameters: int  # bytes of all parameters
     merged: int = 1  # steps in an update
@@ -84,4 +84,4 @@ class Bill:
     @property
     def replicas(self) -> int:
         """How many batches are taken at once."""
-        return self.scene.ranks // self.stages
+        return self.cluster.ranks // self.stages

@@ -58,12 +58,12 @@ class Explanation:
 
     @property
     def _choosing(self) -> list[str]:
-        return [switch for switch, part in every().items() if part.chooses and getattr(self.strategy, switch)]
+        return [switch for switch, part in every().items() if part.is_meta and getattr(self.strategy, switch)]
 
     def _remarks(self) -> Iterator[tuple[str, str]]:
         for part in self.plan.parts:
-            moment = self.engine.moment_of(part) if self.engine is not None else None
-            for remark in part.remarks(moment):
+            ctx = self.engine.context_of(part) if self.engine is not None else None
+            for remark in part.remarks(ctx):
                 yield type(part).__name__, remark
 
     def _world(self) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.stage import Act, Claim
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fleetx.comm.world import World
-    from fleetx.engine.context import Moment
+    from fleetx.engine.context import Context
 
 # A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
 Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
@@ -50,15 +50,15 @@ class Part:
     # Settings at which training on one rank is plain PyTorch's, bit for bit; None where there are none.
     neutral: ClassVar[Mapping[str, Any] | None] = None
     # Does its state belong to its rank, so that another rank cannot go on with it?
-    personal: ClassVar[bool] = False
+    per_rank_state: ClassVar[bool] = False
     # Does it act on the forward of its own rank alone, so that its memory is seen where the step is run without others?
-    local: ClassVar[bool] = False
+    changes_forward: ClassVar[bool] = False
     # Does it cut the forward into segments that are run again?
     segments: ClassVar[bool] = False
     # Does it divide the model between ranks, so that a state_dict() is only what one of them holds?
     divides: ClassVar[bool] = False
     # Does it stand for others, which are found when there is a model?
-    chooses: ClassVar[bool] = False
+    is_meta: ClassVar[bool] = False
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
@@ -66,7 +66,7 @@ class Part:
         """What is wrong with the settings taken together, a sentence each."""
         return iter(())
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         """Why this part cannot serve this model and optimizer, a sentence each. Nothing may be changed here."""
         return iter(())
 
@@ -86,18 +86,18 @@ class Part:
         return 0
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
         """Settings that `auto` may try in the user's place."""
         return iter(())
 
-    def cost(self, bill: Bill) -> None:
+    def cost(self, terms: CostTerms) -> None:
         """Tell the planner what this part adds to an update. What changes the forward itself is measured instead."""
 
-    def settle(self, params: list[Tensor], moment: Moment, *, last: bool) -> None:
+    def drain(self, params: list[Tensor], ctx: Context, *, last: bool) -> None:
         """Finish what is under way: a checkpoint is taken, or (`last`) the training ends. Ranks call it together."""
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
-        """What `explain` should add about how this part runs here; `moment` is None before there is a model."""
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
+        """What `explain` should add about how this part runs here; `ctx` is None before there is a model."""
         return iter(())
 
     def acts(self) -> list[Act]:
@@ -126,15 +126,18 @@ def defaults_of(part: type[Part]) -> dict[str, Any]:
     return {f.name: getattr(blank, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
 
 
+PARTS = "fleetx.parts"  # the one folder that is searched, not imported by name: a new part needs no list
+
+
 @cache
 def every() -> dict[str, type[Part]]:
     """Every part in the folder, by the name of its switch."""
-    folder = importlib.import_module("fleetx.parts")
+    folder = importlib.import_module(PARTS)
     found = {}
     for info in pkgutil.iter_modules(folder.__path__):
         if info.name.startswith("_"):  # what several parts share
             continue
-        module = importlib.import_module(f"fleetx.parts.{info.name}")
+        module = importlib.import_module(f"{PARTS}.{info.name}")
         mine = [
             c for c in vars(module).values()
             if isinstance(c, type) and issubclass(c, Part) and c.__module__ == module.__name__

@@ -1,6 +1,6 @@
 """The places of a training step where a part may act, and the facts about the gradient that parts share.
 
-The stages in the order of a step, what an act is given (a `moment` besides, always) and what it returns:
+The stages in the order of a step, what an act is given (a `ctx` besides, always) and what it returns:
 
     stage      called                                      value -> result
     MODEL      once, at set-up                             model -> model, same parameters under the same names

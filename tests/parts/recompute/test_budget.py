@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models import MODELS, Convolutions, Transformer, images, tokens
 from torch import nn
 
 from fleetx import StrategyError, fleet
@@ -17,6 +16,7 @@ from fleetx.measure import allocator
 from fleetx.measure.fake_step import Step, estimate
 from fleetx.measure.tracker import bytes_of
 from fleetx.parts.recompute import budget
+from small_models import MODELS, Convolutions, Transformer, images, tokens
 from training import assert_equal, sgd, weights
 
 CPU = torch.device("cpu")

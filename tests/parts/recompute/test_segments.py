@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models import MODELS
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +19,7 @@ from fleetx.measure.fake_step import Step
 from fleetx.parts.recompute import segments
 from fleetx.parts.recompute.chain import Chain
 from fleetx.parts.recompute.offload import Host
+from small_models import MODELS
 from training import assert_equal, sgd, weights
 
 

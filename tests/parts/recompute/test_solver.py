@@ -24,7 +24,7 @@ def ways(i, j):
 
 
 class Machine:
-    """Plays a tree: what is there at each moment, and how long it takes."""
+    """Plays a tree: what is there at each ctx, and how long it takes."""
 
     def __init__(self, blocks):
         self.blocks, self.live, self.peak, self.time = blocks, 0, 0, 0.0

@@ -8,6 +8,7 @@ from typing import Any
 from fleetx import fleet
 from fleetx.applications import Parameter, Program, Variable
 from fleetx.applications.not_covered import not_covered_by
+from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.paddle.static import devices, feeds, training
 from fleetx.paddle.static.programs import default_main_program
@@ -46,7 +47,7 @@ class Executor:
         if not isinstance(scope, Scope | None):
             raise UsageError(f"Executor.run takes fluid.global_scope(), or no scope, not {scope!r}")
         application = program.application
-        if self.place is not None and fleet._world is not None:
+        if self.place is not None and current().world is not None:
             self.place.check(fleet.device())
         if program.kind == "startup":
             if feed or fetch_list:

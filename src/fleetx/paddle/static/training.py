@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fleetx import fleet
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.comm.roles import from_environment
+from fleetx.comm.session import current
 from fleetx.engine import state
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
-from fleetx.fleet import engines
 from fleetx.optim import parameter_names
 from fleetx.paddle.static import devices, programs, rates
 from fleetx.paddle.static.regularization import Clip
@@ -69,7 +69,7 @@ def declared(strategy: DistributedStrategy | None, clip: Clip | None) -> Distrib
     """A copy of the strategy, or of that of fleet.init, with the clipping that the optimizer asks for; checked."""
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
-    made = copy.deepcopy(strategy or fleet._strategy or DistributedStrategy())
+    made = copy.deepcopy(strategy or current().strategy or DistributedStrategy())
     if clip is not None:
         _clip(made, clip)
     made.plan()
@@ -158,7 +158,7 @@ def start(application: Application) -> None:
         raise UsageError(f"the model has trained for {done} steps, which its startup program would undo")
     found.started = True
     programs.note(application, described=False)
-    if fleet._world is not None:
+    if current().world is not None:
         application.to(fleet.device())
     _distribute(application)
 
@@ -203,7 +203,7 @@ def runs(application: Application) -> int:
     found = of(application)
     if found.optimizer is None or found.described is None:
         return 0
-    engine = engines.find(application, half=False)
+    engine = current().find(application)
     if engine in state.runs:
         return state.runs[engine]
     if engine.round and engine.plan.at(Stage.GATE) and rates.moves_by_run(found.described.rate):
@@ -240,7 +240,7 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
         fleet.forward_backward(feed, loss_fn=keep, model=application)
     found.optimizer.step()
     found.optimizer.zero_grad()
-    state.runs[engines.find(application, half=False)] = done + 1
+    state.runs[current().find(application)] = done + 1
     return outputs
 
 
@@ -262,7 +262,7 @@ def divided(application: Application) -> bool:
     """Do the stages of a pipeline hold it? They hand back the loss alone."""
     if of(application).optimizer is None:
         return False
-    return isinstance(engines.find(application, half=False), ScheduledEngine)
+    return isinstance(current().find(application), ScheduledEngine)
 
 
 def parameter(application: Application, name: str) -> tuple[nn.Parameter, bool]:

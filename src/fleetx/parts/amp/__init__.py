@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import has_forward, named_modules, sparse_modules
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.parts.amp import op_lists
-from fleetx.strategy.cost_model import Offer, Scene
+from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -73,11 +73,11 @@ class AMP(Part):
     """The half precision. float16 is Paddle's."""
 
     no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it belongs to use_pure_fp16"}
-    local: ClassVar[bool] = True
+    changes_forward: ClassVar[bool] = True
     costs: ClassVar[str] = "time: casts at the borders; gains where the device computes in half precision"
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
         yield Offer({"dtype": "bfloat16"}, "bf16")
         yield Offer({"dtype": "float16"}, "lossy")
 
@@ -97,7 +97,7 @@ class AMP(Part):
         for name in sorted(set(self.custom_white_list) & set(self.custom_black_list)):
             yield f"{name!r} is in custom_white_list and in custom_black_list: keep one"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         modules = dict(named_modules(model))
         for key in ("custom_white_list", "custom_black_list"):
             for name in getattr(self, key):
@@ -134,10 +134,10 @@ class AMP(Part):
         return torch.float16 if self.dtype == "float16" else torch.bfloat16
 
     @at(Stage.MODEL, when=_lists)
-    def fence(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def fence(self, model: nn.Module, ctx: Context) -> nn.Module:
         """make the modules and operations of the custom lists run in the precision that was asked for"""
         modules = dict(named_modules(model))
-        kind = moment.device.type
+        kind = ctx.device.type
         for name in self.custom_black_list:
             if name in modules:
                 wrap(modules[name], Layer.PRECISION, functools.partial(_in_float32, kind))
@@ -146,33 +146,33 @@ class AMP(Part):
             for leaf in _leaves(modules[name]) if name in modules else ():
                 wrap(leaf, Layer.PRECISION, functools.partial(_in_half, kind, self._half))
         for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
-            moment.notes[key] = {op_lists.operation(n) for n in names if n not in modules}
-        op_lists.override(moment.notes["white"] | moment.notes["black"], moment.device)
+            ctx.notes[key] = {op_lists.operation(n) for n in names if n not in modules}
+        op_lists.override(ctx.notes["white"] | ctx.notes["black"], ctx.device)
         return model
 
     @at(Stage.FORWARD, replay=False)  # torch.utils.checkpoint restores autocast itself, as it was at that very place
     @contextmanager
-    def cast(self, moment: Moment) -> Iterator[Callable[[Tensor], Tensor]]:
+    def cast(self, ctx: Context) -> Iterator[Callable[[Tensor], Tensor]]:
         """run the model under torch.autocast and hand its outputs over in float32"""
-        with torch.autocast(moment.device.type, dtype=self._half):
+        with torch.autocast(ctx.device.type, dtype=self._half):
             yield _to_float32
 
     @at(Stage.FORWARD, when=_lists)
-    def overrule(self, moment: Moment) -> AbstractContextManager[None]:
+    def overrule(self, ctx: Context) -> AbstractContextManager[None]:
         """let the operations of the custom lists run in the precision that was asked for"""
-        return op_lists.listed(moment.notes["white"], moment.notes["black"], self._half)
+        return op_lists.listed(ctx.notes["white"], ctx.notes["black"], self._half)
 
     @at(Stage.LOSS, makes={Fact.SCALED}, when=_scales)
-    def scale(self, moment: Moment) -> float:
+    def scale(self, ctx: Context) -> float:
         """multiply the gradient that enters the model, so that small values survive float16"""
-        return moment.state["scale"]
+        return ctx.state["scale"]
 
     @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
-    def unscale(self, grads: list[Tensor], moment: Moment) -> bool:
+    def unscale(self, grads: list[Tensor], ctx: Context) -> bool:
         """divide by the scale again; skip the update on every rank if anything overflowed on any of them"""
-        state = moment.state
+        state = ctx.state
         inverse = 1.0 / state["scale"]
-        found = torch.zeros(1, device=moment.device)
+        found = torch.zeros(1, device=ctx.device)
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for g in grads:
             alike[g.device, g.dtype].append(g)
@@ -181,7 +181,7 @@ class AMP(Part):
             factor = torch.full((1,), inverse, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, here, factor)
             found += here.to(found.device)
-        finite = not moment.anywhere(found)
+        finite = not ctx.anywhere(found)
         if self.use_dynamic_loss_scaling:
             self._adapt(state, finite)
         return finite

@@ -12,12 +12,12 @@ from torch.optim import SGD, Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.context import Bucket, Context
 from fleetx.errors import UsageError
 from fleetx.optim.layerwise import become
 from fleetx.parts.dgc import exchange, native
 from fleetx.parts.dgc.optimizer import CarriedMomentum
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -49,7 +49,7 @@ class DGC(Part):
     """Do not mind that there is one rank only, for debugging."""
 
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
-    personal: ClassVar[bool] = True
+    per_rank_state: ClassVar[bool] = True
     costs: ClassVar[str] = (
         "network: 1 - sparsity of the gradients and their places; memory: two copies of the parameters, four in fp16"
     )
@@ -58,7 +58,7 @@ class DGC(Part):
         if not self.sparsity:
             yield "sparsity is empty: give at least one share, such as [0.999]"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if world.size == 1 and not self.allow_single:
             yield (
                 "dgc: there is one worker, so there is nothing to communicate: start more with fleetrun, or set "
@@ -84,73 +84,75 @@ class DGC(Part):
         return (4 if scaled else 2) * sum(p.nbytes for p in params if _compressed(p))
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        if scene.ranks > 1:
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        if cluster.ranks > 1:
             yield Offer({"sparsity": [0.999], "rampup_step": 1}, "lossy")
 
-    def cost(self, bill: Bill) -> None:
-        bill.sent *= 2 * (1 - self.sparsity[-1]) * bill.scene.ranks / 2  # values and places, of every rank to every one
-        slow = bill.scene.device == "cpu" and not native.available()
-        bill.streamed += PASSES * (PLAIN if slow else 1.0) * bill.gradients
-        bill.bytes -= bill.gradients  # what the optimizer gathers is gathered here instead
+    def cost(self, terms: CostTerms) -> None:
+        terms.sent *= (
+            2 * (1 - self.sparsity[-1]) * terms.cluster.ranks / 2
+        )  # values and places, of every rank to every one
+        slow = terms.cluster.device == "cpu" and not native.available()
+        terms.streamed += PASSES * (PLAIN if slow else 1.0) * terms.gradients
+        terms.bytes -= terms.gradients  # what the optimizer gathers is gathered here instead
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)
-    def prepare(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def prepare(self, model: nn.Module, ctx: Context) -> nn.Module:
         """open a way for messages of unequal length"""
-        moment.network.messages = True
-        moment.notes["line"] = moment.network.new_line("dgc")
-        moment.notes["params"] = {name: p for p, name in moment.names.items()}
+        ctx.network.messages = True
+        ctx.notes["line"] = ctx.network.new_thread("dgc")
+        ctx.notes["params"] = {name: p for p, name in ctx.names.items()}
         return model
 
     @at(Stage.REDUCE, makes={Fact.MOMENTUM})
-    def send(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+    def send(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
         """gather momentum and residual on each rank, send the largest values, add up what comes"""
-        if moment.round < self.rampup_begin_step:
-            return moment.network.mean(bucket.buffer, bucket.index)
-        self._note_sent(bucket, moment)
+        if ctx.round < self.rampup_begin_step:
+            return ctx.network.mean(bucket.buffer, bucket.index)
+        self._note_sent(bucket, ctx)
         work = exchange.Exchange(
-            tensors=[self._tensor(name, g, moment) for name, g in zip(bucket.names, bucket.gradients, strict=True)],
-            sparsity=self.share(moment.round),
-            factor=moment.factor,
+            tensors=[self._tensor(name, g, ctx) for name, g in zip(bucket.names, bucket.gradients, strict=True)],
+            sparsity=self.share(ctx.round),
+            factor=ctx.factor,
             half=self.value_dtype == "float16",
-            limit=self.clip_norm and self.clip_norm / moment.world.size**0.5,
+            limit=self.clip_norm and self.clip_norm / ctx.world.size**0.5,
         )
-        return moment.notes["line"].ask(lambda: work.run(bucket, moment.network))
+        return ctx.notes["line"].ask(lambda: work.run(bucket, ctx.network))
 
     @at(Stage.UPDATE, needs={Fact.MOMENTUM})
-    def carry(self, optimizer: Optimizer, moment: Moment) -> Optimizer:
+    def carry(self, optimizer: Optimizer, ctx: Context) -> Optimizer:
         """take momentum and decay from the optimizer where the gradient carries them"""
         made: Any = become(optimizer, CarriedMomentum)
-        made.carries = partial(self._carries, moment)
+        made.carries = partial(self._carries, ctx)
         return made
 
     @at(Stage.PARAMETER, needs={Fact.MOMENTUM})
-    def settle_residuals(self, params: list[Tensor], moment: Moment) -> None:
+    def settle_residuals(self, params: list[Tensor], ctx: Context) -> None:
         """keep the new residuals, or the old ones where the update was skipped"""
-        new = moment.notes.pop("new", {})
-        moment.notes["rounds"] = moment.notes.get("rounds", 0) + 1
-        named = moment.notes["params"]
-        sent = [name for name in moment.notes.get("under_way", ()) if _compressed(named[name])]
+        new = ctx.notes.pop("new", {})
+        ctx.notes["rounds"] = ctx.notes.get("rounds", 0) + 1
+        named = ctx.notes["params"]
+        sent = [name for name in ctx.notes.get("under_way", ()) if _compressed(named[name])]
         lost = [name for name in sent if named[name].grad is None]
-        if lost and moment.updated and moment.round > self.rampup_begin_step:
+        if lost and ctx.updated and ctx.round > self.rampup_begin_step:
             raise UsageError(f"dgc has sent values of {lost[0]!r}, which no rank had used: freeze it before distribute")
-        if moment.updated:
+        if ctx.updated:
             for name, (u, v) in new.items():
-                moment.notes.setdefault("spare", {})[name] = moment.state["u"][name], moment.state["v"][name]
-                moment.state["u"][name], moment.state["v"][name] = u, v
+                ctx.notes.setdefault("spare", {})[name] = ctx.state["u"][name], ctx.state["v"][name]
+                ctx.state["u"][name], ctx.state["v"][name] = u, v
         else:
-            moment.notes.setdefault("spare", {}).update(new)
+            ctx.notes.setdefault("spare", {}).update(new)
 
-    def _note_sent(self, bucket: Bucket, moment: Moment) -> None:
+    def _note_sent(self, bucket: Bucket, ctx: Context) -> None:
         """What was sent carries momentum and has left the residuals: no other gradient can be added to it."""
-        sent = moment.notes.setdefault("under_way", {})
-        if any(sent.get(name) == moment.round for name in bucket.names):
+        sent = ctx.notes.setdefault("under_way", {})
+        if any(sent.get(name) == ctx.round for name in bucket.names):
             raise UsageError(
                 "under dgc a second backward came before optimizer.step(), and the first one has been sent already: "
                 "merge backwards with strategy.gradient_merge, and take a step after each"
             )
-        sent.update(dict.fromkeys(bucket.names, moment.round))
+        sent.update(dict.fromkeys(bucket.names, ctx.round))
 
     # --- numbers ----------------------------------------------------------------------------------
     def share(self, round: int) -> float:
@@ -158,41 +160,41 @@ class DGC(Part):
         stage = (round - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
         return self.sparsity[min(stage, len(self.sparsity) - 1)]
 
-    def _carries(self, moment: Moment, p: Tensor) -> bool:
-        return moment.world.size > 1 and moment.round >= self.rampup_begin_step and _compressed(p)
+    def _carries(self, ctx: Context, p: Tensor) -> bool:
+        return ctx.world.size > 1 and ctx.round >= self.rampup_begin_step and _compressed(p)
 
-    def _tensor(self, name: str, g: Tensor, moment: Moment) -> exchange.Carried | Tensor:
-        p = moment.notes["params"][name]
+    def _tensor(self, name: str, g: Tensor, ctx: Context) -> exchange.Carried | Tensor:
+        p = ctx.notes["params"][name]
         if not _compressed(p):
             return g
-        for kept in (moment.state["u"], moment.state["v"]):
+        for kept in (ctx.state["u"], ctx.state["v"]):
             if kept[name].stride() != p.stride():  # saved by a model in another memory format
                 kept[name] = torch.zeros_like(p).copy_(kept[name])
-        u, v = moment.state["u"][name], moment.state["v"][name]
-        state = moment.optimizer.state.get(p, {})
+        u, v = ctx.state["u"][name], ctx.state["v"][name]
+        state = ctx.optimizer.state.get(p, {})
         if (velocity := state.pop("momentum_buffer", None)) is not None:
             u.copy_(velocity)  # of the rounds before compression
-        group = self._groups(moment)[p]
+        group = self._groups(ctx)[p]
         new = None
-        if moment.scaled:  # an overflow may be found later, on another rank: the old ones are kept until then
-            new = moment.notes.setdefault("spare", {}).pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
-            moment.notes.setdefault("new", {})[name] = new
+        if ctx.scaled:  # an overflow may be found later, on another rank: the old ones are kept until then
+            new = ctx.notes.setdefault("spare", {}).pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
+            ctx.notes.setdefault("new", {})[name] = new
         return exchange.Carried(g, p, u, v, new, group["momentum"], group["weight_decay"])
 
-    def _groups(self, moment: Moment) -> dict[Tensor, dict[str, Any]]:
+    def _groups(self, ctx: Context) -> dict[Tensor, dict[str, Any]]:
         """The group of each parameter, found anew when groups were added."""
-        groups = moment.optimizer.param_groups
-        known = moment.notes.get("groups")
+        groups = ctx.optimizer.param_groups
+        known = ctx.notes.get("groups")
         if known is None or known[0] != len(groups) or known[1] is not groups[0]:
             known = len(groups), groups[0], {p: group for group in groups for p in group["params"]}
-            moment.notes["groups"] = known
+            ctx.notes["groups"] = known
         return known[2]
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
-        if moment is not None and moment.notes.get("rounds") and moment.world.size > 1:
-            sent = moment.network.traffic.sent / moment.notes["rounds"]
-            dense = sum(p.numel() * p.element_size() for p in moment.names if p.requires_grad)
-            if whole := [n for p, n in moment.names.items() if p.numel() >= SMALLEST and p.dtype is not torch.float32]:
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
+        if ctx is not None and ctx.notes.get("rounds") and ctx.world.size > 1:
+            sent = ctx.network.traffic.sent / ctx.notes["rounds"]
+            dense = sum(p.numel() * p.element_size() for p in ctx.names if p.requires_grad)
+            if whole := [n for p, n in ctx.names.items() if p.numel() >= SMALLEST and p.dtype is not torch.float32]:
                 yield f"{len(whole)} large parameters are not in float32 and travel whole ({whole[0]} ...)"
             yield f"{sent / 1e6:.3g} MB sent in a round by this rank; whole gradients are {dense / 1e6:.3g} MB"
 

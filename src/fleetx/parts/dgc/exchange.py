@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.comm.routes import Network
+from fleetx.comm.paths import Network
 from fleetx.engine.context import Bucket
 from fleetx.parts.dgc.codec import decode_add, encode, header
 

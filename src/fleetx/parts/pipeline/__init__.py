@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import has_forward, named_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.parts.pipeline import device_guard, schedules
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -68,7 +68,7 @@ class Pipeline(Part):
         if len(set(self.stages)) != len(self.stages):
             yield f"stages names {next(n for n in self.stages if self.stages.count(n) > 1)!r} twice"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if self.schedule_mode not in schedules.MODES:
             return
         names = dict(named_modules(model))
@@ -104,38 +104,38 @@ class Pipeline(Part):
         return max(self.micro_batch, self.accumulate_steps)
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        for degree in range(2, min(scene.ranks, LONGEST) + 1):
-            if scene.ranks % degree == 0 and scene.global_batch:
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        for degree in range(2, min(cluster.ranks, LONGEST) + 1):
+            if cluster.ranks % degree == 0 and cluster.global_batch:
                 yield from (Offer({"degree": degree, "accumulate_steps": n * degree}) for n in (1, 2, 4))
 
-    def cost(self, bill: Bill) -> None:
+    def cost(self, terms: CostTerms) -> None:
         declared = len(self.stages) + 1 if self.stages else None
-        bill.stages = schedules.ranks(declared, self.degree, self.schedule_mode, bill.scene.ranks)
-        bill.micro, bill.late = self.number, True
+        terms.stages = schedules.ranks(declared, self.degree, self.schedule_mode, terms.cluster.ranks)
+        terms.micro, terms.late = self.number, True
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.STAGED, Fact.SPREAD})
-    def cut(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def cut(self, model: nn.Module, ctx: Context) -> nn.Module:
         """give each rank some stages of the model, when the first batch has shown how it flows"""
         from fleetx.parts.pipeline.runtime import Pipe  # torch's pipelining takes a second to import
 
-        ranks = self.span(model, moment.everyone)
+        ranks = self.span(model, ctx.everyone)
         declared = self._declared(model) or ranks * schedules.per_rank(self.schedule_mode)
-        moment.notes["pipe"] = Pipe(self, declared, ranks, moment)
+        ctx.notes["pipe"] = Pipe(self, declared, ranks, ctx)
         return model
 
     @at(Stage.GRADIENT, needs={Fact.SPREAD}, ends={Fact.SPREAD})
-    def tie(self, grads: list[Tensor], moment: Moment) -> None:
+    def tie(self, grads: list[Tensor], ctx: Context) -> None:
         """add up the gradients of weights that several stages use, so that they stay equal"""
-        moment.notes["pipe"].tie()
+        ctx.notes["pipe"].tie()
 
     @at(Stage.SCHEDULE, bars={Fact.PARTED})
-    def run(self, batch: Any, moment: Moment) -> Tensor:
+    def run(self, batch: Any, ctx: Context) -> Tensor:
         """send the micro-batches through the stages, forwards and backwards"""
-        loss: Tensor = moment.notes["pipe"].step(batch)
+        loss: Tensor = ctx.notes["pipe"].step(batch)
         return loss
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
-        if moment is not None and "pipe" in moment.notes:
-            yield from moment.notes["pipe"].remarks()
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
+        if ctx is not None and "pipe" in ctx.notes:
+            yield from ctx.notes["pipe"].remarks()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from fleetx.engine.context import Batch, Moment
+from fleetx.engine.context import Batch, Context
 from fleetx.errors import StrategyError
 from fleetx.measure.fake_step import Step
 from fleetx.parts.pipeline.cut_points import pieces
 from fleetx.parts.pipeline.partition import partition
 
 
-def starts(moment: Moment, batch: Batch, stages: int) -> list[str]:
+def starts(ctx: Context, batch: Batch, stages: int) -> list[str]:
     """The modules with which the stages after the first begin."""
     args, kwargs = batch.arguments
-    parts = [part for part in moment.plan.parts if part.local]
+    parts = [part for part in ctx.plan.parts if part.changes_forward]
     step = Step(
-        moment.model, moment.optimizer, args=args, kwargs=kwargs, loss=batch.loss_fn, targets=batch.target, parts=parts
+        ctx.model, ctx.optimizer, args=args, kwargs=kwargs, loss=batch.loss_fn, targets=batch.target, parts=parts
     )
     found, allowed = pieces(step)
     blocks = found.blocks

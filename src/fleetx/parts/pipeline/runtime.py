@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fleetx.base.trees import tensors_of
-from fleetx.engine.context import Batch, Moment
+from fleetx.engine.context import Batch, Context
 from fleetx.errors import StrategyError, UsageError
 from fleetx.parts.pipeline import balance, device_guard, microbatch, schedules, timeline, trace
 from fleetx.parts.pipeline.stage_params import Cut, buffers_elsewhere, own_buffers
@@ -29,12 +29,12 @@ KEPT = 8  # shapes of batches for which a schedule is kept, with what it receive
 class Pipe:
     """Of one model."""
 
-    def __init__(self, part: Pipeline, stages: int, ranks: int, moment: Moment):
-        world = moment.everyone
-        self._part, self._stages, self._moment = part, stages, moment
+    def __init__(self, part: Pipeline, stages: int, ranks: int, ctx: Context):
+        world = ctx.everyone
+        self._part, self._stages, self._moment = part, stages, ctx
         self.group = world.parted([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
-        moment.divide(self.group)
-        world.broadcast([t.detach() for t in (*moment.model.parameters(), *moment.model.buffers())])
+        ctx.divide(self.group)
+        world.broadcast([t.detach() for t in (*ctx.model.parameters(), *ctx.model.buffers())])
         self.cut: Cut | None = None
         self._runners: dict[Any, Runner] = {}
         self._last: Runner | None = None

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from fleetx.base import sizes
 from fleetx.base.module_names import named
 from fleetx.comm.world import World
-from fleetx.engine.context import Moment
+from fleetx.engine.context import Context
 from fleetx.parts.recompute import segments as blocks
 from fleetx.parts.recompute.chain import Chain
 from fleetx.parts.recompute.offload import Host
-from fleetx.strategy.cost_model import Offer, Scene
+from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -58,63 +58,63 @@ class Recompute(Part):
             except ValueError as error:
                 yield f"memory_budget: {error}, nor a share such as 0.5, nor 'min'"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from blocks.misfits(model, self.checkpoints)
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from blocks.incompatibilities(model, self.checkpoints)
         if self.memory_budget is not None and not any(p.requires_grad for p in model.parameters()):
             yield "memory_budget: no parameter needs a gradient, so nothing is kept for backward: turn recompute off"
         if self.enable_offload and all(p.device.type == "cpu" for p in model.parameters()):
             yield "enable_offload: the model is in host memory already, so there is nothing to move: turn it off"
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        yield Offer({"memory_budget": scene.memory})
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        yield Offer({"memory_budget": cluster.memory})
         yield Offer({"memory_budget": "min"})
 
     @at(Stage.MODEL, when=lambda self: self.memory_budget is None)
-    def segment(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def segment(self, model: nn.Module, ctx: Context) -> nn.Module:
         """cut the model into segments that keep their inputs alone, and run again during backward"""
         names = named(model, self.checkpoints)
-        staged = any(Fact.STAGED in act.claim.makes for act in moment.plan.acts)
+        staged = any(Fact.STAGED in act.claim.makes for act in ctx.plan.acts)
         guide = blocks.Named(names, elsewhere=staged)
-        moment.notes["guide"] = guide
-        moment.notes["chain"] = Chain(blocks.around(model, names), guide, moment.forward, self._host(moment))
+        ctx.notes["guide"] = guide
+        ctx.notes["chain"] = Chain(blocks.around(model, names), guide, ctx.forward, self._host(ctx))
         return model
 
     @at(Stage.FORWARD, replay=False, when=lambda self: self.memory_budget is None)
-    def count(self, moment: Moment) -> AbstractContextManager[Any]:
+    def count(self, ctx: Context) -> AbstractContextManager[Any]:
         """count the calls of the modules, to tell the segments apart"""
-        chain: Chain = moment.notes["chain"]
+        chain: Chain = ctx.notes["chain"]
         return chain.forward()
 
     @at(Stage.FORWARD, replay=False, bars={Fact.PARTED, Fact.STAGED}, when=lambda self: self.memory_budget is not None)
-    def fit(self, moment: Moment) -> AbstractContextManager[Any]:
+    def fit(self, ctx: Context) -> AbstractContextManager[Any]:
         """choose the segments that fit into memory_budget, for a model that each rank holds whole"""
         if torch.is_grad_enabled():
-            moment.notes["chain"] = self._planned(moment)
-        chain = moment.notes.get("chain")
+            ctx.notes["chain"] = self._planned(ctx)
+        chain = ctx.notes.get("chain")
         return chain.forward() if chain is not None else nullcontext()
 
     # --- by budget --------------------------------------------------------------------------------
-    def _planned(self, moment: Moment) -> Chain | None:
+    def _planned(self, ctx: Context) -> Chain | None:
         """The chain for inputs of these shapes: the first of them, and every larger one, is planned for."""
         from fleetx.parts.recompute import budget  # the planner is of no use to whoever names modules
 
         assert self.memory_budget is not None
-        plans = moment.notes.setdefault("plans", [])
-        args, kwargs = moment.inputs
+        plans = ctx.notes.setdefault("plans", [])
+        args, kwargs = ctx.inputs
         for known in plans:
-            if known.covers(moment.model, args, kwargs):
+            if known.covers(ctx.model, args, kwargs):
                 return known.chain
-        plans.append(budget.planned(self.memory_budget, moment, args, kwargs, self._host(moment)))
+        plans.append(budget.planned(self.memory_budget, ctx, args, kwargs, self._host(ctx)))
         return plans[-1].chain
 
-    def _host(self, moment: Moment) -> Host | None:
-        return Host(moment.device) if self.enable_offload else None
+    def _host(self, ctx: Context) -> Host | None:
+        return Host(ctx.device) if self.enable_offload else None
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
-        if moment is None:
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
+        if ctx is None:
             return
-        for plan in moment.notes.get("plans", ()):
+        for plan in ctx.notes.get("plans", ()):
             yield plan.choice.words()
-        if "guide" in moment.notes and (missed := moment.notes["guide"].missed):
+        if "guide" in ctx.notes and (missed := ctx.notes["guide"].missed):
             yield f"{', '.join(sorted(missed))} took no part in the last forward, so nothing of it is kept"

@@ -26,7 +26,7 @@ from fleetx.parts.recompute.solver import Table
 from fleetx.strategy.stage import Fact
 
 if TYPE_CHECKING:
-    from fleetx.engine.context import Moment
+    from fleetx.engine.context import Context
 
 Shapes = list[tuple[tuple[int, ...], Any, bool]]
 log = logging.getLogger(__name__)
@@ -197,19 +197,19 @@ class Plan:
         )
 
 
-def planned(budget: str | float, moment: Moment, args: Any, kwargs: Any, host: Host | None) -> Plan:
+def planned(budget: str | float, ctx: Context, args: Any, kwargs: Any, host: Host | None) -> Plan:
     """Plan for the model, the optimizer and the strategies of an engine, and these inputs."""
-    made = frozenset().union(*(act.claim.makes for act in moment.plan.acts))
+    made = frozenset().union(*(act.claim.makes for act in ctx.plan.acts))
     merged, scaled = Fact.SUMMED in made, Fact.SCALED in made
-    apart = buckets(moment.model) if merged and moment.world.size > 1 else 0
+    apart = buckets(ctx.model) if merged and ctx.world.size > 1 else 0
     step = Step(
-        moment.model,
-        moment.optimizer,
+        ctx.model,
+        ctx.optimizer,
         args,
         kwargs,
-        parts=[part for part in moment.plan.parts if part.local],
-        kept_gradients=merged or moment.world.size > 1,
-        beside=sum(part.keeps(moment.names, scaled=scaled) for part in moment.plan.parts) + apart,
+        parts=[part for part in ctx.plan.parts if part.changes_forward],
+        kept_gradients=merged or ctx.world.size > 1,
+        beside=sum(part.keeps(ctx.names, scaled=scaled) for part in ctx.plan.parts) + apart,
     )
     try:
         choice = _stored(step, budget)
@@ -220,8 +220,8 @@ def planned(budget: str | float, moment: Moment, args: Any, kwargs: Any, host: H
             "recompute_configs['memory_budget']: this model cannot be run on tensors without data, so its step cannot "
             f"be predicted ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Name checkpoints instead"
         ) from error
-    chain = choice.chain(moment.model, moment.forward, host) if choice.tree else None
-    return Plan(choice, chain, _shapes(args, kwargs), _others(moment.model, args, kwargs))
+    chain = choice.chain(ctx.model, ctx.forward, host) if choice.tree else None
+    return Plan(choice, chain, _shapes(args, kwargs), _others(ctx.model, args, kwargs))
 
 
 def buckets(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 # --- by name --------------------------------------------------------------------------------------
-def misfits(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
+def incompatibilities(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
     modules = dict(named_modules(model))
     where = "recompute_configs['checkpoints']"
     for pattern in patterns:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import named_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Moment
+from fleetx.engine.context import Bucket, Context
 from fleetx.parts.sharding import fsdp
-from fleetx.strategy.cost_model import Bill, Offer, Scene
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -85,7 +85,7 @@ class Sharding(Part):
         if self.sharding_segment_strategy == "segment_anchors" and not self.segment_anchors:
             yield "sharding_segment_strategy='segment_anchors' needs names in segment_anchors"
 
-    def misfits(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         degree = self._degree
         good = [n for n in range(1, world.size + 1) if world.size % n == 0]
         if degree > world.size or world.size % degree:
@@ -107,7 +107,7 @@ class Sharding(Part):
             yield "sharding needs an optimizer that has not stepped yet: use fleet.save, and fleet.load after this"
         if isinstance(model, DistributedDataParallel):
             yield "sharding takes the model itself"
-        yield from fsdp.misfits(model, self.segment_anchors)
+        yield from fsdp.incompatibilities(model, self.segment_anchors)
         for name, module in named_modules(model):
             if any(p.is_complex() for p in module.parameters(recurse=False)):
                 yield f"sharding cannot divide the complex parameters of {name!r}"
@@ -123,45 +123,47 @@ class Sharding(Part):
         return getattr(self, old) if value == getattr(type(self)(), new) else value
 
     @classmethod
-    def offers(cls, scene: Scene) -> Iterator[Offer]:
-        if scene.ranks > 1:
-            yield from (Offer({"sharding_degree": scene.ranks, "stage": stage}) for stage in (2, 3))
-        if 1 < scene.inside < scene.ranks:
-            yield Offer({"sharding_degree": scene.inside, "stage": 2, "hybrid_dp": True})
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        if cluster.ranks > 1:
+            yield from (Offer({"sharding_degree": cluster.ranks, "stage": stage}) for stage in (2, 3))
+        if 1 < cluster.inside < cluster.ranks:
+            yield Offer({"sharding_degree": cluster.inside, "stage": 2, "hybrid_dp": True})
 
     @property
     def _segment(self) -> int:
         return int(self._said("segment_broadcast_MB", "fuse_broadcast_MB") * 2**20)
 
-    def cost(self, bill: Bill) -> None:
-        bill.shards, bill.gathers, bill.segment = self._degree, 2 if self.stage == 3 else 1, self._segment
-        bill.each += 3 * bill.gathers * bill.parameters + 4 * bill.gradients  # copied out of, and into, what travels
+    def cost(self, terms: CostTerms) -> None:
+        terms.shards, terms.gathers, terms.segment = self._degree, 2 if self.stage == 3 else 1, self._segment
+        terms.each += (
+            3 * terms.gathers * terms.parameters + 4 * terms.gradients
+        )  # copied out of, and into, what travels
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.PARTED})
-    def divide(self, model: nn.Module, moment: Moment) -> nn.Module:
+    def divide(self, model: nn.Module, ctx: Context) -> nn.Module:
         """divide parameters, gradients and optimizer state between the ranks"""
-        if moment.everyone.size > 1:
+        if ctx.everyone.size > 1:
             names = fsdp.segments(model, self.segment_anchors, self._segment)
-            moment.notes["segments"] = names
+            ctx.notes["segments"] = names
             group = fsdp.divide(
-                model, names, moment.everyone, self._degree,
-                again=self.stage == 3, offload=self.offload and moment.everyone.device.type != "cpu",
+                model, names, ctx.everyone, self._degree,
+                again=self.stage == 3, offload=self.offload and ctx.everyone.device.type != "cpu",
             )  # fmt: skip
-            moment.divide(group, reduces=True)
+            ctx.divide(group, reduces=True)
         return model
 
     @at(Stage.REDUCE)
-    def scatter(self, bucket: Bucket, moment: Moment) -> Future[Tensor]:
+    def scatter(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
         """reduce each segment's gradients to the ranks that hold them, while backward runs"""
         raise AssertionError("FSDP reduces by itself")
 
-    def remarks(self, moment: Moment | None) -> Iterator[str]:
+    def remarks(self, ctx: Context | None) -> Iterator[str]:
         if self.stage == 1:
             yield "stage 1 is run as stage 2, which FSDP2 has: gradients are divided too"
-        if self.offload and (moment is None or moment.device.type == "cpu"):
+        if self.offload and (ctx is None or ctx.device.type == "cpu"):
             yield "offload: on the CPU everything is in host memory already"
-        if moment is not None and (names := moment.notes.get("segments")) is not None:
+        if ctx is not None and (names := ctx.notes.get("segments")) is not None:
             yield (
                 f"{len(names) + 1} segments: the model itself"
                 + (f", {', '.join(names[:4])}" if names else "")

@@ -14,7 +14,7 @@ from fleetx.comm.world import World
 _SMALL = 1 / 8  # of a segment: what is smaller is gathered with the rest of the model
 
 
-def misfits(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]:
+def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]:
     modules = dict(named_modules(model))
     for pattern in anchors:
         found = matches(pattern, modules)

@@ -1,6 +1,6 @@
 """How a buffer becomes its sum over the ranks, and how messages of unequal length reach all of them.
 
-A route belongs to one set of process groups. Several routes carry several buffers at a time; a buffer takes the route
+A path belongs to one set of process groups. Several paths carry several buffers at a time; a buffer takes the path
 of its number, so that the ranks agree without talking.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.base.worker_thread import Line
+from fleetx.base.worker_thread import WorkerThread
 from fleetx.comm.world import World
 
 Group = dist.ProcessGroup | None
@@ -28,8 +28,8 @@ class Traffic:
     sent: int = 0
 
 
-class Route:
-    """What every route can do."""
+class Path:
+    """What every path can do."""
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
         """Begin to replace a buffer by its sum over the ranks."""
@@ -47,7 +47,7 @@ class Route:
         self.sum(buffer).wait()
 
 
-class Flat(Route):
+class Flat(Path):
     """All ranks at once: the all-reduce of the backend."""
 
     def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
@@ -67,7 +67,7 @@ class Flat(Route):
         dist.all_reduce(buffer, group=self._messages)
 
 
-class Hierarchical(Route):
+class Hierarchical(Path):
     """Reduce inside of each group of neighbours, all-reduce between their leaders, broadcast inside.
 
     Each of the three has a line and a process group of its own, so that one buffer is between the leaders while the
@@ -84,7 +84,7 @@ class Hierarchical(Route):
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
         self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
-        self._lines = [Line(name, world.device) for name in ("inside", "between", "back")]
+        self._lines = [WorkerThread(name, world.device) for name in ("inside", "between", "back")]
 
     def close(self) -> None:
         for line in self._lines:  # in the order in which work goes through them
@@ -137,17 +137,17 @@ class Hierarchical(Route):
 
 
 class Network:
-    """What parts ask for at set-up, and the routes that come of it."""
+    """What parts ask for at set-up, and the paths that come of it."""
 
     def __init__(self, world: World):
         self.world = world
-        self.communicators = 1  # how many routes
+        self.communicators = 1  # how many paths
         self.inside = 1  # ranks in a group of a hierarchy; 1: there is none
         self.messages = False  # will anything be gathered?
         self.traffic = Traffic()
-        self._lines: list[Line] = []
-        self.line = self.new_line("messages")  # for whoever gathers: one after the other, in the same order
-        self._routes: list[Route] = []
+        self._lines: list[WorkerThread] = []
+        self.line = self.new_thread("messages")  # for whoever gathers: one after the other, in the same order
+        self._paths: list[Path] = []
         self._beside: list[Network] = []
 
     @property
@@ -157,8 +157,8 @@ class Network:
 
     def open(self) -> None:
         """Every rank must call it at the same place: process groups are made together."""
-        if self.world.size > 1 and not self._routes:
-            self._routes = [self._make(i) for i in range(self.communicators)]
+        if self.world.size > 1 and not self._paths:
+            self._paths = [self._make(i) for i in range(self.communicators)]
 
     def close(self) -> None:
         """Before the process group is left."""
@@ -166,10 +166,10 @@ class Network:
             other.close()
         for line in reversed(self._lines):  # the later ones hand over to the first
             line.stop()
-        for route in self._routes:
-            route.close()
+        for path in self._paths:
+            path.close()
 
-    def beside(self) -> Network:
+    def clone_groups(self) -> Network:
         """Another like this, with groups of its own: what takes long there keeps nobody waiting here.
 
         Every rank must call it at the same place.
@@ -177,16 +177,16 @@ class Network:
         other = Network(self.world)
         other.communicators, other.inside, other.traffic = self.communicators, self.inside, self.traffic
         if self.world.size > 1:
-            other._routes = [other._make(i, apart=True) for i in range(self.communicators)]
+            other._paths = [other._make(i, apart=True) for i in range(self.communicators)]
             self._beside.append(other)
         return other
 
-    def new_line(self, name: str) -> Line:
+    def new_thread(self, name: str) -> WorkerThread:
         """A thread that ends with this network."""
-        self._lines.append(Line(name, self.world.device))
+        self._lines.append(WorkerThread(name, self.world.device))
         return self._lines[-1]
 
-    def _make(self, number: int, *, apart: bool = False) -> Route:
+    def _make(self, number: int, *, apart: bool = False) -> Path:
         if self.inside > 1:
             return Hierarchical(self.world, self.inside, self.traffic)
         # Messages go from a thread of their own, which must not share a group with whoever reduces meanwhile.
@@ -198,16 +198,16 @@ class Network:
             alone: Future[Tensor] = Future()
             alone.set_result(buffer)
             return alone
-        return self._routes[number % len(self._routes)].sum(buffer)
+        return self._paths[number % len(self._paths)].sum(buffer)
 
     def mean(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         return self.sum(buffer.div_(self.world.size), number)
 
     def sum_here(self, buffer: Tensor, number: int = 0) -> None:
-        self._routes[number % len(self._routes)].sum_here(buffer)
+        self._paths[number % len(self._paths)].sum_here(buffer)
 
     def gather(self, message: Tensor, number: int = 0) -> list[Tensor]:
-        return self._routes[number % len(self._routes)].gather(message)
+        return self._paths[number % len(self._paths)].gather(message)
 
 
 def inside_hosts(hosts: Sequence[Any]) -> int:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fleetx import StrategyError, fleet
-from fleetx.base.worker_thread import Line
-from fleetx.comm.routes import inside_hosts
+from fleetx.base.worker_thread import WorkerThread
+from fleetx.comm.paths import inside_hosts
 from training import adam, assert_close, batches, big, net, train, train_fleet
 
 WAYS = {
@@ -79,7 +79,7 @@ def gathered(way):
     model, _ = fleet.distribute(model, adam(model), fleet.DistributedStrategy(**way))
     network = fleet._engine(model).network
     if network.messages is False and network.plain:
-        network._routes = []
+        network._paths = []
         network.messages = True
         network.open()
     message = torch.arange(fleet.worker_index() * 3, dtype=torch.uint8)  # rank 0 has nothing to say
@@ -122,7 +122,7 @@ def test_groups_are_hosts(hosts, size):
 
 
 def test_a_line_keeps_the_order_and_hands_errors_over():
-    line = Line("test", torch.device("cpu"))
+    line = WorkerThread("test", torch.device("cpu"))
     seen = []
     futures = [line.ask(lambda i=i: seen.append(i) or i) for i in range(100)]
     assert [f.wait() for f in futures] == seen == list(range(100))

@@ -1,0 +1,112 @@
+"""The session of this process: the world it joined, the strategy it declared, and the models it trains.
+
+Everything that fleetx remembers between two calls of a training script is in the one object that `current()` returns.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fleetx.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from fleetx.comm.world import World
+    from fleetx.strategy import DistributedStrategy
+
+
+class Armed(Protocol):
+    """What a session needs to know about an engine."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    updated: bool
+    round: int
+    layout: Any
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Entry:
+    """What belongs to one engine."""
+
+    strategy: DistributedStrategy
+    chosen: Any = None  # what `auto` chose
+    feed: Any = None  # checks that a pipeline gets the batches that `auto` planned for
+
+
+@dataclass
+class Session:
+    world: World | None = None
+    strategy: DistributedStrategy | None = None  # given to fleet.init
+    entries: weakref.WeakKeyDictionary[Any, Entry] = field(default_factory=weakref.WeakKeyDictionary)
+    pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
+    stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
+    watch: Any = None  # `comm.peers`: who is alive, who has left
+
+    def here(self) -> World:
+        if self.world is None:
+            raise UsageError("fleet.init() has not been called: call it first")
+        return self.world
+
+    def find(self, which: Any = None) -> Any:
+        """The engine of a model or an optimizer; without either, the only one there is."""
+        if which is not None:
+            for engine in self.entries:
+                if which is engine.model or which is engine.optimizer:
+                    return engine
+            raise UsageError("this model or optimizer has not been passed to fleet.distribute")
+        if len(self.entries) > 1:
+            gc.collect()  # old models that only a reference cycle keeps alive
+        if not self.entries:
+            both = " (distributed_model and distributed_optimizer must both be called)" if self.pending else ""
+            raise UsageError(
+                f"nothing is distributed yet: call fleet.distribute(model, optimizer, strategy) first{both}"
+            )
+        if len(self.entries) > 1:
+            raise UsageError(
+                f"{len(self.entries)} models are distributed: pass model=... or optimizer=... to choose one"
+            )
+        return next(iter(self.entries))
+
+    def refuse_twice(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if any(engine.model is model or engine.optimizer is optimizer for engine in self.entries):
+            raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
+
+    def shares(self) -> set[tuple[int, int]]:
+        """(replica index, number of replicas) of each distributed model."""
+        groups = [engine.layout.replica_group for engine in list(self.entries)]
+        return {(group.rank, group.size) for group in groups}
+
+    def last(self) -> Any:
+        """The engine of the last optimizer.step(), or None."""
+        return self.stepped() if self.stepped is not None else None
+
+    def updated(self, optimizer: Optimizer) -> bool:
+        """Did the last step() of this optimizer apply an update? Without a strategy, every step does."""
+        return next((engine.updated for engine in list(self.entries) if engine.optimizer is optimizer), True)
+
+    def close(self) -> None:
+        """Release what holds the process group: a reducer that holds it when Python ends may abort the process."""
+        for engine in list(self.entries):
+            engine.close()
+        gc.collect()
+
+
+_session = Session()
+
+
+def current() -> Session:
+    return _session
+
+
+def reset() -> None:
+    """Forget everything, without leaving the process group. For tests and for processes that were forked."""
+    global _session
+    _session = Session()
