@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError
 from fleetx.strategy.compose import Plan
@@ -17,8 +18,9 @@ from fleetx.strategy.stage import Stage
 Names = Mapping[nn.Parameter, str]
 
 
-def refuse(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World, names: Names) -> None:
-    """Everything that is wrong, in one error."""
+def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+    """Raise one error that lists everything that is wrong."""
+    names = {p: plain_name(n) for n, p in model.named_parameters()}
     problems = [p for part in plan.parts for p in part.incompatibilities(model, optimizer, world)]
     problems += _model(plan, model)
     problems += _optimizer(plan, optimizer, names)

@@ -1,31 +1,34 @@
-"""What an act is told besides its value: where and when it is called."""
+"""What an act is told besides its value.
+
+Context        the part's own state and notes, the ranks, the model; for every act
+SetupContext   MODEL and UPDATE: also arranges how the model is divided and reduced
+StepContext    all other stages: also the values of the step that is running
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.trees import LossFn, arguments, loss_by, map_tensors
+from fleetx.comm.paths import Network
+from fleetx.comm.world import World
+from fleetx.engine.run import Run
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
+from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact
-
-if TYPE_CHECKING:
-    from fleetx.comm.paths import Network
-    from fleetx.comm.world import World
-    from fleetx.engine.engine import Engine
-    from fleetx.strategy.compose import Plan
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together. `buffer` is flat; `gradients` are views into it, one for each name."""
+    """Gradients that are reduced together. `buffer` is flat; `gradients` are views into it, one per name."""
 
     buffer: Tensor
     gradients: list[Tensor]
@@ -34,14 +37,14 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What `fleet.forward_backward` was given, and what the loss must be multiplied by before its backward."""
+class StepInput:
+    """The arguments of `fleet.forward_backward`, and the factor that the loss is multiplied by before its backward."""
 
     inputs: Any
     target: Any
     loss_fn: LossFn | None
     factor: float = 1.0
-    weight: float | None = None  # of `fleet.weight`
+    weight: float | None = None  # from `fleet.weight`
 
     def loss(self, model: Any) -> Tensor:
         return loss_by(model if self.factor else _stopped(model), self.inputs, self.target, self.loss_fn)
@@ -52,149 +55,165 @@ class Batch:
 
 
 def _stopped(model: Callable[..., Any]) -> Callable[..., Any]:
-    """For a batch that counts for nothing: no gradient enters, where 0 times what the loss has may be nan."""
+    """For a batch of weight 0: block its gradient, because 0 times a nan in the loss would still be nan."""
     return lambda *args, **kwargs: map_tensors(lambda t: tap(t, torch.zeros_like), model(*args, **kwargs))
 
 
 class Context:
-    """Handed to every act of a part. One object lives as long as the engine; what it tells changes."""
+    """Passed to every act of a part. It lives as long as the engine and always shows the current values."""
 
-    def __init__(self, engine: Engine, key: str, facts: frozenset[Fact]):
-        self._engine, self._key, self._facts = engine, key, facts
+    def __init__(self, run: Run, key: str, facts: frozenset[Fact] = frozenset()):
+        self._run, self._key, self._facts = run, key, facts
 
+    # --- this part's own ---
     @property
     def state(self) -> dict[str, Any]:
-        """This part's own state: whatever its `init` returned, carried across steps, saved and loaded."""
-        return self._engine.state[self._key]
+        """What this part's `init` returned, carried across steps, saved and loaded."""
+        return self._run.state[self._key]
 
     @property
     def notes(self) -> dict[str, Any]:
         """What this part worked out at set-up. Not saved."""
-        return self._engine.notes[self._key]
+        return self._run.notes[self._key]
 
+    # --- the ranks ---
     @property
     def world(self) -> World:
-        """The ranks that hold the same piece of the model as this one: where nothing divides it, all of them."""
-        return self._engine.layout.replica_group
+        """All ranks."""
+        return self._run.world
 
     @property
-    def everyone(self) -> World:
-        """All ranks, whatever they hold."""
-        return self._engine.world
-
-    def divide(self, group: World, *, reduces: bool = False) -> None:
-        """Say at MODEL that these ranks hold one copy of the model together.
-
-        reduces: do gradients come out of backward reduced between all ranks already?
-        """
-        self._engine.layout.shard_group, self._engine.layout.reduced = group, reduces
-
-    def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
-        """Say which parameters this rank counts in a sum over the whole model, and which names only others hold."""
-        self._engine.layout.counts, self._engine.layout.absent = counts, frozenset(absent)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model lives."""
-        return self._engine.device
-
-    @property
-    def model(self) -> nn.Module:
-        return self._engine.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._engine.optimizer
-
-    @property
-    def lr(self) -> float:
-        """The rate of the first group."""
-        return float(self._engine.optimizer.param_groups[0]["lr"])
-
-    def loss(self) -> float:
-        """The mean over the ranks of the loss of the last step: a collective, so every rank must ask."""
-        value = self._engine.loss
-        if value is None:
-            raise UsageError(
-                "the strategy follows the loss and does not see it in loss.backward(): call fleet.backward(loss) "
-                "instead, or let the model return its loss"
-            )
-        total = value.detach().to(self.device, torch.float64).reshape(1).clone()
-        self.world.sum(total)
-        return total.item() / self.world.size
-
-    @property
-    def names(self) -> Mapping[nn.Parameter, str]:
-        """The name of each parameter of the model."""
-        return self._engine.names
-
-    @property
-    def round(self) -> int:
-        """Rounds that ended so far: equal on all ranks by construction."""
-        return self._engine.round
-
-    @property
-    def clock(self) -> tuple[int, int]:
-        """The round, and the steps in it so far: equal on all ranks, and after a resume."""
-        return self._engine.round, self._engine.merged
-
-    @property
-    def divisor(self) -> float:
-        """What makes a mean of the sum over merged steps: their number, or what `fleet.weight` says."""
-        return self._engine.weights.divisor(self._engine.merged)
-
-    @property
-    def forward(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Makes the FORWARD contexts anew, for a part that runs a piece of the forward again."""
-        return self._engine.forward_context
-
-    @property
-    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the forward that begins was called with."""
-        return self._engine.inputs
-
-    @property
-    def plan(self) -> Plan:
-        return self._engine.plan
+    def replica_group(self) -> World:
+        """The ranks that hold the same part of the model as this one. Without sharding or stages: all ranks."""
+        return self._run.layout.replica_group
 
     @property
     def network(self) -> Network:
-        """The way to the other ranks. What a part wants of it is said at MODEL, before it is opened."""
-        return self._engine.network
+        """The paths to the other ranks of the replica group."""
+        return self._run.network
+
+    # --- what is trained ---
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self._run.device
 
     @property
-    def local(self) -> bool:
-        """Does each rank update with a gradient of its own?"""
-        return Fact.LOCAL in self._facts
+    def model(self) -> nn.Module:
+        return self._run.model
 
     @property
-    def scaled(self) -> bool:
-        """Is the gradient multiplied by a loss scale, so that an overflow may be found later?"""
-        return Fact.SCALED in self._facts
+    def optimizer(self) -> Optimizer:
+        return self._run.optimizer
 
     @property
-    def updated(self) -> bool:
-        """Did this round apply its update, or was that withheld?"""
-        return self._engine.updated
+    def names(self) -> Mapping[nn.Parameter, str]:
+        """The name of each parameter."""
+        return self._run.names
 
     @property
-    def factor(self) -> float:
-        """By what the gradient in hand is multiplied: the loss scale, and the divisor of the steps it is a sum of."""
-        return self._engine.gradient_factor()
+    def plan(self) -> Plan:
+        return self._run.plan
+
+    @property
+    def forward(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Enter the FORWARD contexts again, for a part that runs a piece of the forward again."""
+        return self._run.forward_context
+
+    @property
+    def round(self) -> int:
+        """Rounds that have ended: equal on all ranks."""
+        return self._run.round
+
+    @property
+    def clock(self) -> tuple[int, int]:
+        """(round, steps in it so far): equal on all ranks and after a resume."""
+        return self._run.round, self._run.merged
+
+
+class SetupContext(Context):
+    """For acts at MODEL and UPDATE, which run once."""
+
+    def divide(self, group: World, *, reduced: bool = False) -> None:
+        """Declare that these ranks hold one copy of the model together.
+
+        reduced: does backward itself leave gradients that are reduced over all ranks?
+        """
+        self._run.layout.shard_group, self._run.layout.reduced = group, reduced
+
+    def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
+        """Declare which parameters this rank counts in a sum over the model, and which names only other ranks hold."""
+        self._run.layout.counts, self._run.layout.absent = counts, frozenset(absent)
 
     def replicate(self, *, bucket_cap_mb: float, find_unused_parameters: bool) -> None:
-        """Ask the engine to reduce gradients between the ranks of this model, bucket by bucket, during backward."""
-        self._engine.reducer_settings = {
+        """Have gradients reduced within the replica group, bucket by bucket, during backward."""
+        self._run.reducer_settings = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
         }
 
+    def on_release(self, undo: Callable[[], None]) -> None:
+        """Have `fleet.release` call this. Wrapped modules and hooks of the engine are undone automatically."""
+        self._run.undo.append(undo)
+
+
+class StepContext(Context):
+    """For acts that run in every forward, backward or step."""
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the forward that is running."""
+        return self._run.step.inputs
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self._run.optimizer.param_groups[0]["lr"])
+
+    def loss(self) -> float:
+        """The last step's loss, averaged over the replica group. A collective: every rank must call it."""
+        value = self._run.step.loss
+        if value is None:
+            raise UsageError(
+                "this strategy follows the loss, which cannot be seen from inside loss.backward(): call "
+                "fleet.backward(loss) instead, or have the model return its loss"
+            )
+        total = value.detach().to(self.device, torch.float64).reshape(1).clone()
+        self.replica_group.sum(total)
+        return total.item() / self.replica_group.size
+
+    @property
+    def divisor(self) -> float:
+        """Turns the sum over merged steps into their mean: their number, or what `fleet.weight` gave."""
+        return self._run.weights.divisor(self._run.merged)
+
+    @property
+    def factor(self) -> float:
+        """What the gradient being reduced is multiplied by: the loss scale, and the divisor of its merged steps."""
+        run = self._run
+        return run.loss_scale() * run.weights.divisor(run.step.collected or run.merged + 1)
+
+    @property
+    def per_rank(self) -> bool:
+        """Does each rank update with its own gradient?"""
+        return Fact.LOCAL in self._facts
+
+    @property
+    def scaled(self) -> bool:
+        """Is the gradient multiplied by a loss scale, so that an overflow may still be found?"""
+        return Fact.SCALED in self._facts
+
+    @property
+    def updated(self) -> bool:
+        """Did this round apply its update?"""
+        return self._run.updated
+
     def anywhere(self, found: Tensor) -> bool:
-        """Is this true on any rank? Costs a collective only where ranks may see different gradients."""
+        """Is this true on any rank? A collective only where ranks may see different gradients."""
         if self._facts & {Fact.LOCAL, Fact.PARTED, Fact.STAGED}:
-            self._engine.world.maximum(found)
+            self.world.maximum(found)
         return bool(found.item())
 
     def norm(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of the whole gradient, wherever its pieces are."""
-        return self._engine.layout.norm(grads, self._engine.gradients.params())
+        """The 2-norm of the whole gradient, over all shards and stages."""
+        return self._run.layout.norm(grads, self._run.gradients.params())

@@ -50,9 +50,3 @@ def renamed(
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     return now
-
-
-ANOTHER_WAY = (
-    "sharding reduces gradients inside of FSDP, on a way of its own: turn hierarchical allreduce off, and leave "
-    "nccl_comm_num at 1"
-)

@@ -160,6 +160,12 @@ class Gradients:
                     "which could not arrange for it: set requires_grad, and build the optimizer, before"
                 )
 
+    def detach(self) -> None:
+        """Give p.grad memory of its own: it may be a view into a bucket of the reducer."""
+        for p in self.params():
+            if p.grad is not None:
+                p.grad = p.grad.clone()
+
     # --- checkpoints ------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
         if self._restored:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fleetx.base.trees import LossFn
 from fleetx.comm import peers
-from fleetx.engine.context import Batch
+from fleetx.engine.context import StepInput
 from fleetx.engine.engine import Engine
 from fleetx.engine.hooks import Hook
 from fleetx.engine.reducer import LateReducer
@@ -33,19 +33,18 @@ class ScheduledEngine(Engine):
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if not torch.is_grad_enabled():
             with self._run():
-                return run(Batch(inputs, target, loss_fn), ctx)
-        opens = self._opens(self.merged + 1)
-        self.weights.begin(opens=opens)
+                return run(StepInput(inputs, target, loss_fn), ctx)
+        self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
-        self._tapped = True
+        self.step.tapped = True
         with self._run():
             factor = 0.0 if self.weights.empty else self._factor
-            loss: Tensor = run(Batch(inputs, target, loss_fn, factor, self.weights.given), ctx)
-        self.loss = loss
-        if opens and self._reducer is not None:
+            loss: Tensor = run(StepInput(inputs, target, loss_fn, factor, self.weights.given), ctx)
+        self.step.loss = loss
+        if self._opens() and self._reducer is not None:
             self._reducer.reduce_now(self._trained(), self._reduce)
-        if self._unfinished:
+        if self._owns_grad:
             self.gradients.look()
         return loss
 
@@ -66,10 +65,10 @@ class ScheduledEngine(Engine):
             self._watching = watching
 
     def _arm(self) -> None:
-        self._unfinished = True  # of weights that stages share, and of norms, a rank has only its part
+        self._owns_grad = True  # of weights that stages share, and of norms, a rank has only its part
         super()._arm()
         peers.watch(self.world)
-        self.model.register_state_dict_post_hook(Hook(self._leave_out))
+        self._handles.append(self.model.register_state_dict_post_hook(Hook(self._leave_out)))
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """What only other ranks hold would be saved without its values."""

@@ -1,5 +1,5 @@
 """What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts},
-where `fleet.weight` is used, weights; of a static program, runs.
+`weights` where `fleet.weight` is used, and `extra` of a front end.
 
 Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
 """
@@ -7,12 +7,12 @@ Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fleetx.engine.run import Step
 from fleetx.errors import UsageError
 from fleetx.strategy.stage import Stage
 
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 VERSION = 1
 
-# Of a static program: the learning rate moves with each, and of merged ones several make a round.
-runs: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
-
 
 def save(engine: Engine) -> dict[str, Any]:
     clock: dict[str, Any] = {"version": VERSION, "round": engine.round, "merged": engine.merged}
     if engine.weights.used:
         clock["weights"] = engine.weights.saved()
-    if engine in runs:
-        clock["runs"] = runs[engine]
+    if engine.extra:
+        clock["extra"] = dict(engine.extra)
     return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
 
 
@@ -65,9 +62,8 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.gradients.load(saved)
     engine.round, engine.merged = saved["round"], saved["merged"]
     engine.weights.load(saved.get("weights"), inside=engine.merged > 0)
-    runs.pop(engine, None)
-    if "runs" in saved:
-        runs[engine] = saved["runs"]
+    engine.extra = dict(saved.get("extra", {}))
+    engine.step = Step()
     for key, state in saved["parts"].items():
         if key in engine.state:
             # A copy: the checkpoint stays the caller's.

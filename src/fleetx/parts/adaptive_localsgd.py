@@ -11,7 +11,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Context
+from fleetx.engine.context import Bucket, StepContext
 from fleetx.parts import _local_updates as local_updates
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.part import Part, settings
@@ -35,7 +35,7 @@ class AdaptiveLocalSGD(Part):
     """Until this round the parameters are averaged in every round."""
     max_k_steps: Annotated[int, Field(ge=1)] = 16
     """The longest period."""
-    average_momentum: bool = False
+    average_ctxum: bool = False
     """Average what the optimizer has gathered too."""
     average_buffers: bool = False
     """Average BatchNorm's statistics; without it every rank takes those of rank 0."""
@@ -45,7 +45,7 @@ class AdaptiveLocalSGD(Part):
     """How much of the distance to such an average, which is a period old, is brought in."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
     """The rate of the outer optimizer."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    outer_ctxum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The Nesterov momentum of the outer optimizer."""
     allow_single: bool = False
     """Do not mind that there is one rank only, for debugging."""
@@ -71,12 +71,12 @@ class AdaptiveLocalSGD(Part):
         terms.every, terms.late, terms.averages = self.init_k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
-    def keep(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
+    def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """leave the gradient on its rank"""
         return local_updates.keep(self, bucket, ctx)
 
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
-    def average(self, params: list[Tensor], ctx: Context) -> None:
+    def average(self, params: list[Tensor], ctx: StepContext) -> None:
         """average the parameters over the ranks at the end of a period that follows loss and rate"""
         state = ctx.state
         follows = self.max_k_steps > 1  # else there is nothing to choose, and the loss need not be seen
@@ -87,18 +87,18 @@ class AdaptiveLocalSGD(Part):
             if follows and ctx.round > self.begin_step:
                 self._adapt(ctx)
 
-    def _adapt(self, ctx: Context) -> None:
+    def _adapt(self, ctx: StepContext) -> None:
         state, loss, lr = ctx.state, ctx.loss(), ctx.lr
         before = state["k"]
         if lr > 0 and state["loss"] > 0 and loss >= 0 and math.isfinite(loss):
             k = math.ceil(math.sqrt(state["lr"] * loss / (lr * state["loss"])) * self.init_k_steps)
             state["k"] = min(max(k, 1), self.max_k_steps)
-        if state["k"] != before and ctx.world.rank == 0:
+        if state["k"] != before and ctx.replica_group.rank == 0:
             log.info("round %d: a period of %d rounds, it was %d (loss %.4g)", ctx.round, state["k"], before, loss)
 
-    def drain(self, params: list[Tensor], ctx: Context, *, last: bool) -> None:
+    def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         local_updates.drain(self, params, ctx, last=last)
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None:
             yield f"the period is {ctx.state['k']} rounds now"

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import StepContext
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -34,7 +34,7 @@ class Clip(Part):
             yield f"clip cannot take sparse gradients, which {sparse} makes: use sparse=False there"
 
     @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD})
-    def shrink(self, grads: list[Tensor], ctx: Context) -> None:
+    def shrink(self, grads: list[Tensor], ctx: StepContext) -> None:
         """scale the gradient down to clip_norm where it is longer"""
         norm = ctx.norm(grads)
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
@@ -52,7 +52,7 @@ class DataParallel(Part):
         terms.buckets = terms.gradients  # copied there and divided: one pass more than to add them up
 
     @at(Stage.MODEL)
-    def replicate(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def replicate(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """give every rank the same model, and reduce its gradients by buckets during backward"""
         ctx.notes["modules"] = list(model.modules())  # to walk over the model in every round would cost more
         ctx.network.communicators = self.nccl_comm_num
@@ -60,8 +60,8 @@ class DataParallel(Part):
         return model
 
     @at(Stage.PARAMETER)
-    def share(self, params: list[Tensor], ctx: Context) -> None:
+    def share(self, params: list[Tensor], ctx: StepContext) -> None:
         """give every rank the buffers of rank 0, so that evaluation agrees and needs no communication"""
-        if ctx.world.size > 1 and not ctx.local:  # who parts the ranks brings them together again
+        if ctx.replica_group.size > 1 and not ctx.per_rank:  # who parts the ranks brings them together again
             buffers = [b for m in ctx.notes["modules"] for b in m._buffers.values() if b is not None]
-            ctx.world.broadcast(buffers)
+            ctx.replica_group.broadcast(buffers)

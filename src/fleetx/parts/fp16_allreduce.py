@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from fleetx.engine.context import Bucket, Context
+from fleetx.engine.context import Bucket, StepContext
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
@@ -38,7 +38,7 @@ class FP16AllReduce(Part):
         terms.streamed += 5 * terms.gradients  # divided, cast, cast back
 
     @at(Stage.REDUCE)
-    def send(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
+    def send(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """mean of each bucket over the ranks, in half precision on the wire"""
         half = torch.float16 if self.dtype == "float16" else torch.bfloat16
         buffers = ctx.notes.setdefault("buffers", {})
@@ -46,6 +46,6 @@ class FP16AllReduce(Part):
         if sent is None or sent.shape != bucket.buffer.shape:  # DDP sorts its buckets anew after the first step
             sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
         # Divided while it is still float32: the sum must not overflow.
-        torch.div(bucket.buffer, ctx.world.size, out=bucket.buffer)
+        torch.div(bucket.buffer, ctx.replica_group.size, out=bucket.buffer)
         sent.copy_(bucket.buffer)
         return ctx.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import StepContext
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -47,11 +47,11 @@ class GradientMerge(Part):
         terms.streamed += 3 * (self.k_steps - 1) * terms.gradients  # two are read, and their sum is written
 
     @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
-    def opens(self, steps: int, ctx: Context) -> bool:
+    def opens(self, steps: int, ctx: StepContext) -> bool:
         """let every k_steps-th step update, and only its backward communicate"""
         return steps >= self.k_steps
 
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
-    def mean(self, grads: list[Tensor], ctx: Context) -> None:
+    def mean(self, grads: list[Tensor], ctx: StepContext) -> None:
         """divide the summed gradient by the number of steps in it"""
         torch._foreach_div_(grads, ctx.divisor)

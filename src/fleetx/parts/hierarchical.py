@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fleetx.comm.paths import inside_hosts
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.strategy.cost_model import Cluster, CostTerms, Link, Offer
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
@@ -62,16 +62,16 @@ class Hierarchical(Part):
         return self.inter_nranks if self.inter_nranks > 1 else inside_hosts(world.hosts())
 
     @at(Stage.MODEL)
-    def arrange(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def arrange(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """reduce inside of each host, all-reduce between their leaders, broadcast inside"""
-        if ctx.world.size > 1:
-            ctx.network.inside = self._inside(ctx.world)
+        if ctx.replica_group.size > 1:
+            ctx.network.inside = self._inside(ctx.replica_group)
         return model
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
-        if ctx is None or ctx.world.size == 1:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is None or ctx.replica_group.size == 1:
             return
-        inside, size = ctx.network.inside, ctx.world.size
+        inside, size = ctx.network.inside, ctx.replica_group.size
         if inside == size:
             yield f"all {size} ranks are in one group: there is nothing between groups, and the flat way is faster"
         elif inside == 1:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.optim import Lamb, exclusion
 from fleetx.optim import adopt as inner
 from fleetx.optim.layerwise import adopt
@@ -42,7 +42,7 @@ class LAMB(Part):
         yield from exclusion.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
-    def scale(self, optimizer: Optimizer, ctx: Context) -> Optimizer:
+    def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """p - lr * |p| / |u| * u for each tensor, u being Adam's direction plus decay * p"""
         find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
         return adopt(optimizer, Lamb, lambda group: self._own(group, find(group["params"])))
@@ -53,5 +53,5 @@ class LAMB(Part):
         own = {"weight_decay": self.lamb_weight_decay, "adapt": adapt, "always_adapt": self.always_adapt}
         return own | {"excluded": excluded}
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         yield inner.path()

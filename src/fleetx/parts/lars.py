@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.optim import Lars, exclusion
 from fleetx.optim import adopt as inner
 from fleetx.optim.layerwise import adopt
@@ -47,7 +47,7 @@ class LARS(Part):
         yield from exclusion.problems("lars", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
-    def scale(self, optimizer: Optimizer, ctx: Context) -> Optimizer:
+    def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
         find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
         return adopt(optimizer, Lars, lambda group: self._own(group, find(group["params"])))
@@ -56,5 +56,5 @@ class LARS(Part):
         own = {"weight_decay": self.lars_weight_decay, "lars_coeff": self.lars_coeff, "epsilon": self.epsilon}
         return own | {"excluded": excluded}
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         yield inner.path()

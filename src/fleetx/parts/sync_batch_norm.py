@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import named_modules
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
 
@@ -35,11 +35,11 @@ class SyncBatchNorm(Part):
                 yield f"sync_batch_norm cannot replace the own forward of {name!r}, a {type(module).__name__}"
 
     @at(Stage.MODEL)
-    def join(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def join(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """make every BatchNorm see the batches of all ranks"""
-        if ctx.world.size > 1:
+        if ctx.replica_group.size > 1:
             for _, module in _norms(model):
-                wrap(module, Layer.MATHEMATICS, functools.partial(_joined, ctx.world))
+                wrap(module, Layer.MATHEMATICS, functools.partial(_joined, ctx.replica_group))
         return model
 
 

@@ -21,10 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.base.module_names import plain_name
 from fleetx.base.sizes import parse
 from fleetx.comm.world import World
-from fleetx.engine.checks import refuse
+from fleetx.engine.checks import check
 from fleetx.errors import UsageError
 from fleetx.measure.fake_step import random_kept
 from fleetx.planner import cache, profile, report
@@ -72,7 +71,7 @@ def choose(
     """Every rank must call it. Raises StrategyError where no plan fits."""
     if sample is None:
         raise UsageError(NO_SAMPLE)
-    refuse(strategy.plan(), model, optimizer, world, {p: plain_name(n) for n, p in model.named_parameters()})
+    check(strategy.plan(), model, optimizer, world)
     job = Job.of(model, optimizer, sample, loss_fn).shared(world)
     settings = strategy.auto_configs
     batch = settings["global_batch"]

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fleetx.base.module_names import plain_name
 from fleetx.base.sizes import words
 from fleetx.comm.world import World
-from fleetx.engine.checks import refuse
+from fleetx.engine.checks import check
 from fleetx.errors import StrategyError
 from fleetx.parts.recompute import budget
 from fleetx.planner.candidates import Candidate, declared
@@ -243,13 +242,12 @@ def _undominated(plans: Sequence[Considered]) -> list[Considered]:
 
 def allowed(candidates: Iterator[Candidate], job: Job, world: World) -> Iterator[Candidate]:
     """Those that the model and the optimizer allow too. Ranks ask together: a part may have to ask the others."""
-    names = {p: plain_name(n) for n, p in job.model.named_parameters()}
     known: dict[tuple[str, ...], bool] = {}
     for candidate in candidates:
         key = tuple(map(repr, candidate.plan.parts))
         if key not in known:
             try:
-                refuse(candidate.plan, job.model, job.optimizer, world, names)
+                check(candidate.plan, job.model, job.optimizer, world)
                 known[key] = True
             except StrategyError as error:
                 log.info("auto: %s cannot be: %s", candidate.title, error)

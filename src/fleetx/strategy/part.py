@@ -17,14 +17,14 @@ from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
-from fleetx.strategy.stage import Act, Claim
+from fleetx.strategy.stage import Act, Claim, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from fleetx.comm.world import World
-    from fleetx.engine.context import Context
+    from fleetx.engine.context import StepContext
 
 # A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
 Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
@@ -37,72 +37,84 @@ def settings(cls: type) -> Any:
 
 
 class Part:
-    """The base of all parts. Every method here has a neutral default; a part overrides what it needs."""
+    """The base of all parts. Everything here has a neutral default; a part overrides what it needs.
 
-    # The attribute of DistributedStrategy that turns the part on, where it is not the name of the file.
+    The members are grouped by who uses them. An act is a method marked with `@at`.
+    """
+
+    # --- what the strategy asks -------------------------------------------------------------------
+    # The attribute of DistributedStrategy that turns the part on, if it differs from the file's name.
     switch: ClassVar[str] = ""
-    # Attributes of DistributedStrategy that are fields of this part, where there is no `<switch>_configs`.
+    # Attributes of DistributedStrategy that are fields of this part, if it has no `<switch>_configs`.
     flat: ClassVar[Mapping[str, str]] = {}
-    # A part that is always there, because what it declares is not a strategy but a setting of all of them.
+    # Is the part always on, because it holds settings that concern every strategy?
     always: ClassVar[bool] = False
-    # Keys that a Paddle script may set and that mean nothing on this engine; `explain` says so.
-    no_meaning: ClassVar[Mapping[str, str]] = {}
-    # Settings at which training on one rank is plain PyTorch's, bit for bit; None where there are none.
-    neutral: ClassVar[Mapping[str, Any] | None] = None
-    # Does its state belong to its rank, so that another rank cannot go on with it?
-    per_rank_state: ClassVar[bool] = False
-    # Does it act on the forward of its own rank alone, so that its memory is seen where the step is run without others?
-    changes_forward: ClassVar[bool] = False
-    # Does it cut the forward into segments that are run again?
-    segments: ClassVar[bool] = False
-    # Does it divide the model between ranks, so that a state_dict() is only what one of them holds?
-    divides: ClassVar[bool] = False
-    # Does it stand for others, which are found when there is a model?
+    # Does the part stand for others, which are chosen when the model is known?
     is_meta: ClassVar[bool] = False
+    # Keys that a Paddle script may set and that have no meaning here, with the reason; `explain` lists them.
+    no_meaning: ClassVar[Mapping[str, str]] = {}
+    # Settings at which training on one rank equals plain PyTorch bit for bit; None if there are none.
+    neutral: ClassVar[Mapping[str, Any] | None] = None
+    # Stages that torch takes over because of this part, with what it does there.
+    done_by_torch: ClassVar[Mapping[Stage, str]] = {}
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the settings taken together, a sentence each."""
+        """What is wrong with these settings, one sentence each."""
         return iter(())
 
+    # --- what the engine asks ---------------------------------------------------------------------
+    # Does the state belong to its rank, so that another rank cannot resume with it?
+    per_rank_state: ClassVar[bool] = False
+    # Does the part divide the model between ranks, so that state_dict() has only what this rank holds?
+    divides: ClassVar[bool] = False
+
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        """Why this part cannot serve this model and optimizer, a sentence each. Nothing may be changed here."""
+        """Why this part cannot work with this model and optimizer, one sentence each. Must not change anything."""
         return iter(())
 
     def span(self, model: nn.Module, world: World) -> int:
-        """How many neighbouring ranks hold one copy of the model together."""
+        """How many consecutive ranks hold one copy of the model together."""
         return 1
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        """The state that this part carries across steps: the engine makes, saves, loads and hands it back."""
+        """The state that this part carries across steps. The engine makes, saves, loads and returns it."""
         return {}
 
+    def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
+        """Finish what is running in the background, for a checkpoint or (`last`) at the end. All ranks call it."""
+
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        """What `explain` adds about how this part runs here; `ctx` is None before a model is distributed."""
+        return iter(())
+
+    # --- what the planner asks --------------------------------------------------------------------
+    # Does the part change only this rank's forward, so that a step without other ranks shows its memory?
+    changes_forward: ClassVar[bool] = False
+    # Does the part cut the forward into segments that are recomputed?
+    segments: ClassVar[bool] = False
+
+    @classmethod
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        """Settings that `auto` may try."""
+        return iter(())
+
+    def cost(self, terms: CostTerms) -> None:
+        """Add what this part costs per update. What changes the forward is measured instead."""
+
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
-        """Bytes that it keeps from step to step, besides gradients and what the optimizer gathers.
+        """Bytes kept from step to step, apart from gradients and the optimizer's state.
 
         scaled: is there a loss scale, so that an update may have to be undone?
         """
         return 0
 
-    @classmethod
-    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
-        """Settings that `auto` may try in the user's place."""
-        return iter(())
-
-    def cost(self, terms: CostTerms) -> None:
-        """Tell the planner what this part adds to an update. What changes the forward itself is measured instead."""
-
-    def drain(self, params: list[Tensor], ctx: Context, *, last: bool) -> None:
-        """Finish what is under way: a checkpoint is taken, or (`last`) the training ends. Ranks call it together."""
-
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
-        """What `explain` should add about how this part runs here; `ctx` is None before there is a model."""
-        return iter(())
-
+    # ----------------------------------------------------------------------------------------------
     def acts(self) -> list[Act]:
-        found = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]
-        return [Act(self, getattr(self, name), claim) for name, claim in found]
+        mine = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]
+        acts = [Act(self, getattr(self, name), claim) for name, claim in mine]
+        return acts + [Act(self, None, Claim(stage), meaning) for stage, meaning in self.done_by_torch.items()]
 
 
 def claims(part: type[Part]) -> dict[str, Claim]:

@@ -63,11 +63,11 @@ class Claim:
     """What a method declares about itself: its stage, and how it depends on and changes the facts."""
 
     stage: Stage
-    needs: frozenset[Fact]
-    bars: frozenset[Fact]
-    makes: frozenset[Fact]
-    ends: frozenset[Fact]
-    when: Callable[[Any], bool]
+    needs: frozenset[Fact] = frozenset()
+    bars: frozenset[Fact] = frozenset()
+    makes: frozenset[Fact] = frozenset()
+    ends: frozenset[Fact] = frozenset()
+    when: Callable[[Any], bool] = lambda part: True
     replay: bool = True
 
 
@@ -76,8 +76,9 @@ class Act:
     """One method of one part, ready to be called at its stage."""
 
     part: Part
-    call: Callable[..., Any]
+    call: Callable[..., Any] | None  # None: torch does it, and the part only declares it
     claim: Claim
+    declared: str = ""  # what it does, where there is no call
 
     @property
     def stage(self) -> Stage:
@@ -85,12 +86,13 @@ class Act:
 
     @property
     def name(self) -> str:
-        return f"{type(self.part).__name__}.{self.call.__name__}"
+        part = type(self.part).__name__
+        return f"{part}.{self.call.__name__}" if self.call is not None else part
 
     @property
     def meaning(self) -> str:
         """The first line of the method's docstring, for `explain`."""
-        return (self.call.__doc__ or "").strip().split("\n")[0]
+        return self.declared or (self.call.__doc__ or "").strip().split("\n")[0]
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -20,7 +20,6 @@ from fleetx import fleet
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.comm.roles import from_environment
 from fleetx.comm.session import current
-from fleetx.engine import state
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import parameter_names
@@ -204,8 +203,8 @@ def runs(application: Application) -> int:
     if found.optimizer is None or found.described is None:
         return 0
     engine = current().find(application)
-    if engine in state.runs:
-        return state.runs[engine]
+    if "runs" in engine.extra:
+        return engine.extra["runs"]
     if engine.round and engine.plan.at(Stage.GATE) and rates.moves_by_run(found.described.rate):
         raise UsageError(
             "this checkpoint was not saved by a static script, and does not tell how many runs its rounds were made "
@@ -240,7 +239,7 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
         fleet.forward_backward(feed, loss_fn=keep, model=application)
     found.optimizer.step()
     found.optimizer.zero_grad()
-    state.runs[current().find(application)] = done + 1
+    current().find(application).extra["runs"] = done + 1  # the rate moves with each run, merged or not
     return outputs
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import has_forward, named_modules, sparse_modules
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.amp import op_lists
 from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.part import Names, Part, settings
@@ -134,7 +134,7 @@ class AMP(Part):
         return torch.float16 if self.dtype == "float16" else torch.bfloat16
 
     @at(Stage.MODEL, when=_lists)
-    def fence(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def fence(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """make the modules and operations of the custom lists run in the precision that was asked for"""
         modules = dict(named_modules(model))
         kind = ctx.device.type
@@ -152,23 +152,23 @@ class AMP(Part):
 
     @at(Stage.FORWARD, replay=False)  # torch.utils.checkpoint restores autocast itself, as it was at that very place
     @contextmanager
-    def cast(self, ctx: Context) -> Iterator[Callable[[Tensor], Tensor]]:
+    def cast(self, ctx: StepContext) -> Iterator[Callable[[Tensor], Tensor]]:
         """run the model under torch.autocast and hand its outputs over in float32"""
         with torch.autocast(ctx.device.type, dtype=self._half):
             yield _to_float32
 
     @at(Stage.FORWARD, when=_lists)
-    def overrule(self, ctx: Context) -> AbstractContextManager[None]:
+    def overrule(self, ctx: StepContext) -> AbstractContextManager[None]:
         """let the operations of the custom lists run in the precision that was asked for"""
         return op_lists.listed(ctx.notes["white"], ctx.notes["black"], self._half)
 
     @at(Stage.LOSS, makes={Fact.SCALED}, when=_scales)
-    def scale(self, ctx: Context) -> float:
+    def scale(self, ctx: StepContext) -> float:
         """multiply the gradient that enters the model, so that small values survive float16"""
         return ctx.state["scale"]
 
     @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
-    def unscale(self, grads: list[Tensor], ctx: Context) -> bool:
+    def unscale(self, grads: list[Tensor], ctx: StepContext) -> bool:
         """divide by the scale again; skip the update on every rank if anything overflowed on any of them"""
         state = ctx.state
         inverse = 1.0 / state["scale"]

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Context
+from fleetx.engine.context import Bucket, Context, SetupContext, StepContext
 from fleetx.errors import UsageError
 from fleetx.optim.layerwise import become
 from fleetx.parts.dgc import exchange, native
@@ -98,7 +98,7 @@ class DGC(Part):
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)
-    def prepare(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def prepare(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """open a way for messages of unequal length"""
         ctx.network.messages = True
         ctx.notes["line"] = ctx.network.new_thread("dgc")
@@ -106,7 +106,7 @@ class DGC(Part):
         return model
 
     @at(Stage.REDUCE, makes={Fact.MOMENTUM})
-    def send(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
+    def send(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """gather momentum and residual on each rank, send the largest values, add up what comes"""
         if ctx.round < self.rampup_begin_step:
             return ctx.network.mean(bucket.buffer, bucket.index)
@@ -116,19 +116,19 @@ class DGC(Part):
             sparsity=self.share(ctx.round),
             factor=ctx.factor,
             half=self.value_dtype == "float16",
-            limit=self.clip_norm and self.clip_norm / ctx.world.size**0.5,
+            limit=self.clip_norm and self.clip_norm / ctx.replica_group.size**0.5,
         )
         return ctx.notes["line"].ask(lambda: work.run(bucket, ctx.network))
 
     @at(Stage.UPDATE, needs={Fact.MOMENTUM})
-    def carry(self, optimizer: Optimizer, ctx: Context) -> Optimizer:
+    def carry(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """take momentum and decay from the optimizer where the gradient carries them"""
         made: Any = become(optimizer, CarriedMomentum)
         made.carries = partial(self._carries, ctx)
         return made
 
     @at(Stage.PARAMETER, needs={Fact.MOMENTUM})
-    def settle_residuals(self, params: list[Tensor], ctx: Context) -> None:
+    def settle_residuals(self, params: list[Tensor], ctx: StepContext) -> None:
         """keep the new residuals, or the old ones where the update was skipped"""
         new = ctx.notes.pop("new", {})
         ctx.notes["rounds"] = ctx.notes.get("rounds", 0) + 1
@@ -144,7 +144,7 @@ class DGC(Part):
         else:
             ctx.notes.setdefault("spare", {}).update(new)
 
-    def _note_sent(self, bucket: Bucket, ctx: Context) -> None:
+    def _note_sent(self, bucket: Bucket, ctx: StepContext) -> None:
         """What was sent carries momentum and has left the residuals: no other gradient can be added to it."""
         sent = ctx.notes.setdefault("under_way", {})
         if any(sent.get(name) == ctx.round for name in bucket.names):
@@ -161,9 +161,9 @@ class DGC(Part):
         return self.sparsity[min(stage, len(self.sparsity) - 1)]
 
     def _carries(self, ctx: Context, p: Tensor) -> bool:
-        return ctx.world.size > 1 and ctx.round >= self.rampup_begin_step and _compressed(p)
+        return ctx.replica_group.size > 1 and ctx.round >= self.rampup_begin_step and _compressed(p)
 
-    def _tensor(self, name: str, g: Tensor, ctx: Context) -> exchange.Carried | Tensor:
+    def _tensor(self, name: str, g: Tensor, ctx: StepContext) -> exchange.Carried | Tensor:
         p = ctx.notes["params"][name]
         if not _compressed(p):
             return g
@@ -190,8 +190,8 @@ class DGC(Part):
             ctx.notes["groups"] = known
         return known[2]
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
-        if ctx is not None and ctx.notes.get("rounds") and ctx.world.size > 1:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is not None and ctx.notes.get("rounds") and ctx.replica_group.size > 1:
             sent = ctx.network.traffic.sent / ctx.notes["rounds"]
             dense = sum(p.numel() * p.element_size() for p in ctx.names if p.requires_grad)
             if whole := [n for p, n in ctx.names.items() if p.numel() >= SMALLEST and p.dtype is not torch.float32]:

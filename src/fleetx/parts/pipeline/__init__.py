@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import has_forward, named_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.pipeline import device_guard, schedules
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Names, Part, settings
@@ -116,26 +116,26 @@ class Pipeline(Part):
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.STAGED, Fact.SPREAD})
-    def cut(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def cut(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """give each rank some stages of the model, when the first batch has shown how it flows"""
         from fleetx.parts.pipeline.runtime import Pipe  # torch's pipelining takes a second to import
 
-        ranks = self.span(model, ctx.everyone)
+        ranks = self.span(model, ctx.world)
         declared = self._declared(model) or ranks * schedules.per_rank(self.schedule_mode)
         ctx.notes["pipe"] = Pipe(self, declared, ranks, ctx)
         return model
 
     @at(Stage.GRADIENT, needs={Fact.SPREAD}, ends={Fact.SPREAD})
-    def tie(self, grads: list[Tensor], ctx: Context) -> None:
+    def tie(self, grads: list[Tensor], ctx: StepContext) -> None:
         """add up the gradients of weights that several stages use, so that they stay equal"""
         ctx.notes["pipe"].tie()
 
     @at(Stage.SCHEDULE, bars={Fact.PARTED})
-    def run(self, batch: Any, ctx: Context) -> Tensor:
+    def run(self, batch: Any, ctx: StepContext) -> Tensor:
         """send the micro-batches through the stages, forwards and backwards"""
         loss: Tensor = ctx.notes["pipe"].step(batch)
         return loss
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and "pipe" in ctx.notes:
             yield from ctx.notes["pipe"].remarks()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fleetx.engine.context import Batch, Context
+from fleetx.engine.context import Context, StepInput
 from fleetx.errors import StrategyError
 from fleetx.measure.fake_step import Step
 from fleetx.parts.pipeline.cut_points import pieces
 from fleetx.parts.pipeline.partition import partition
 
 
-def starts(ctx: Context, batch: Batch, stages: int) -> list[str]:
+def starts(ctx: Context, batch: StepInput, stages: int) -> list[str]:
     """The modules with which the stages after the first begin."""
     args, kwargs = batch.arguments
     parts = [part for part in ctx.plan.parts if part.changes_forward]

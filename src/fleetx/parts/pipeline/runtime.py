@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fleetx.base.trees import tensors_of
-from fleetx.engine.context import Batch, Context
+from fleetx.engine.context import SetupContext, StepInput
 from fleetx.errors import StrategyError, UsageError
 from fleetx.parts.pipeline import balance, device_guard, microbatch, schedules, timeline, trace
 from fleetx.parts.pipeline.stage_params import Cut, buffers_elsewhere, own_buffers
@@ -29,9 +29,9 @@ KEPT = 8  # shapes of batches for which a schedule is kept, with what it receive
 class Pipe:
     """Of one model."""
 
-    def __init__(self, part: Pipeline, stages: int, ranks: int, ctx: Context):
-        world = ctx.everyone
-        self._part, self._stages, self._moment = part, stages, ctx
+    def __init__(self, part: Pipeline, stages: int, ranks: int, ctx: SetupContext):
+        world = ctx.world
+        self._part, self._stages, self._ctx = part, stages, ctx
         self.group = world.parted([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
         ctx.divide(self.group)
         world.broadcast([t.detach() for t in (*ctx.model.parameters(), *ctx.model.buffers())])
@@ -45,7 +45,7 @@ class Pipe:
         return schedules.stages_of(self.group.rank, self.group.size, self._stages, self._part.schedule_mode)
 
     # --- a step -----------------------------------------------------------------------------------
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: StepInput) -> Tensor:
         """The mean loss over the micro-batches, on every rank."""
         size = microbatch.size_of(batch.inputs, batch.target)
         least, multiple = schedules.least(self._part.schedule_mode, self.group.size, self._stages)
@@ -67,22 +67,22 @@ class Pipe:
         self.group.sum(loss)  # the last stage has it, the others nothing
         return loss.float().reshape(())
 
-    def _alone(self, batches: list[Batch]) -> Tensor:
+    def _alone(self, batches: list[StepInput]) -> Tensor:
         """One rank has all stages: the micro-batches one after the other."""
         losses = []
         for batch in batches:
-            loss = batch.loss(self._moment.model)
+            loss = batch.loss(self._ctx.model)
             losses.append(loss.detach())
             if torch.is_grad_enabled():
                 (loss * (batch.factor / len(batches))).backward()
         return torch.stack(losses).mean()
 
-    def _check_same(self, batch: Batch) -> None:
+    def _check_same(self, batch: StepInput) -> None:
         """Each stage takes from the batch what it needs, so the ranks of a pipeline must have the same one."""
         mine = microbatch.digest((batch.inputs, batch.target), (batch.weight, _others(batch)), self.group.device)
         found = self.group.gather(mine).flatten().tolist()
         if len(set(found)) > 1:
-            first = self._moment.everyone.rank - self.group.rank
+            first = self._ctx.world.rank - self.group.rank
             ranks = f"{first} to {first + self.group.size - 1}"
             raise UsageError(
                 f"ranks {ranks} are one pipeline and were given different batches, or weights of them: every stage "
@@ -91,8 +91,8 @@ class Pipe:
             )
 
     # --- at the first batch -----------------------------------------------------------------------
-    def _cut(self, batch: Batch) -> None:
-        model = self._moment.model
+    def _cut(self, batch: StepInput) -> None:
+        model = self._ctx.model
 
         def call() -> None:  # for real: the whole model is still here
             with torch.no_grad(), torch.random.fork_rng(devices=[]), own_buffers(model):
@@ -109,28 +109,28 @@ class Pipe:
         ranks = lambda stage: schedules.rank_of(stage, self.group.size, self._stages, mode)  # noqa: E731
         self.cut = Cut(model, units, ranks, self.group)
         self._survey(batch)  # what cannot be is said before anything is dropped
-        self.cut.drop(self._moment.optimizer)
+        self.cut.drop(self._ctx.optimizer)
         elsewhere = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
-        self._moment.hold(self.cut.counts, [*elsewhere, *buffers_elsewhere(model, units, self._mine)])
+        self._ctx.hold(self.cut.counts, [*elsewhere, *buffers_elsewhere(model, units, self._mine)])
 
-    def _balanced(self, batch: Batch, call: Callable[[], Any]) -> trace.Units:
+    def _balanced(self, batch: StepInput, call: Callable[[], Any]) -> trace.Units:
         """The first rank measures while the others wait; all of them cut where it says."""
         found: dict[str, Any] = {}
-        if self._moment.everyone.rank == 0:
+        if self._ctx.world.rank == 0:
             try:
-                found = {"starts": balance.starts(self._moment, batch, self._stages)}
+                found = {"starts": balance.starts(self._ctx, batch, self._stages)}
             except Exception as error:  # the others wait for an answer
                 found = {"problem": str(error) if isinstance(error, StrategyError) else _unprobed(error)}
-        found = json.loads(self._moment.everyone.said_by_first(json.dumps(found).encode()))
+        found = json.loads(self._ctx.world.said_by_first(json.dumps(found).encode()))
         if "problem" in found:
             raise StrategyError(found["problem"])
-        return trace.units(self._moment.model, found["starts"], call)
+        return trace.units(self._ctx.model, found["starts"], call)
 
     # --- one schedule for each shape of batch -----------------------------------------------------
-    def _runner(self, batch: Batch, number: int) -> Runner:
+    def _runner(self, batch: StepInput, number: int) -> Runner:
         train = torch.is_grad_enabled()
         like = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of((batch.inputs, batch.target))]
-        key = (*like, _others(batch), number, train, tuple(m.training for m in self._moment.model.modules()))
+        key = (*like, _others(batch), number, train, tuple(m.training for m in self._ctx.model.modules()))
         if key in self._runners:
             self._runners[key] = self._runners.pop(key)  # the last one used is the last to go
         else:
@@ -145,18 +145,18 @@ class Pipe:
 
     def _noise(self, micro_batch: int) -> int:
         """The seed of what code between modules draws: the same in all stages, another for each micro-batch."""
-        return zlib.crc32(repr((self._seed, self._moment.clock, micro_batch)).encode())
+        return zlib.crc32(repr((self._seed, self._ctx.clock, micro_batch)).encode())
 
-    def _survey(self, batch: Batch) -> trace.Survey:
+    def _survey(self, batch: StepInput) -> trace.Survey:
         assert self.cut is not None
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return trace.borders(self.cut.units, self._moment.device, lambda v: self._forward(v, batch, _run))
+            return trace.borders(self.cut.units, self._ctx.device, lambda v: self._forward(v, batch, _run))
 
-    def _forward(self, visitor: trace.Visitor, batch: Batch, call: Any = Batch.loss) -> Tensor:
+    def _forward(self, visitor: trace.Visitor, batch: StepInput, call: Any = StepInput.loss) -> Tensor:
         assert self.cut is not None
         self.cut.visitor = visitor
         try:
-            loss: Tensor = call(batch, self._moment.model)
+            loss: Tensor = call(batch, self._ctx.model)
             return loss
         finally:
             self.cut.visitor = None
@@ -167,7 +167,7 @@ class Pipe:
 
     # --- explain ----------------------------------------------------------------------------------
     def remarks(self) -> Iterator[str]:
-        replicas = self._moment.everyone.size // self.group.size
+        replicas = self._ctx.world.size // self.group.size
         yield (
             f"{self._stages} stages on {self.group.size} ranks, {replicas} such pipeline{'s' if replicas > 1 else ''}; "
             f"this is rank {self.group.rank} of one, with stage {' and '.join(map(str, self._mine))}"
@@ -177,7 +177,7 @@ class Pipe:
             return
         yield f"stages begin with {', '.join(self.cut.units.starts)}"
         for world, params in self.cut.shared:
-            names = [n for n, p in self._moment.model.named_parameters() if any(p is q for q in params)]
+            names = [n for n, p in self._ctx.model.named_parameters() if any(p is q for q in params)]
             yield f"{', '.join(names)} is held by {world.size} ranks, which add up its gradients"
         if self._last is not None:
             yield from timeline.draw(self._last.schedule, self.group.size)
@@ -191,13 +191,13 @@ def _unprobed(error: Exception) -> str:
     )
 
 
-def _run(batch: Batch, model: Any) -> Any:
+def _run(batch: StepInput, model: Any) -> Any:
     """The forward without the loss, which may be anything, and is for real batches alone."""
     args, kwargs = batch.arguments
     return model(*args, **kwargs)
 
 
-def _others(batch: Batch) -> str:
+def _others(batch: StepInput) -> str:
     """What else the way through a model depends on."""
     leaves = pytree.tree_leaves((batch.inputs, batch.target))
     return repr([leaf for leaf in leaves if isinstance(leaf, int | float | str | None)])

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fleetx.base.trees import map_tensors, tensors_of
 from fleetx.comm.world import World
-from fleetx.engine.context import Batch
+from fleetx.engine.context import StepInput
 from fleetx.errors import UsageError
 from fleetx.parts.pipeline import schedules as modes
 from fleetx.parts.pipeline.trace import Given, Survey, Units, Visitor, received
@@ -132,7 +132,7 @@ class Runner:
         number: int,
         group: World,
         params: Callable[[int], list[nn.Parameter]],
-        forward: Callable[[Visitor, Batch], Tensor],
+        forward: Callable[[Visitor, StepInput], Tensor],
         seed: Callable[[int], int],
         *,
         train: bool,
@@ -140,7 +140,7 @@ class Runner:
         self._survey, self._units, self._forward, self._number, self._train = survey, units, forward, number, train
         self._seed = seed
         self._mine = modes.stages_of(group.rank, group.size, units.number, mode)
-        self._batches: list[Batch] = []
+        self._batches: list[StepInput] = []
         self.losses: list[Tensor] = []
         self._stages = [self._stage(s, group, params(s)) for s in self._mine]
         name, per_rank = modes.MODES[mode]
@@ -174,7 +174,7 @@ class Runner:
         self.losses.append(loss.detach())
         return loss * (batch.factor / self._number)
 
-    def step(self, batches: list[Batch]) -> None:
+    def step(self, batches: list[StepInput]) -> None:
         """All micro-batches, forwards and backwards."""
         self._batches, self.losses = batches, []
         for stage in self._stages:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fleetx.base import sizes
 from fleetx.base.module_names import named
 from fleetx.comm.world import World
-from fleetx.engine.context import Context
+from fleetx.engine.context import Context, SetupContext, StepContext
 from fleetx.parts.recompute import segments as blocks
 from fleetx.parts.recompute.chain import Chain
 from fleetx.parts.recompute.offload import Host
@@ -71,7 +71,7 @@ class Recompute(Part):
         yield Offer({"memory_budget": "min"})
 
     @at(Stage.MODEL, when=lambda self: self.memory_budget is None)
-    def segment(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def segment(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """cut the model into segments that keep their inputs alone, and run again during backward"""
         names = named(model, self.checkpoints)
         staged = any(Fact.STAGED in act.claim.makes for act in ctx.plan.acts)
@@ -81,13 +81,13 @@ class Recompute(Part):
         return model
 
     @at(Stage.FORWARD, replay=False, when=lambda self: self.memory_budget is None)
-    def count(self, ctx: Context) -> AbstractContextManager[Any]:
+    def count(self, ctx: StepContext) -> AbstractContextManager[Any]:
         """count the calls of the modules, to tell the segments apart"""
         chain: Chain = ctx.notes["chain"]
         return chain.forward()
 
     @at(Stage.FORWARD, replay=False, bars={Fact.PARTED, Fact.STAGED}, when=lambda self: self.memory_budget is not None)
-    def fit(self, ctx: Context) -> AbstractContextManager[Any]:
+    def fit(self, ctx: StepContext) -> AbstractContextManager[Any]:
         """choose the segments that fit into memory_budget, for a model that each rank holds whole"""
         if torch.is_grad_enabled():
             ctx.notes["chain"] = self._planned(ctx)
@@ -95,7 +95,7 @@ class Recompute(Part):
         return chain.forward() if chain is not None else nullcontext()
 
     # --- by budget --------------------------------------------------------------------------------
-    def _planned(self, ctx: Context) -> Chain | None:
+    def _planned(self, ctx: StepContext) -> Chain | None:
         """The chain for inputs of these shapes: the first of them, and every larger one, is planned for."""
         from fleetx.parts.recompute import budget  # the planner is of no use to whoever names modules
 
@@ -111,7 +111,7 @@ class Recompute(Part):
     def _host(self, ctx: Context) -> Host | None:
         return Host(ctx.device) if self.enable_offload else None
 
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is None:
             return
         for plan in ctx.notes.get("plans", ()):

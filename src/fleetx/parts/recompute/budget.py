@@ -26,7 +26,7 @@ from fleetx.parts.recompute.solver import Table
 from fleetx.strategy.stage import Fact
 
 if TYPE_CHECKING:
-    from fleetx.engine.context import Context
+    from fleetx.engine.context import StepContext
 
 Shapes = list[tuple[tuple[int, ...], Any, bool]]
 log = logging.getLogger(__name__)
@@ -197,18 +197,18 @@ class Plan:
         )
 
 
-def planned(budget: str | float, ctx: Context, args: Any, kwargs: Any, host: Host | None) -> Plan:
+def planned(budget: str | float, ctx: StepContext, args: Any, kwargs: Any, host: Host | None) -> Plan:
     """Plan for the model, the optimizer and the strategies of an engine, and these inputs."""
     made = frozenset().union(*(act.claim.makes for act in ctx.plan.acts))
     merged, scaled = Fact.SUMMED in made, Fact.SCALED in made
-    apart = buckets(ctx.model) if merged and ctx.world.size > 1 else 0
+    apart = buckets(ctx.model) if merged and ctx.replica_group.size > 1 else 0
     step = Step(
         ctx.model,
         ctx.optimizer,
         args,
         kwargs,
         parts=[part for part in ctx.plan.parts if part.changes_forward],
-        kept_gradients=merged or ctx.world.size > 1,
+        kept_gradients=merged or ctx.replica_group.size > 1,
         beside=sum(part.keeps(ctx.names, scaled=scaled) for part in ctx.plan.parts) + apart,
     )
     try:

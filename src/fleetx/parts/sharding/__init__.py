@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor, nn
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import named_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Context
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.sharding import fsdp
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Names, Part, settings
@@ -60,6 +59,9 @@ class Sharding(Part):
 
     no_meaning: ClassVar[dict[str, str]] = {"pp_allreduce_in_optimize": "there is no pipeline inside of sharding"}
     divides: ClassVar[bool] = True
+    done_by_torch: ClassVar[dict[Stage, str]] = {
+        Stage.REDUCE: "FSDP reduces each segment's gradients to the ranks that hold them, while backward runs"
+    }
     neutral: ClassVar[dict[str, int]] = {"sharding_degree": 1}
     costs: ClassVar[str] = (
         "network: one and a half times the traffic of data parallelism; memory: 1 / sharding_degree of the "
@@ -141,24 +143,19 @@ class Sharding(Part):
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.PARTED})
-    def divide(self, model: nn.Module, ctx: Context) -> nn.Module:
+    def divide(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """divide parameters, gradients and optimizer state between the ranks"""
-        if ctx.everyone.size > 1:
+        if ctx.world.size > 1:
             names = fsdp.segments(model, self.segment_anchors, self._segment)
             ctx.notes["segments"] = names
             group = fsdp.divide(
-                model, names, ctx.everyone, self._degree,
-                again=self.stage == 3, offload=self.offload and ctx.everyone.device.type != "cpu",
+                model, names, ctx.world, self._degree,
+                again=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu",
             )  # fmt: skip
-            ctx.divide(group, reduces=True)
+            ctx.divide(group, reduced=True)
         return model
 
-    @at(Stage.REDUCE)
-    def scatter(self, bucket: Bucket, ctx: Context) -> Future[Tensor]:
-        """reduce each segment's gradients to the ranks that hold them, while backward runs"""
-        raise AssertionError("FSDP reduces by itself")
-
-    def remarks(self, ctx: Context | None) -> Iterator[str]:
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if self.stage == 1:
             yield "stage 1 is run as stage 2, which FSDP2 has: gradients are divided too"
         if self.offload and (ctx is None or ctx.device.type == "cpu"):

@@ -1,0 +1,77 @@
+"""The data of one training: what the engine works on, and all that an act's context can see of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleetx.base.module_names import plain_name
+from fleetx.comm.paths import Network
+from fleetx.comm.world import World
+from fleetx.engine import layout
+from fleetx.engine.gradients import Gradients
+from fleetx.engine.loss_weights import LossWeights
+from fleetx.strategy.compose import Plan
+
+
+@dataclass
+class Step:
+    """What has happened since the last optimizer.step(). The engine makes a new one after each step."""
+
+    opens: bool | None = None  # does this step update? The gate is asked once
+    backward: int = -1  # torch's number of the backward that last entered the model
+    tapped: bool = False  # has a backward entered through the model's output?
+    scaled_at_loss: bool = False  # is fleet.backward running, which scales the loss itself?
+    create_graph: bool = False  # was a backward itself made differentiable?
+    flushing: bool = False  # is this fleet.flush, which updates whatever the gate says?
+    collected: int = 0  # merged steps in the gradients that are being reduced outside a backward
+    loss: Tensor | None = None  # of this step, or of the last one, where it could be seen
+    inputs: Any = None  # of the forward that is running
+
+    def next(self) -> Step:
+        return Step(loss=self.loss)
+
+
+class Run:
+    """One model, one optimizer, one plan, and where their training stands. Data only: `Engine` adds the behaviour."""
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
+        self.plan, self.model, self.optimizer, self.world = plan, model, optimizer, world
+        self.names: Mapping[nn.Parameter, str] = {p: plain_name(n) for n, p in model.named_parameters()}
+        self.device: torch.device = next((p.device for p in self.names), world.device)
+        self.round = 0  # rounds that have ended, whether or not they applied an update
+        self.merged = 0  # steps in the current round, the current one included once it has stepped
+        self.updated = False  # did the last optimizer.step() apply an update?
+        self.step = Step()
+        self.state: dict[str, dict[str, Any]] = self.initial_state()  # of each part: saved and loaded
+        self.notes: dict[str, dict[str, Any]] = {key_of(p): {} for p in plan.parts}  # of each part: not saved
+        self.extra: dict[str, Any] = {}  # what a front end wants to find again after a resume
+        self.reducer_settings: dict[str, Any] | None = None  # set by the part that asks for a reducer
+        self.undo: list[Callable[[], None]] = []  # what `release` calls, last first
+        self.gradients: Gradients  # made when the optimizer is final
+        self.layout = layout.of(plan.parts, model, world)
+        self.weights = LossWeights(plan, self.layout.replica_group)
+        self.network = Network(self.layout.replica_group)
+        # Not at exit: then `fleet` closes everything in the right order.
+        weakref.finalize(self, self.network.close).atexit = False
+
+    def initial_state(self) -> dict[str, dict[str, Any]]:
+        return {key_of(part): part.init({name: p for p, name in self.names.items()}) for part in self.plan.parts}
+
+    def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def loss_scale(self) -> float:
+        raise NotImplementedError
+
+
+def key_of(part: Any) -> str:
+    """The key of a part's state in a checkpoint."""
+    return type(part).__name__
