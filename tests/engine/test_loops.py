@@ -536,7 +536,7 @@ def test_flush_before_the_step_is_refused():
     x, y = batches(1)[0]
     zero_last(model, optimizer, x, y)
     mse_loss(model(x), y).backward()
-    with pytest.raises(UsageError, match=r"call that before fleet.flush"):
+    with pytest.raises(UsageError, match=r"call it before fleet.flush"):
         fleet.flush()
 
 

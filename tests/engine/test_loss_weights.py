@@ -521,12 +521,12 @@ def test_every_step_has_a_weight_or_none_has():
 def test_every_rank_has_weights_or_none_has(ranks, declared):
     """Found on all of them, before one waits for the other."""
     for message in ranks.run(_on_one_rank_only, declared, False):
-        assert message == "fleet.weight was called on rank 1 and not on rank 0: call it on every rank or on none"
+        assert message == "fleet.weight was called on rank 1 but not on rank 0: call it on every rank or on none"
 
 
 def test_also_where_the_window_is_flushed(ranks):
     for message in ranks.run(_on_one_rank_only, MERGE, True):
-        assert message == "fleet.weight was called on rank 1 and not on rank 0: call it on every rank or on none"
+        assert message == "fleet.weight was called on rank 1 but not on rank 0: call it on every rank or on none"
 
 
 def _on_one_rank_only(declared, flush):

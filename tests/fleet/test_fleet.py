@@ -94,7 +94,7 @@ def test_a_master_that_nobody_answers_at_is_a_clear_error():
 def test_everything_before_init_says_what_to_call():
     model = net()
     for call in (fleet.worker_index, fleet.device, lambda: fleet.distribute(model, sgd(model))):
-        with pytest.raises(UsageError, match=r"call fleet.init\(\) first"):
+        with pytest.raises(UsageError, match=r"call it first"):
             call()
     fleet.init()
     for call in (fleet.flush, fleet.explain):
@@ -168,7 +168,7 @@ def test_two_models_are_told_apart_by_name():
     fleet.init()
     merge = fleet.DistributedStrategy(gradient_merge={"k_steps": 3})
     (a, oa), (b, ob) = [fleet.distribute(m, sgd(m), s) for m, s in ((net(), merge), (net(), None))]
-    with pytest.raises(UsageError, match=r"2 models are distributed: say which with model=... or optimizer=..."):
+    with pytest.raises(UsageError, match=r"2 models are distributed: pass model=... or optimizer=..."):
         fleet.flush()
     x, y = batches(1)[0]
     for model, optimizer in ((a, oa), (b, ob)):

@@ -1,87 +1,162 @@
-"""Which rank is gone? What the network says of a dead peer is "Connection closed by peer", which names nobody.
+"""Which rank died, and which rank has left? "Connection closed by peer", all that the network says, names nobody.
 
-Each rank leaves a sign in the store twice a second. Who finds the others silent looks twice, and names those whose sign
-did not change; the first to do so writes it down for all, because ranks that gave up are silent too.
+    heartbeat   each rank writes to the store twice a second; a rank whose number stands still is lost
+    farewell    a rank that ends normally writes down after how many rounds; the others read it when they fail
+
+The first rank to find others lost writes it down for all, because ranks that gave up stand still too.
 """
 
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
+from fleetx.comm.session import current
 from fleetx.comm.world import World
 
-BEAT = 0.5  # seconds between two signs
-PATIENCE = 2.5  # seconds without one
+BEAT = 0.5  # seconds between two heartbeats
+PATIENCE = 2.5  # seconds without one, until a rank counts as lost
 _VERDICT = "fleetx/lost"
-_line: Lifeline | None = None
-
-
-class Lifeline:
-    """The sign of this rank, and those of the others."""
-
-    def __init__(self, world: World, store: Any):
-        self._world, self._store = world, store
-        self._ended = threading.Event()
-        self._verdict: list[int] = []  # who was found lost, here or elsewhere
-        self._beat(0)
-        self._thread = threading.Thread(target=self._go_on, name="fleetx lifeline", daemon=True)
-        self._thread.start()
-
-    def _go_on(self) -> None:
-        number = 0
-        while not self._ended.wait(BEAT):
-            number += 1
-            try:
-                self._beat(number)
-            except Exception:  # the store is gone, and with it whoever kept it
-                return
-
-    def _beat(self, number: int) -> None:
-        self._store.set(f"fleetx/sign/{self._world.rank}", str(number))
-        if not self._verdict and self._store.check([_VERDICT]):  # who keeps the store may be gone when it is needed
-            self._verdict = _numbers(self._store.get(_VERDICT))
-
-    def lost(self) -> list[int]:
-        """The ranks that are gone. It takes some seconds."""
-        try:
-            before = self._signs()
-            time.sleep(PATIENCE)
-            gone = [rank for rank, sign in self._signs().items() if before.get(rank) == sign]
-            gone = [rank for rank in gone if rank != self._world.rank]
-            if not self._verdict and gone:
-                self._store.set(_VERDICT, ",".join(map(str, gone)))
-                time.sleep(2 * BEAT)  # until everybody has read it
-            return self._verdict or gone
-        except Exception:
-            return self._verdict or [0]  # who keeps the store, or whose launcher does
-
-    def _signs(self) -> dict[int, bytes]:
-        keys = {rank: f"fleetx/sign/{rank}" for rank in range(self._world.size)}
-        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-
-    def end(self) -> None:
-        """Before Python ends: a thread that it finds inside of C++ would abort the process."""
-        self._ended.set()
-        self._thread.join(timeout=2 * PATIENCE)
-
-
-def _numbers(text: bytes) -> list[int]:
-    return [int(n) for n in text.decode().split(",")]
 
 
 def watch(world: World) -> None:
-    """From now on this rank gives signs."""
-    global _line
-    if _line is None and world.size > 1:
-        store = dist.distributed_c10d._get_default_store()
-        _line = Lifeline(world, store.clone() if hasattr(store, "clone") else store)
-        atexit.register(_line.end)
+    """From now on, leave a farewell at exit, and explain errors that a rank caused by leaving early."""
+    session = current()
+    if session.peers is None and world.size > 1:
+        session.peers = Peers(world)
+
+
+def start_heartbeat(world: World) -> None:
+    watch(world)
+    if (peers := current().peers) is not None:
+        peers.start_heartbeat()
 
 
 def lost() -> list[int]:
-    return _line.lost() if _line is not None else []
+    """The ranks that are lost. Takes a few seconds."""
+    peers = current().peers
+    return peers.heartbeat.lost() if peers is not None and peers.heartbeat is not None else []
+
+
+class Peers:
+    """What this rank tells the others, and what it learns about them, through the store of the process group."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._store = dist.distributed_c10d._get_default_store()
+        self._failed: list[BaseException] = []
+        self.heartbeat: Heartbeat | None = None
+        self._excepthook = sys.excepthook
+        sys.excepthook = self
+        # After the process group was made, so that it runs before the group is destroyed.
+        atexit.register(self._say_farewell)
+
+    def start_heartbeat(self) -> None:
+        if self.heartbeat is None:
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+            self.heartbeat = Heartbeat(self._world, store)
+            atexit.register(self.heartbeat.stop)
+
+    def stop(self) -> None:
+        """Undo everything: for `fleet.release` of the last model."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+            atexit.unregister(self.heartbeat.stop)
+        atexit.unregister(self._say_farewell)
+        if sys.excepthook is self:
+            sys.excepthook = self._excepthook
+
+    def annotate(self, error: BaseException) -> None:
+        """Add to an error which ranks have left. fleetrun calls it too: it reports errors before Python does."""
+        self._failed.append(error)
+        if isinstance(error, RuntimeError) and (note := _try(self._who_left)):
+            error.add_note(note)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """The excepthook."""
+        if error not in self._failed:
+            self.annotate(error)
+        self._excepthook(kind, error, traceback)
+
+    def _say_farewell(self) -> None:
+        if not self._failed:
+            _try(lambda: self._store.set(f"fleetx/left/{self._world.rank}", str(_rounds())))
+
+    def _who_left(self) -> str:
+        here = self._world.rank
+        left = [rank for rank in range(self._world.size) if rank != here and self._store.check([f"fleetx/left/{rank}"])]
+        if not left:
+            return ""
+        who = ", ".join(f"rank {rank} after {int(self._store.get(f'fleetx/left/{rank}'))} updates" for rank in left)
+        return (
+            f"fleetx: the script had already ended on {who}, while rank {here} continued after {_rounds()}. If the "
+            "ranks have different numbers of batches, `for batch in fleet.join(loader)` stops all of them together"
+        )
+
+
+class Heartbeat:
+    """The heartbeat of this rank, and those of the others."""
+
+    def __init__(self, world: World, store: Any):
+        self._world, self._store = world, store
+        self._stopped = threading.Event()
+        self._verdict: list[int] = []  # the ranks found lost, here or elsewhere
+        self._beat(0)
+        self._thread = threading.Thread(target=self._run, name="fleetx-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stopped.wait(BEAT):
+            number += 1
+            try:
+                self._beat(number)
+            except Exception:  # the process that kept the store is gone
+                return
+
+    def _beat(self, number: int) -> None:
+        self._store.set(f"fleetx/beat/{self._world.rank}", str(number))
+        if not self._verdict and self._store.check([_VERDICT]):  # read it now: the store may be gone later
+            self._verdict = [int(n) for n in self._store.get(_VERDICT).decode().split(",")]
+
+    def lost(self) -> list[int]:
+        try:
+            before = self._beats()
+            time.sleep(PATIENCE)
+            gone = [rank for rank, beat in self._beats().items() if before.get(rank) == beat]
+            gone = [rank for rank in gone if rank != self._world.rank]
+            if not self._verdict and gone:
+                self._store.set(_VERDICT, ",".join(map(str, gone)))
+                time.sleep(2 * BEAT)  # until all ranks have read it
+            return self._verdict or gone
+        except Exception:
+            return self._verdict or [0]  # rank 0, or its launcher, keeps the store
+
+    def _beats(self) -> dict[int, bytes]:
+        keys = {rank: f"fleetx/beat/{rank}" for rank in range(self._world.size)}
+        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+
+    def stop(self) -> None:
+        """Before Python ends: a thread that it finds inside C++ would abort the process."""
+        self._stopped.set()
+        self._thread.join(timeout=2 * PATIENCE)
+
+
+def _rounds() -> int:
+    engine = current().last()
+    return engine.round if engine is not None else 0
+
+
+def _try(call: Callable[[], Any]) -> Any:
+    """The store may be gone with the process that kept it; then nothing can be said."""
+    try:
+        return call()
+    except Exception:
+        return None

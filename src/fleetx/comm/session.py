@@ -48,7 +48,7 @@ class Session:
     entries: weakref.WeakKeyDictionary[Any, Entry] = field(default_factory=weakref.WeakKeyDictionary)
     pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
     stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
-    watch: Any = None  # `comm.peers`: who is alive, who has left
+    peers: Any = None  # `comm.peers`: which rank is alive, which has left
 
     def here(self) -> World:
         if self.world is None:
@@ -109,4 +109,6 @@ def current() -> Session:
 def reset() -> None:
     """Forget everything, without leaving the process group. For tests and for processes that were forked."""
     global _session
+    if _session.peers is not None:
+        _session.peers.stop()
     _session = Session()

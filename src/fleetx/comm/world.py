@@ -125,6 +125,12 @@ class World:
             dist.barrier(group=self.members)
 
 
+def listed(ranks: list[int]) -> str:
+    """ "rank 1" or "ranks 0, 2, 3", for messages."""
+    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
 def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] = os.environ) -> World:
     """Meet the other processes. A process group that the script has made already is used as it is."""
     device = device_of(place, env)

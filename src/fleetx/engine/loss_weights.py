@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from fleetx.comm.world import World
-from fleetx.engine import agreement
+from fleetx.comm.world import World, listed
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
@@ -118,7 +117,7 @@ class LossWeights:
         """Once: the ranks that use weights are here before their first backward, the others before they communicate."""
         if self._agreed:
             return
-        self.used, given = agreement.check_weights(self.used, self._given or 0.0, self._world)
+        self.used, given = _agreed(self.used, self._given or 0.0, self._world)
         self._agreed = self.used is not None
         if self.used and not self._unit:
             self._unit = _power_of_two(sum(given) / len(given)) if given else 1.0
@@ -157,6 +156,19 @@ class LossWeights:
 
 
 _EMPTY = "the weights of this round add up to 0, which has no mean: leave such batches out before their backward()"
+
+
+def _agreed(used: bool | None, n: float, world: World) -> tuple[bool | None, list[float]]:
+    """Do all ranks use `fleet.weight`, or none? None: no rank knows yet. Also the weights that are not 0."""
+    known = -1.0 if used is None else float(used)
+    answers = world.gather(torch.tensor([known, n], dtype=torch.float64, device=world.device)).tolist()
+    using = [rank for rank, (yes, _) in enumerate(answers) if yes == 1]
+    others = [rank for rank, (yes, _) in enumerate(answers) if yes == 0]
+    if using and others:
+        raise UsageError(
+            f"fleet.weight was called on {listed(using)} but not on {listed(others)}: call it on every rank or on none"
+        )
+    return bool(using) if using or others else None, [given for _, given in answers if given]
 
 
 def _checked(n: Any) -> float:

@@ -67,7 +67,7 @@ class ScheduledEngine(Engine):
     def _arm(self) -> None:
         self._owns_grad = True  # of weights that stages share, and of norms, a rank has only its part
         super()._arm()
-        peers.watch(self.world)
+        peers.start_heartbeat(self.world)
         self._handles.append(self.model.register_state_dict_post_hook(Hook(self._leave_out)))
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -96,7 +96,7 @@ class ScheduledEngine(Engine):
                 raise
             which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
             raise WorldError(
-                f"{which} gave no sign of life any more while rank {self.world.rank} waited in a step of the pipeline, "
+                f"{which} stopped responding while rank {self.world.rank} waited in a step of the pipeline, "
                 f"after {self.round} rounds: {str(error).strip().splitlines()[0]}"
             ) from error
         finally:

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.comm import departures
+from fleetx.comm import peers
 from fleetx.comm import world as _world_module
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.comm.session import Entry, current
 from fleetx.comm.world import TIMEOUT, World
-from fleetx.engine import agreement
 from fleetx.engine.engine import Engine
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
+from fleetx.fleet.agreement import check_strategy
 from fleetx.fleet.auto import check_feed, planned, watch_feed
+from fleetx.fleet.join import join as _join
 from fleetx.parts.pipeline.device_guard import device_guard
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.explain import Explanation
@@ -98,7 +99,7 @@ def init(
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was called before, with another role or timeout: call it once")
     if strategy is not None:
-        agreement.check_strategy(strategy, session.here())
+        check_strategy(strategy, session.here())
 
 
 def _here() -> World:
@@ -176,13 +177,13 @@ def distribute(
     strategy = _checked(strategy or current().strategy or DistributedStrategy())
     plan = strategy.plan()
     current().refuse_twice(model, optimizer)
-    agreement.check_strategy(strategy, _here())
+    check_strategy(strategy, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
     engine = kind(plan, model, optimizer, _here())
-    departures.watch(_here())
+    peers.watch(_here())
     atexit.unregister(_close)
     atexit.register(_close)
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
@@ -261,7 +262,7 @@ def join(loader: Iterable[Any]) -> Iterator[Any]:
     Ranks with unequal numbers of batches would otherwise wait for each other until the timeout. Which rank ran out is
     said in a warning. Costs one small collective a batch.
     """
-    return agreement.join(loader, _here())
+    return _join(loader, _here())
 
 
 def flush(*, optimizer: Optimizer | None = None) -> bool:

@@ -181,7 +181,7 @@ def run(kind: str, target: str) -> None:
         sys.exit(130)
     except BaseException as error:
         error.__traceback__ = without_our_frames(error.__traceback__)
-        getattr(sys.excepthook, "annotate", lambda error: None)(error)  # fleetx.departures, if it was loaded
+        getattr(sys.excepthook, "annotate", lambda error: None)(error)  # comm/peers.py, if it is in use
         record(error, exit_code=1)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)

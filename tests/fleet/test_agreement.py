@@ -99,5 +99,5 @@ def test_a_rank_that_ran_out_is_named(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120)
     assert done.returncode
     said = done.stdout + done.stderr + (tmp_path / "log" / "workerlog.0").read_text()
-    assert "the script of rank 1 after 3 updates had ended, while this rank 0 went on after 3" in said
+    assert "the script had already ended on rank 1 after 3 updates, while rank 0 continued after 3" in said
     assert "fleet.join(loader)" in done.stderr, done.stderr

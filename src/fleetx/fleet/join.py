@@ -1,0 +1,30 @@
+"""`fleet.join`: iterate as long as every rank has a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fleetx.comm.world import World, listed
+
+_NONE = object()
+
+
+def join(loader: Iterable[Any], world: World) -> Iterator[Any]:
+    batches, count = iter(loader), 0
+    while True:
+        batch = next(batches, _NONE)
+        have = world.gather(torch.tensor(batch is not _NONE, device=world.device).to(torch.uint8)).tolist()
+        if not all(have):
+            ended = [rank for rank, yes in enumerate(have) if not yes]
+            if any(have):
+                warnings.warn(
+                    f"{listed(ended)} ran out of batches after {count}; the remaining batches of the others are unused",
+                    stacklevel=2,
+                )
+            return
+        count += 1
+        yield batch
