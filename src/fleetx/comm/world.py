@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,9 @@ class World:
     timeout: timedelta = TIMEOUT
     members: dist.ProcessGroup | None = None  # None: every process
     siblings: tuple[tuple[int, ...], ...] = ()  # all of several worlds alike, of which this is one
+    groups: list[dist.ProcessGroup] = field(
+        default_factory=list, compare=False, repr=False
+    )  # made by and for its owner
 
     @property
     def rank(self) -> int:
@@ -58,11 +63,11 @@ class World:
             out.copy_(value.reshape(-1))
         return out.view(self.size, *value.shape)
 
-    def broadcast(self, values: list[Tensor]) -> None:
-        """Overwrite with the values of rank 0, in few large messages."""
+    def broadcast(self, values: list[Tensor], *, source: int = 0) -> None:
+        """Overwrite with the values of one rank, in few large messages."""
         group = self.members or dist.group.WORLD
         if self.size > 1 and values and group is not None:
-            dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, 0)
+            dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, source)
 
     def group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Another process group, of some or all ranks, with the timeout of the first. Every rank must take part.
@@ -72,10 +77,26 @@ class World:
         """
         everyone = tuple(range(self.size))
         for sibling in self.siblings or (everyone,):
-            made = dist.new_group([sibling[r] for r in ranks or everyone], timeout=self.timeout)
+            made = self._new_group([sibling[r] for r in ranks or everyone])
             if not self.siblings or self.number(self.rank) in sibling:
                 mine = made
         return mine
+
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        made = dist.new_group(ranks, timeout=self.timeout)
+        self.groups.append(made)
+        return made
+
+    def owned(self) -> World:
+        """The same world, which keeps a list of its own of the groups made from it."""
+        return replace(self, groups=[])
+
+    def destroy_groups(self) -> None:
+        """Destroy the groups that were made from this world. Every rank must call it."""
+        for group in self.groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self.groups.clear()
 
     def number(self, rank: int) -> int:
         """What torch calls this rank, counted over all processes."""
@@ -85,7 +106,7 @@ class World:
         """One of several worlds alike, of which this rank is in one. Every rank must call it with the same parts."""
         if len(parts) == 1:
             return self
-        made = [dist.new_group(part, timeout=self.timeout) if len(part) > 1 else None for part in parts]
+        made = [self._new_group(part) if len(part) > 1 else None for part in parts]
         mine = next(i for i, part in enumerate(parts) if self.rank in part)
         return replace(self._place(parts[mine]), members=made[mine], siblings=tuple(map(tuple, parts)))
 
@@ -99,18 +120,26 @@ class World:
         known = tuple(endpoints[r] for r in ranks) if len(endpoints) == self.size else ()
         return replace(self, place=replace(self.place, rank=ranks.index(self.rank), size=len(ranks), endpoints=known))
 
-    def said_by_first(self, text: bytes) -> bytes:
-        """What rank 0 says, on all ranks."""
-        if self.size == 1:
-            return text
+    def gather_json(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, by rank. Never pickle: what a peer sends cannot run code here."""
+        text = _encode(value)
+        lengths = self.gather(torch.tensor(len(text), device=self.device)).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = text
+        rows = self.gather(padded.to(self.device)).cpu()
+        return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """The JSON value of rank 0, on every rank; the other ranks' values are ignored."""
+        text = _encode(value if self.rank == 0 else None)
         length = torch.tensor([len(text)], device=self.device)
         self.broadcast([length])
         buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
         if self.rank == 0:
-            buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            buffer.copy_(text)
         buffer = buffer.to(self.device)
         self.broadcast([buffer])
-        return bytes(buffer.tolist())
+        return _decode(buffer.cpu())
 
     def hosts(self) -> list[int]:
         """For each rank a number that stands for its host. Every rank must ask."""
@@ -126,9 +155,17 @@ class World:
 
 
 def listed(ranks: list[int]) -> str:
-    """ "rank 1" or "ranks 0, 2, 3", for messages."""
+    """For messages: `rank 1`, or `ranks 0, 2, 3`."""
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(text: Tensor) -> Any:
+    return json.loads(bytes(text.tolist()))
 
 
 def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] = os.environ) -> World:

@@ -18,13 +18,12 @@ def check_strategy(strategy: DistributedStrategy, world: World) -> None:
     """Raise an error that names the ranks whose strategies differ. One small collective if none does."""
     if world.size == 1:
         return
-    text = json.dumps(_flat(strategy), sort_keys=True, default=repr).encode()
-    digests = world.gather(_bytes(hashlib.sha256(text).digest(), world)).tolist()
+    text = json.dumps(_flat(strategy), sort_keys=True, default=repr)
+    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=world.device)
+    digests = world.gather(digest).tolist()
     if all(digest == digests[0] for digest in digests):
         return
-    lengths = world.gather(torch.tensor(len(text), device=world.device)).tolist()
-    texts = world.gather(_bytes(text.ljust(max(lengths)), world))
-    declared = [json.loads(bytes(row.tolist())[:n]) for row, n in zip(texts, lengths, strict=True)]
+    declared = world.gather_json(json.loads(text))
     raise StrategyError([f"the ranks declare different strategies: {difference}" for difference in _differ(declared)])
 
 
@@ -41,7 +40,3 @@ def _differ(declared: list[dict[str, Any]]) -> Iterator[str]:
             ranks.setdefault(repr(one.get(key)), []).append(rank)
         if len(ranks) > 1:
             yield f"{key} = " + ", ".join(f"{value} on {listed(some)}" for value, some in ranks.items())
-
-
-def _bytes(data: bytes, world: World) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)

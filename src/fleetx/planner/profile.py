@@ -27,7 +27,7 @@ from fleetx.parts.recompute import budget
 from fleetx.parts.sharding import fsdp
 from fleetx.planner import link_benchmark
 from fleetx.planner.model_profile import LinearFit, Piece, Way, Work
-from fleetx.planner.workload import Job, alone, apart, everyone, from_first, name, now
+from fleetx.planner.workload import Job, alone, apart, from_first, name, now
 from fleetx.strategy.compose import compose
 from fleetx.strategy.cost_model import Cluster
 from fleetx.strategy.part import Part
@@ -166,12 +166,12 @@ def together(call: Callable[[Job, World], Any], job: Job, world: World, seconds:
     with socket.create_server(("", 0), backlog=128) as meeting:
         first = world.place.master.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "127.0.0.1")
         mine = first, meeting.getsockname()[1]
-        host, port = everyone(world, mine)[0]
+        host, port = world.broadcast_json(mine)
         if world.device.type == "cuda":  # a device that is in use cannot be forked; nor does one die that is full
             answer = _here(lambda: call(job.copied(), world))
         else:
             answer = forked(lambda: call(job, anew(world, host, port, meeting.detach())), seconds=seconds)
-    return [Answer(**told) for told in everyone(world, {"value": answer.value, "error": answer.error})]
+    return [Answer(**told) for told in world.gather_json({"value": answer.value, "error": answer.error})]
 
 
 def _here(call: Callable[[], Any]) -> Answer:

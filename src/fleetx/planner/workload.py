@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,16 +54,19 @@ class Job:
     def shared(self, world: World) -> Job:
         """All ranks measure with the batch of rank 0: theirs may differ, and the ranks of a pipeline need the same."""
         shapes = [[list(t.shape), str(t.dtype)] for t in tensors_of((self.inputs, self.targets))]
-        others = everyone(world, shapes)
+        others = world.gather_json(shapes)
         if different := next((rank for rank, theirs in enumerate(others) if theirs != others[0]), None):
             raise UsageError(
                 f"the samples of rank 0 and rank {different} have different shapes: give every rank one of the same"
             )
-        buffer = io.BytesIO()
-        torch.save([t.detach().cpu() for t in tensors_of((self.inputs, self.targets))], buffer)
-        told = torch.load(io.BytesIO(world.said_by_first(buffer.getvalue())), weights_only=True)
-        first = iter(told)
-        inputs, targets = map_tensors(lambda t: next(first).to(t.device), (self.inputs, self.targets))
+        copies: list[Tensor] = []
+
+        def copied(t: Tensor) -> Tensor:
+            copies.append(t.detach().reshape(-1).clone().view(torch.uint8))  # bytes: gloo does not know every dtype
+            return copies[-1].view(t.dtype).view(t.shape)
+
+        inputs, targets = map_tensors(copied, (self.inputs, self.targets))
+        world.broadcast([copy for copy in copies if copy.numel()])
         return replace(self, inputs=inputs, targets=targets)
 
     def copied(self) -> Job:
@@ -109,17 +110,6 @@ def by_budget(part: Part) -> bool:
     return part.segments and getattr(part, "memory_budget", None) is not None
 
 
-def everyone(world: World, data: Any) -> list[Any]:
-    """Plain data of all ranks, on all ranks."""
-    text = json.dumps(data).encode()
-    longest = torch.tensor([len(text)], device=world.device)
-    world.maximum(longest)
-    buffer = torch.zeros(int(longest.item()), dtype=torch.uint8)
-    buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = world.gather(buffer.to(world.device)).cpu()
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-
-
 def apart(make: Callable[[], Any], device: torch.device) -> Any:
     """In a child: it may run the user's code on tensors without data, and nothing of that may be left here."""
     if device.type == "cuda":
@@ -139,7 +129,7 @@ def from_first(world: World, make: Callable[[], Any]) -> Any:
             made = {"value": make()}
         except Exception as found:
             made, error = {"error": str(found)}, found
-    told = json.loads(world.said_by_first(json.dumps(made).encode()))
+    told = world.broadcast_json(made)
     if error is not None:
         raise error
     if "error" in told:

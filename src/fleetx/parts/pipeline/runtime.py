@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,7 +37,7 @@ class Pipe:
         self.cut: Cut | None = None
         self._runners: dict[Any, Runner] = {}
         self._last: Runner | None = None
-        self._seed = self.group.said_by_first(str(torch.initial_seed()).encode())
+        self._seed = self.group.broadcast_json(str(torch.initial_seed())).encode()
 
     @property
     def _mine(self) -> list[int]:
@@ -121,7 +120,7 @@ class Pipe:
                 found = {"starts": balance.starts(self._ctx, batch, self._stages)}
             except Exception as error:  # the others wait for an answer
                 found = {"problem": str(error) if isinstance(error, StrategyError) else _unprobed(error)}
-        found = json.loads(self._ctx.world.said_by_first(json.dumps(found).encode()))
+        found = self._ctx.world.broadcast_json(found)
         if "problem" in found:
             raise StrategyError(found["problem"])
         return trace.units(self._ctx.model, found["starts"], call)
