@@ -92,6 +92,12 @@ class Session:
         """Did the last step() of this optimizer apply an update? Without a strategy, every step does."""
         return next((engine.updated for engine in list(self.entries) if engine.optimizer is optimizer), True)
 
+    def remove(self, engine: Any) -> None:
+        del self.entries[engine]
+        if not self.entries and self.peers is not None:
+            self.peers.stop()
+            self.peers = None
+
     def close(self) -> None:
         """Release what holds the process group: a reducer that holds it when Python ends may abort the process."""
         for engine in list(self.entries):

@@ -141,6 +141,11 @@ class SetupContext(Context):
         """
         self._run.layout.shard_group, self._run.layout.reduced = group, reduced
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """Names of the parameters and buffers that only other ranks hold."""
+        return self._run.layout.absent
+
     def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
         """Declare which parameters this rank counts in a sum over the model, and which names only other ranks hold."""
         self._run.layout.counts, self._run.layout.absent = counts, frozenset(absent)

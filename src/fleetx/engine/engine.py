@@ -14,6 +14,7 @@ neither a parameter without a gradient nor its state. So the user's optimizer ke
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import weakref
@@ -34,6 +35,7 @@ from fleetx.engine.context import Bucket, SetupContext, StepContext
 from fleetx.engine.dtensors import renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
+from fleetx.engine.plain import PlainOptimizer
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import Run, key_of
 from fleetx.engine.taps import PENALTY, reaches, tap
@@ -77,8 +79,11 @@ class Engine(Run):
                 "and leave nccl_comm_num at 1"
             )
         self.network.open()
+        plain = PlainOptimizer(self.optimizer)
         for call, ctx in self._calls[Stage.UPDATE]:
             self.optimizer = call(self.optimizer, ctx)
+        plain.changed()
+        self.undo.append(plain.restore)
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
         self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
         self._reducer = self._make_reducer()
@@ -124,11 +129,14 @@ class Engine(Run):
         self.drain(last=True)
         for handle in self._handles:
             handle.remove()
+        self.close()
         for undo in reversed(self.undo):
             undo()
         unwrap(self.model)
         self.gradients.detach()
-        self.close()
+        self.undo, self.notes, self._calls = [], {}, {}
+        gc.collect()  # the reducer holds its process group until it is gone
+        self.world.destroy_groups()
         _forget_compiled()
         return self.model, self.optimizer
 

@@ -43,7 +43,8 @@ class Run:
     """One model, one optimizer, one plan, and where their training stands. Data only: `Engine` adds the behaviour."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
-        self.plan, self.model, self.optimizer, self.world = plan, model, optimizer, world
+        self.plan, self.model, self.optimizer = plan, model, optimizer
+        self.world = world = world.owned()  # its groups end with this training
         self.names: Mapping[nn.Parameter, str] = {p: plain_name(n) for n, p in model.named_parameters()}
         self.device: torch.device = next((p.device for p in self.names), world.device)
         self.round = 0  # rounds that have ended, whether or not they applied an update

@@ -57,6 +57,7 @@ __all__ = [
     "largest_batch",
     "load",
     "local_rank",
+    "release",
     "replica_index",
     "replica_num",
     "save",
@@ -190,6 +191,18 @@ def distribute(
     if found is not None:
         watch_feed(engine, found)
     return engine.model, engine.optimizer
+
+
+def release(model: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
+    """Undo `distribute`: returns the plain model and optimizer, with their own classes. Every rank must call it.
+
+    Trained values and the optimizer's state stay; every rank gets the whole model. What only a strategy keeps is
+    discarded, such as the residuals of `dgc`.
+    """
+    engine = _engine(model)
+    plain = engine.release()
+    current().remove(engine)
+    return plain
 
 
 def distributed_model(model: nn.Module) -> nn.Module:

@@ -122,7 +122,8 @@ class Pipeline(Part):
 
         ranks = self.span(model, ctx.world)
         declared = self._declared(model) or ranks * schedules.per_rank(self.schedule_mode)
-        ctx.notes["pipe"] = Pipe(self, declared, ranks, ctx)
+        pipe = ctx.notes["pipe"] = Pipe(self, declared, ranks, ctx)
+        ctx.on_release(pipe.release)
         return model
 
     @at(Stage.GRADIENT, needs={Fact.SPREAD}, ends={Fact.SPREAD})

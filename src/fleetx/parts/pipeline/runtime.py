@@ -15,6 +15,7 @@ from fleetx.base.trees import tensors_of
 from fleetx.engine.context import SetupContext, StepInput
 from fleetx.errors import StrategyError, UsageError
 from fleetx.parts.pipeline import balance, device_guard, microbatch, schedules, timeline, trace
+from fleetx.parts.pipeline.gather import gather
 from fleetx.parts.pipeline.stage_params import Cut, buffers_elsewhere, own_buffers
 from fleetx.parts.pipeline.stages import Runner
 
@@ -42,6 +43,12 @@ class Pipe:
     @property
     def _mine(self) -> list[int]:
         return schedules.stages_of(self.group.rank, self.group.size, self._stages, self._part.schedule_mode)
+
+    def release(self) -> None:
+        """Every rank gets the whole model and the whole optimizer state back."""
+        if self.cut is not None:
+            gather(self._ctx.model, self._ctx.optimizer, self.group, self._ctx.device, self._ctx.absent)
+        self._runners, self._last, self.cut = {}, None, None
 
     # --- a step -----------------------------------------------------------------------------------
     def step(self, batch: StepInput) -> Tensor:
