@@ -17,9 +17,9 @@ from fleetx.errors import UsageError
 
 def problems(part: Any) -> Iterator[str]:
     if part.overlap and _outer(part):
-        yield "overlap and an outer optimizer exclude each other: keep one of overlap and outer_lr / outer_ctxum"
-    if part.overlap and part.average_ctxum:
-        yield "overlap and average_ctxum exclude each other: keep one"
+        yield "overlap and an outer optimizer exclude each other: keep one of overlap and outer_lr / outer_momentum"
+    if part.overlap and part.average_momentum:
+        yield "overlap and average_momentum exclude each other: keep one"
     if not part.overlap and part.overlap_share != type(part)().overlap_share:
         yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
 
@@ -52,7 +52,7 @@ def average(part: Any, params: list[Tensor], ctx: StepContext) -> None:
         _outer_step(part, params, ctx)
     else:
         averaging.average(params, ctx.network)
-    if part.average_ctxum:
+    if part.average_momentum:
         averaging.average(_gathered(params, ctx), ctx.network)
     _buffers(part, ctx)
 
@@ -80,7 +80,7 @@ def _background(part: Any, ctx: StepContext) -> averaging.Background:
 
 
 def _outer(part: Any) -> bool:
-    return part.outer_lr != 1.0 or part.outer_ctxum != 0.0
+    return part.outer_lr != 1.0 or part.outer_momentum != 0.0
 
 
 def _anchor(ctx: StepContext) -> None:
@@ -100,8 +100,8 @@ def _outer_step(part: Any, params: list[Tensor], ctx: StepContext) -> None:
     buffers = [ctx.state["outer"][name] for name in names]
     for p, a, b in zip(params, anchors, buffers, strict=True):  # one tensor at a time: no copy of the model
         step = a - p.detach()
-        b.mul_(part.outer_ctxum).add_(step)
-        a.sub_(step.add_(b, alpha=part.outer_ctxum), alpha=part.outer_lr)
+        b.mul_(part.outer_momentum).add_(step)
+        a.sub_(step.add_(b, alpha=part.outer_momentum), alpha=part.outer_lr)
         p.detach().copy_(a)
 
 
@@ -115,7 +115,7 @@ def _gathered(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
     )
     if len(set(sizes)) > 1:
         raise UsageError(
-            f"average_ctxum: the optimizers of the ranks have gathered different numbers of values ({sizes}), "
+            f"average_momentum: the optimizers of the ranks have gathered different numbers of values ({sizes}), "
             "because some parameters got a gradient on some ranks only"
         )
     return found

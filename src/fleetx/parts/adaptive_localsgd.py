@@ -35,7 +35,7 @@ class AdaptiveLocalSGD(Part):
     """Until this round the parameters are averaged in every round."""
     max_k_steps: Annotated[int, Field(ge=1)] = 16
     """The longest period."""
-    average_ctxum: bool = False
+    average_momentum: bool = False
     """Average what the optimizer has gathered too."""
     average_buffers: bool = False
     """Average BatchNorm's statistics; without it every rank takes those of rank 0."""
@@ -45,7 +45,7 @@ class AdaptiveLocalSGD(Part):
     """How much of the distance to such an average, which is a period old, is brought in."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
     """The rate of the outer optimizer."""
-    outer_ctxum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The Nesterov momentum of the outer optimizer."""
     allow_single: bool = False
     """Do not mind that there is one rank only, for debugging."""

@@ -20,8 +20,8 @@ from fleetx.strategy.stage import Fact, Stage, at
 class LocalSGD(Part):
     """Let every rank update alone, and average the parameters once in `k_steps` rounds.
 
-    p <- mean over ranks of p. With the outer optimizer: d = a - mean(p), b <- outer_ctxum * b + d,
-    p <- a - outer_lr * (d + outer_ctxum * b), a being the parameters after the last average (Douillard et al. 2023).
+    p <- mean over ranks of p. With the outer optimizer: d = a - mean(p), b <- outer_momentum * b + d,
+    p <- a - outer_lr * (d + outer_momentum * b), a being the parameters after the last average (Douillard et al. 2023).
     Neutral: k_steps=1 with plain SGD is data parallelism.
     """
 
@@ -29,7 +29,7 @@ class LocalSGD(Part):
     """Rounds between two averages."""
     begin_step: Annotated[int, Field(ge=1)] = 1
     """Until this round the parameters are averaged in every round."""
-    average_ctxum: bool = False
+    average_momentum: bool = False
     """Average what the optimizer has gathered too."""
     average_buffers: bool = False
     """Average BatchNorm's statistics; without it every rank takes those of rank 0."""
@@ -39,7 +39,7 @@ class LocalSGD(Part):
     """How much of the distance to such an average, which is a period old, is brought in."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
     """The rate of the outer optimizer."""
-    outer_ctxum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The Nesterov momentum of the outer optimizer."""
     allow_single: bool = False
     """Do not mind that there is one rank only, for debugging."""
