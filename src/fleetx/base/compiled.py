@@ -1,4 +1,4 @@
-"""The compiled libraries: plain C behind ctypes, optional at install. FLEETX_KERNELS says whether they are used."""
+"""The compiled libraries: plain C behind ctypes, optional at install. FLEETX_KERNELS turns them on or off."""
 
 from __future__ import annotations
 

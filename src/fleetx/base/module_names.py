@@ -9,12 +9,12 @@ from torch import nn
 
 
 def plain_name(name: str) -> str:
-    """A name without what torch.compile puts before it."""
+    """A name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Like `model.named_modules()`, by plain names, each module once."""
+    """`model.named_modules()` by plain names, each module once, without the model itself."""
     seen: set[str] = set()
     for name, module in model.named_modules():
         if (plain := plain_name(name)) and plain not in seen:
@@ -23,24 +23,24 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def sparse_modules(model: nn.Module) -> str:
-    """Names of the modules whose gradients are sparse tensors, which most acts on gradients cannot take."""
+    """Names of modules with sparse gradients, which most strategies cannot handle."""
     return ", ".join(name for name, module in named_modules(model) if getattr(module, "sparse", False) is True)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """A container such as ModuleList has none, so to name it would do nothing."""
+    """False for a container such as ModuleList: naming it would have no effect."""
     return type(module).forward is not nn.Module.forward
 
 
 def named(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The modules that are meant, in the order of the model."""
+    """The names that match any pattern, in the order of the model."""
     names = [name for name, _ in named_modules(model)]
     wanted = {n for pattern in patterns for n in matches(pattern, names)}
     return [name for name in names if name in wanted]
 
 
 def matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """Level by level: `blocks.*` means the blocks, not what is inside of them too."""
+    """Match level by level: `blocks.*` means the blocks, not the modules inside them."""
     return [n for n in names if n == pattern or _fits(n.split("."), pattern.split("."))]
 
 

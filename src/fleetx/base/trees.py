@@ -1,4 +1,4 @@
-"""Look into what a model returns (tuples, dicts, dataclasses, outputs of transformers) and into the model itself."""
+"""Tensors in nested structures: tuples, dicts, dataclasses, outputs of transformers; and the loss among them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LossFn = Callable[..., Tensor]
 
 
 def map_tensors(function: Function, value: Any, *, strict: bool = False, kind: Kind = Tensor) -> Any:
-    """The same structure with every tensor replaced; what torch's pytree does not know is copied field by field.
+    """Apply a function to every tensor in a structure. Types that torch's pytree does not know are copied per field.
 
-    Where nothing was replaced, the very same object is returned: the model may write into its arguments.
+    If nothing was replaced, the same object is returned: the model may write into its arguments.
 
-    `strict`: an object that hides a tensor with a gradient is an error instead of being passed over.
-    `kind`: what is replaced, where it is not tensors.
+    strict: raise an error for an object that hides a tensor with a gradient, instead of skipping it.
+    kind: the type to replace, if not tensors.
     """
     return _map(function, value, strict, kind, ())
 
@@ -41,7 +41,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def samples_in(value: Any) -> int:
-    """How many samples a batch has: the first dimension that most of its tensors have; 0 where there is none."""
+    """How many samples a batch has: the most common first dimension of its tensors; 0 without tensors."""
     lengths = [len(t) for t in tensors_of(value) if t.dim()]
     return max(lengths, key=lengths.count, default=0)
 
@@ -55,7 +55,7 @@ def _map(function: Function, value: Any, strict: bool, kind: Kind, above: tuple[
 
 
 def _leaf(function: Function, leaf: Any, strict: bool, kind: Kind, above: tuple[int, ...]) -> Any:
-    """`above` are the objects around this one: a structure may contain itself."""
+    """above: ids of the enclosing objects, because a structure may contain itself."""
     if isinstance(leaf, kind):
         return function(leaf)
     record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
@@ -73,35 +73,35 @@ def _leaf(function: Function, leaf: Any, strict: bool, kind: Kind, above: tuple[
         return out
     if strict and (hidden := _hidden(leaf)):
         raise UsageError(
-            f"the model returns a {type(leaf).__name__}, and the gradient of its {hidden} would pass the strategy by: "
-            "return its tensors in a tuple, a dict or a dataclass, or compute the loss inside of the model"
+            f"the model returns a {type(leaf).__name__}, and the strategy cannot see the gradient of its {hidden}: "
+            "return the tensors in a tuple, a dict or a dataclass, or compute the loss inside the model"
         )
     return leaf
 
 
 def _hidden(leaf: Any) -> str:
-    """The name of an attribute that is a tensor with a gradient."""
+    """The name of an attribute that is a tensor with a gradient, or \"\"."""
     if isinstance(leaf, nn.Module) or not hasattr(leaf, "__dict__"):
         return ""
     return next((k for k, v in vars(leaf).items() if isinstance(v, Tensor) and v.requires_grad), "")
 
 
 def loss_of(out: Any) -> Tensor | None:
-    """The loss, where a model returns one: a tensor of one number, or an output with a `loss`."""
+    """The loss that a model returned: a tensor with one element, or the `loss` of its output; else None."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     found = out if isinstance(out, Tensor) else loss
     return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def loss_by(model: Callable[..., Any], inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
-    """The loss of a batch. A dict goes into the model as keywords, a tuple or list as positions."""
+    """The loss of a batch. A dict is passed to the model as keyword arguments, a tuple or list as positional ones."""
     args, kwargs = arguments(inputs)
     out = model(*args, **kwargs)
     loss: Any = loss_of(out)
     if loss_fn is not None:
         loss = loss_fn(out) if target is None else loss_fn(out, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError("forward_backward needs a loss of one number: pass loss_fn=..., or let the model return it")
+        raise UsageError("forward_backward needs a scalar loss: pass loss_fn=..., or have the model return its loss")
     return loss
 
 

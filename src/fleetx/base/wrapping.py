@@ -1,6 +1,6 @@
-"""Put something around the forward of single modules. Their types and names stay as they were; copies are plain.
+"""Wrap the forward of single modules. Types and names stay the same, and copies of the model are plain.
 
-Several parts may wrap the same module, in any order of set-up: the layer decides which one is inside.
+Several parts may wrap the same module, in any order: the layer decides which wrapper is inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AROUND = "_fleetx_around"  # on a wrapped module: [(layer, around)], innermost 
 
 
 class _Layers(list[Any]):
-    """What is around a module. A copy or a pickle of the module has nothing around it: it is a plain module."""
+    """The wrappers of a module. A copy or a pickle of the module has none: it is a plain module."""
 
     def __deepcopy__(self, memo: Any) -> _Layers:
         return _Layers()
@@ -31,7 +31,7 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 class Layer(IntEnum):
-    """Inner to outer: what runs again must contain the precision it runs in."""
+    """From inner to outer: recomputation must contain the precision it runs in."""
 
     MATHEMATICS = 0
     PRECISION = 1
@@ -40,9 +40,9 @@ class Layer(IntEnum):
 
 
 def wrap(module: nn.Module, layer: Layer, around: Around) -> Callable[[], None]:
-    """From now on `module(...)` is `around(module, inner, args, kwargs)`, where `inner` is what it was before.
+    """Make `module(...)` call `around(module, inner, args, kwargs)`, where `inner` is the previous forward.
 
-    What it returns takes this one off again.
+    Returns a function that removes this wrapper.
     """
     layers = module.__dict__.setdefault(_AROUND, _Layers())
     layers.append((layer, around))
@@ -60,7 +60,7 @@ def _take_off(module: nn.Module, pair: tuple[Layer, Around]) -> None:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Take everything off again."""
+    """Remove all wrappers from a model."""
     for module in model.modules():
         if _AROUND in module.__dict__:
             _restore(module)
@@ -74,15 +74,15 @@ def _restore(module: nn.Module) -> None:
 
 
 def _installed(module: nn.Module) -> bool:
-    """A copy of a wrapped module has nothing around it, and the forward that looks for it."""
+    """A copy of a wrapped module keeps the forward that looks for wrappers, but has none."""
     return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), "before")
 
 
 def _install(module: nn.Module) -> None:
-    before = module.__dict__.get("forward")  # somebody else's patch
+    before = module.__dict__.get("forward")  # someone else's patch
     plain = before.__func__ if isinstance(before, types.MethodType) else type(module).forward
 
-    # Dynamo must not trace it: what is around a forward opens contexts and runs things again.
+    # Dynamo must not trace it: wrappers enter contexts and recompute.
     @torch._disable_dynamo
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _install(module: nn.Module) -> None:
         return call(*args, **kwargs)
 
     forward.before = before  # type: ignore[attr-defined]
-    # A bound method, because copying the model binds it to the copy; a closure over `module` would run the original.
+    # A bound method: copying the model binds it to the copy, while a closure over `module` would run the original.
     module.forward = types.MethodType(forward, module)
 
 

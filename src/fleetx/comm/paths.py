@@ -1,7 +1,7 @@
-"""How a buffer becomes its sum over the ranks, and how messages of unequal length reach all of them.
+"""How a buffer is summed over the ranks, and how messages of unequal length reach all of them.
 
-A path belongs to one set of process groups. Several paths carry several buffers at a time; a buffer takes the path
-of its number, so that the ranks agree without talking.
+A path uses one set of process groups. Several paths carry several buffers at a time; the index of a buffer decides
+which path it takes, so ranks agree without communicating.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Group = dist.ProcessGroup | None
 
 @dataclass
 class Traffic:
-    """Bytes that this rank put on the wire or would have, counted where they are handed over."""
+    """Bytes that this rank sends, counted where they are handed to the backend."""
 
     sent: int = 0
 
 
 class Path:
-    """What every path can do."""
+    """The interface of a path."""
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
-        """Begin to replace a buffer by its sum over the ranks."""
+        """Start replacing a buffer by its sum over the ranks."""
         raise NotImplementedError
 
     def gather(self, message: Tensor) -> list[Tensor]:
-        """The messages (bytes) of all ranks, by rank. It waits: call it on a line."""
+        """The messages (bytes) of all ranks, by rank. Blocks: call it on a WorkerThread."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End its lines."""
+        """Stop its threads."""
 
     def sum_here(self, buffer: Tensor) -> None:
-        """As `sum`, and wait for it: for a line, which must not use the group of the others."""
+        """A blocking `sum` for a WorkerThread, which must not share a group with other threads."""
         self.sum(buffer).wait()
 
 
 class Flat(Path):
-    """All ranks at once: the all-reduce of the backend."""
+    """The all-reduce of the backend, over all ranks."""
 
     def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
         self._world, self._group, self._messages, self._traffic = world, group, messages, traffic
@@ -68,10 +68,10 @@ class Flat(Path):
 
 
 class Hierarchical(Path):
-    """Reduce inside of each group of neighbours, all-reduce between their leaders, broadcast inside.
+    """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
-    Each of the three has a line and a process group of its own, so that one buffer is between the leaders while the
-    next is being reduced inside: the slow link never waits.
+    Each of the three has its own thread and process group, so one buffer travels between the leaders while the next is
+    being reduced: the slow link never waits.
     """
 
     def __init__(self, world: World, size: int, traffic: Traffic):
@@ -116,7 +116,7 @@ class Hierarchical(Path):
         return done
 
     def gather(self, message: Tensor) -> list[Tensor]:
-        """The leaders exchange what their groups have: a message crosses the link between two groups once."""
+        """The leaders exchange the messages of their groups: each crosses the link between two groups once."""
         group, leaders = self._messages
         inside = _gather(message, self._size, group, Traffic())
         lengths = torch.tensor([m.numel() for m in inside], device=message.device)
@@ -137,42 +137,42 @@ class Hierarchical(Path):
 
 
 class Network:
-    """What parts ask for at set-up, and the paths that come of it."""
+    """What parts ask for at set-up, and the paths that follow from it."""
 
     def __init__(self, world: World):
         self.world = world
         self.communicators = 1  # how many paths
-        self.inside = 1  # ranks in a group of a hierarchy; 1: there is none
-        self.messages = False  # will anything be gathered?
+        self.inside = 1  # ranks per group of a hierarchy; 1: no hierarchy
+        self.messages = False  # will messages be gathered?
         self.traffic = Traffic()
         self._lines: list[WorkerThread] = []
-        self.line = self.new_thread("messages")  # for whoever gathers: one after the other, in the same order
+        self.line = self.new_thread("messages")  # gathers one message after the other, in the same order on all ranks
         self._paths: list[Path] = []
         self._beside: list[Network] = []
 
     @property
     def plain(self) -> bool:
-        """Is the mean what DDP does by itself?"""
+        """Can DDP's own all-reduce do it?"""
         return self.communicators == 1 and self.inside == 1
 
     def open(self) -> None:
-        """Every rank must call it at the same place: process groups are made together."""
+        """Make the process groups. Every rank must call it."""
         if self.world.size > 1 and not self._paths:
             self._paths = [self._make(i) for i in range(self.communicators)]
 
     def close(self) -> None:
-        """Before the process group is left."""
+        """Stop all threads. Call it before the process group is destroyed."""
         for other in self._beside:
             other.close()
-        for line in reversed(self._lines):  # the later ones hand over to the first
+        for line in reversed(self._lines):  # later threads pass work on to the first
             line.stop()
         for path in self._paths:
             path.close()
 
     def clone_groups(self) -> Network:
-        """Another like this, with groups of its own: what takes long there keeps nobody waiting here.
+        """The same paths with process groups of their own, so that slow work there does not block here.
 
-        Every rank must call it at the same place.
+        Every rank must call it.
         """
         other = Network(self.world)
         other.communicators, other.inside, other.traffic = self.communicators, self.inside, self.traffic
@@ -182,14 +182,14 @@ class Network:
         return other
 
     def new_thread(self, name: str) -> WorkerThread:
-        """A thread that ends with this network."""
+        """A thread that `close` stops."""
         self._lines.append(WorkerThread(name, self.world.device))
         return self._lines[-1]
 
     def _make(self, number: int, *, apart: bool = False) -> Path:
         if self.inside > 1:
             return Hierarchical(self.world, self.inside, self.traffic)
-        # Messages go from a thread of their own, which must not share a group with whoever reduces meanwhile.
+        # Messages are sent from their own thread, which must not share a group with a reduction that is running.
         messages = self.world.group() if self.messages else None
         return Flat(self.world, self.world.group() if number or apart else self.world.members, messages, self.traffic)
 
@@ -211,14 +211,14 @@ class Network:
 
 
 def inside_hosts(hosts: Sequence[Any]) -> int:
-    """How many neighbouring ranks share a host; 0 if that is not the same number everywhere."""
+    """How many consecutive ranks share a host; 0 if hosts have different numbers of ranks."""
     size = hosts.count(hosts[0])
     even = all(len(set(hosts[i : i + size])) == 1 for i in range(0, len(hosts), size)) and len(hosts) % size == 0
     return size if even and len(set(hosts)) == len(hosts) // size else 0
 
 
 def _my_group(groups: list[list[int]], world: World) -> Group:
-    made = [world.group(ranks) for ranks in groups]  # every rank must take part in making every group
+    made = [world.group(ranks) for ranks in groups]  # every rank must help to make every group
     return made[next(i for i, ranks in enumerate(groups) if world.rank in ranks)]
 
 
@@ -236,12 +236,12 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
 
 
 def _ring(buffer: Tensor, size: int) -> int:
-    """What a rank sends in an all-reduce by a ring."""
+    """Bytes that a rank sends in a ring all-reduce."""
     return 2 * (size - 1) * buffer.numel() * buffer.element_size() // size
 
 
 def _follow(step: Future[None], done: Future[Tensor]) -> None:
-    """A step that raises ends the whole."""
+    """Pass an error of this step on to the result."""
 
     def check(ended: Future[None]) -> None:
         try:

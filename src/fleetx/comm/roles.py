@@ -1,4 +1,4 @@
-"""Which process is this? Read from the launcher's environment, or told by the user. No torch here."""
+"""Which process is this? Read from the launcher's environment, or given by the user. No torch here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetx.errors import WorldError
 
 @dataclass(frozen=True)
 class Place:
-    """One process among `size`. `master` is host:port where the others are met; empty: torch's own variables say."""
+    """One process of `size`. `master` is the host:port of the rendezvous; empty: torch's own variables have it."""
 
     rank: int = 0
     size: int = 1
@@ -24,12 +24,12 @@ class Place:
 
 
 def from_environment(env: Mapping[str, str] = os.environ) -> Place:
-    """The place that torchrun, Paddle's launcher or Slurm gives this process; a world of one if none did."""
+    """The place that torchrun, Paddle's launcher or Slurm gave this process; without any of them, a world of one."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torch(env)
     if "PADDLE_TRAINER_ID" in env:
         return _from_paddle(env)
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a step: inside of srun, not merely inside of a job
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a step: inside srun, not just inside a job
         return _from_slurm(env)
     return Place()
 
@@ -38,7 +38,9 @@ def _from_torch(env: Mapping[str, str]) -> Place:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
     if missing:
-        raise WorldError(f"torch's variables are incomplete, {' and '.join(missing)} not set: start with fleetrun")
+        raise WorldError(
+            f"the variables of torchrun are incomplete, without {' and '.join(missing)}: start the script with fleetrun"
+        )
     local = _number(env, "LOCAL_RANK", 0)
     if not 0 <= local < size:
         raise WorldError(f"LOCAL_RANK={local}: must be from 0 to {size - 1}, because WORLD_SIZE={size}")
@@ -49,13 +51,14 @@ def _from_torch(env: Mapping[str, str]) -> Place:
 def _from_paddle(env: Mapping[str, str]) -> Place:
     endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS")
     if "PADDLE_TRAINERS_NUM" not in env:
-        raise WorldError("PADDLE_TRAINER_ID is set, but PADDLE_TRAINERS_NUM is not: start with fleetrun")
+        raise WorldError("PADDLE_TRAINER_ID is set, but PADDLE_TRAINERS_NUM is not: start the script with fleetrun")
     rank, size = _rank_and_size(env, "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
     if size == 1 and not endpoints:
         return Place(launched=False)
     if len(endpoints) != size:
         raise WorldError(
-            f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} addresses for PADDLE_TRAINERS_NUM={size} workers"
+            f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} addresses, but PADDLE_TRAINERS_NUM={size}: list one per "
+            "worker"
         )
     current = env.get("PADDLE_CURRENT_ENDPOINT", endpoints[rank])
     if current != endpoints[rank]:
@@ -71,7 +74,7 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     rank, size = _rank_and_size(env, "SLURM_PROCID", tasks)
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
-    # Every task of a job must come to the same port without talking: the job's number decides.
+    # All tasks of a job must arrive at the same port without communicating: derive it from the job's number.
     port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
     return Place(
         rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1
@@ -118,10 +121,10 @@ class Role(IntEnum):
     HETER_WORKER = 3
 
 
-# --- Paddle's two ways to tell ------------------------------------------------------------------------
+# --- Paddle's role makers ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PaddleCloudRoleMaker:
-    """The place is in the environment."""
+    """Read the place from the environment."""
 
     is_collective: bool = False
 
@@ -131,7 +134,7 @@ class PaddleCloudRoleMaker:
 
 @dataclass(frozen=True)
 class UserDefinedRoleMaker:
-    """The place is told: rank `current_id` among `worker_num`, met at the first of `worker_endpoints`."""
+    """The user gives the place: rank `current_id` of `worker_num`, rendezvous at the first of `worker_endpoints`."""
 
     is_collective: bool = False
     current_id: int = 0

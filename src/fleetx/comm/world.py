@@ -1,4 +1,4 @@
-"""Rank, size, device and process group: who else trains, and how to talk to them. Works with one process too."""
+"""Rank, size, device, process group and collectives. Works with a single process too."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch import Tensor
 from fleetx.comm.roles import Place
 from fleetx.errors import WorldError
 
-# Half an hour, gloo's own default, is what a user waits for the first sign of a dead peer.
+# With gloo's default, half an hour, a user waits that long to learn that a peer is dead.
 TIMEOUT = timedelta(minutes=10)
 _BROADCAST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, seen from one of them."""
+    """The processes that train together, as one of them sees it. Collectives are no-ops in a world of one."""
 
     place: Place
     device: torch.device
     timeout: timedelta = TIMEOUT
     members: dist.ProcessGroup | None = None  # None: every process
-    siblings: tuple[tuple[int, ...], ...] = ()  # all of several worlds alike, of which this is one
+    siblings: tuple[tuple[int, ...], ...] = ()  # this world and those that `split` made together with it
     groups: list[dist.ProcessGroup] = field(
         default_factory=list, compare=False, repr=False
     )  # made by and for its owner
@@ -45,7 +45,7 @@ class World:
     def size(self) -> int:
         return self.place.size
 
-    # --- collectives on whole tensors, in place; each does nothing in a world of one --------------
+    # --- collectives, in place ---
     def maximum(self, value: Tensor) -> None:
         if self.size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.members)
@@ -70,10 +70,10 @@ class World:
             dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, source)
 
     def group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Another process group, of some or all ranks, with the timeout of the first. Every rank must take part.
+        """A new process group of some or all ranks, with the same timeout. Every rank must call it.
 
-        Of a world that is one of several alike, those of the others take part too, each for its own: torch numbers its
-        groups by how many a process has seen, and waits for ever where two processes count differently.
+        The ranks of sibling worlds must call it too, each for its own group: torch numbers groups by how many a
+        process has made, and hangs if two processes count differently.
         """
         everyone = tuple(range(self.size))
         for sibling in self.siblings or (everyone,):
@@ -99,11 +99,11 @@ class World:
         self.groups.clear()
 
     def number(self, rank: int) -> int:
-        """What torch calls this rank, counted over all processes."""
+        """The global rank, counted over all processes."""
         return rank if self.members is None else dist.get_global_rank(self.members, rank)
 
-    def parted(self, parts: list[list[int]]) -> World:
-        """One of several worlds alike, of which this rank is in one. Every rank must call it with the same parts."""
+    def split(self, parts: list[list[int]]) -> World:
+        """Split the ranks into disjoint worlds and return this rank's. Every rank must pass the same parts."""
         if len(parts) == 1:
             return self
         made = [self._new_group(part) if len(part) > 1 else None for part in parts]
@@ -111,7 +111,7 @@ class World:
         return replace(self._place(parts[mine]), members=made[mine], siblings=tuple(map(tuple, parts)))
 
     def subset(self, ranks: list[int]) -> World | None:
-        """Some of the ranks; None for whoever is not among them. Every rank must call it, those of siblings too."""
+        """A world of some of the ranks; None on the others. Every rank must call it, also those of sibling worlds."""
         group = self.group(ranks)
         return replace(self._place(ranks), members=group, siblings=()) if self.rank in ranks else None
 
@@ -142,8 +142,8 @@ class World:
         return _decode(buffer.cpu())
 
     def hosts(self) -> list[int]:
-        """For each rank a number that stands for its host. Every rank must ask."""
-        # Endpoints tell hosts apart that share a name; names tell them apart where a launcher gave no endpoints.
+        """A number per rank that identifies its host. A collective."""
+        # Endpoints distinguish hosts that share a name; names help where the launcher gave no endpoints.
         endpoint = self.place.endpoints[self.rank] if len(self.place.endpoints) == self.size else ""
         name = f"{endpoint.rpartition(':')[0]} {socket.gethostname()}"
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
@@ -169,13 +169,13 @@ def _decode(text: Tensor) -> Any:
 
 
 def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] = os.environ) -> World:
-    """Meet the other processes. A process group that the script has made already is used as it is."""
+    """Join the other processes. If the script has already made a process group, use it."""
     device = device_of(place, env)
     if dist.is_initialized():
         if place.launched and (place.rank, place.size) != (dist.get_rank(), dist.get_world_size()):
             raise WorldError(
-                f"a process group is there already, in which this is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}, and not {place.rank} of {place.size}"
+                f"the script's own process group says rank {dist.get_rank()} of {dist.get_world_size()}, but the "
+                f"launcher says {place.rank} of {place.size}: call fleet.init() without making a group first"
             )
         place = Place(dist.get_rank(), dist.get_world_size(), place.local_rank, place.endpoints)
     elif place.launched:
@@ -186,7 +186,7 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
 
 
 def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
-    """The device of this process: FLEETX_DEVICE, else a GPU if there is one."""
+    """The device of this process: FLEETX_DEVICE if set, else a GPU if there is one."""
     kind = env.get("FLEETX_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise WorldError(f"FLEETX_DEVICE={kind}: must be cpu or cuda")
@@ -196,7 +196,8 @@ def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
     index = int(env.get("FLAGS_selected_gpus", "").split(",")[0] or place.local_rank)
     if index >= count:
         raise WorldError(
-            f"worker {place.rank} wants GPU {index}, and this machine shows {count}: set FLEETX_DEVICE=cpu"
+            f"worker {place.rank} needs GPU {index}, but this machine has {count}: start fewer workers, or set "
+            "FLEETX_DEVICE=cpu"
         )
     return torch.device("cuda", index)
 
@@ -210,20 +211,20 @@ def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
         where = place.master or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         first = str(error).strip().split("\n")[0]
         raise WorldError(
-            f"rank {place.rank} of {place.size} could not meet the others at {where}: {first}. "
-            f"Are all {place.size} workers started, with the same address, and can they reach it?"
+            f"rank {place.rank} of {place.size} could not reach the others at {where}: {first}. Check that all "
+            f"{place.size} workers are started with this address and can reach it"
         ) from error
     atexit.register(_leave)
 
 
-def anew(world: World, host: str, port: int, listening: int) -> World:
-    """In a forked child: forget the groups of the parent, whose threads are not here, and meet the other children.
+def rejoin(world: World, host: str, port: int, listening: int) -> World:
+    """In a forked child: forget the parent's groups, whose threads do not exist here, and join the other children.
 
-    listening: on rank 0 the socket at which they are met. It was opened before anybody knew its port: who calls a port
-    on which nobody listens yet may be given that very port to call from, and then talks to himself.
+    listening: on rank 0, a socket that already listens. Otherwise a child that connects before rank 0 listens may be
+    given that very port as its own end, and would talk to itself.
     """
     c10d = dist.distributed_c10d
-    _of_the_parent.extend([*c10d._pg_map, c10d._world.default_pg])  # to take them apart here would wait for ever
+    _of_the_parent.extend([*c10d._pg_map, c10d._world.default_pg])  # destroying them here would hang
     for known in (c10d._pg_map, c10d._pg_names, c10d._pg_group_ranks, c10d._pg_backend_config, c10d._pg_to_tag):
         known.clear()
     c10d._tags_to_pg.clear()
@@ -243,6 +244,6 @@ _of_the_parent: list[object] = []
 
 
 def _leave() -> None:
-    """Without this, gloo's threads abort one exit in five (SIGABRT after the script has ended well)."""
+    """Without this, gloo's threads abort one exit in five, with SIGABRT after a successful run."""
     if dist.is_initialized():
         dist.destroy_process_group()

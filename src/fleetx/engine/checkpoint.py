@@ -1,11 +1,11 @@
-"""`fleet.save` and `fleet.load`: a checkpoint that any number of stages, shards or ranks can go on from.
+"""`fleet.save` and `fleet.load`: a checkpoint that any number of stages, shards or ranks can resume from.
 
     folder/*.distcp, .metadata   tensors, by torch.distributed.checkpoint: "model.<name>", "optimizer.<name>.<key>"
-    folder/fleetx.json           the optimizer's groups, by the names of parameters; who wrote it
-    folder/rank-<n>.pt           what belongs to a rank alone (residuals, merged gradients), and the clock
+    folder/fleetx.json           the optimizer's groups by parameter name, and the layout of the ranks
+    folder/rank-<n>.pt           what belongs to one rank (residuals, merged gradients), and the clock
 
-Each rank writes what it holds, and reads what it holds: nobody ever has the whole model. A folder is complete or not
-there: it is written under another name and then renamed.
+Each rank writes and reads only what it holds: no rank ever has the whole model. A folder is complete or absent: it is
+written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 
 VERSION = 1
-_NUMBER = "#number"  # behind the key of what is a plain number in the optimizer's state
+_NUMBER = "#number"  # suffix of a key whose value is a plain number
 
 
 def save(engine: Engine, folder: Path) -> None:
@@ -53,13 +53,13 @@ def save(engine: Engine, folder: Path) -> None:
 
 
 def load(engine: Engine, folder: Path) -> None:
-    """Every rank must call it, after fleet.distribute and before the first step or between two."""
+    """Every rank must call it, after fleet.distribute and between steps."""
     described = _described(folder)
     same = described["layout"] == _layout(engine)
     own = folder / f"rank-{engine.world.rank if same else 0}.pt"
     saved = torch.load(own, map_location="cpu", weights_only=True)
     if not same:
-        saved = saved | {"rank": -1}  # another's, whatever its number is
+        saved = saved | {"rank": -1}  # the state of another rank, whatever its number
     saved = engine_state.checked(engine, saved)
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     state = _room(engine, metadata)
@@ -74,21 +74,21 @@ def _described(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / "fleetx.json").read_text())
     except FileNotFoundError:
         unfinished = folder.with_name(f"{folder.name}.unfinished").exists()
-        hint = "; an unfinished one lies beside it, of a run that was stopped while it saved" if unfinished else ""
-        raise UsageError(f"{folder} is no checkpoint of fleet.save{hint}") from None
+        hint = "; next to it is an unfinished one, from a run that was stopped while saving" if unfinished else ""
+        raise UsageError(f"{folder} is not a checkpoint of fleet.save{hint}") from None
     if found["version"] > VERSION:
-        raise UsageError(f"{folder} was written by a newer fleetx (format {found['version']})")
+        raise UsageError(f"{folder} was written by a newer fleetx (format {found['version']}): upgrade fleetx")
     return found
 
 
 def _layout(engine: Engine) -> list[Any]:
-    """What must be equal for a rank to go on with what belonged to it alone."""
+    """What must be equal for a rank to resume with its own state."""
     return [engine.world.size, *(repr(part) for part in engine.plan.parts if part.divides)]
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """torch warns where it is told to write for one process, that it does so."""
+    """torch warns when it saves for a single process, even if told to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -98,7 +98,7 @@ def _quietly() -> Iterator[None]:
 def _held(engine: Engine) -> dict[str, Tensor]:
     model = engine.model
     named = [*model.named_parameters(), *model.named_buffers()]
-    kept = model.state_dict(keep_vars=True).keys()  # without the buffers that are not saved
+    kept = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
     return {plain_name(n): t for n, t in named if n in kept and n not in engine.layout.absent}
 
 
@@ -116,8 +116,8 @@ def _tensors(engine: Engine) -> dict[str, Any]:
                 state[f"optimizer.{name}.{key}{_NUMBER}"] = torch.tensor(value)
             elif value is not None:
                 raise UsageError(
-                    f"{type(engine.optimizer).__name__} keeps a {type(value).__name__} ({key}) for each parameter, "
-                    "which fleet.save cannot write: use torch.save"
+                    f"{type(engine.optimizer).__name__} keeps a {type(value).__name__} ({key}) per parameter, which "
+                    "fleet.save cannot write: use torch.save"
                 )
     return state
 
@@ -139,13 +139,13 @@ def _plain(value: Any) -> Any:
 
 # --- reading --------------------------------------------------------------------------------------
 def _room(engine: Engine, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Tensors to be read into: the model's own, and new ones for the optimizer."""
+    """Tensors to read into: the model's own, and new ones for the optimizer."""
     state: dict[str, Any] = {f"model.{name}": t.detach() for name, t in _held(engine).items()}
     if missing := sorted(key.removeprefix("model.") for key in state if key not in metadata):
-        raise UsageError(f"the checkpoint has no {', '.join(missing[:5])}: is it of another model?")
+        raise UsageError(f"the checkpoint does not have {', '.join(missing[:5])}: is it from another model?")
     known = {f"model.{plain_name(n)}" for n in (*engine.names.values(), *dict(engine.model.named_buffers()))}
     if strange := sorted(k.removeprefix("model.") for k in metadata if k.startswith("model.") and k not in known):
-        raise UsageError(f"the checkpoint has {', '.join(strange[:5])}, which the model has not: is it of another?")
+        raise UsageError(f"the checkpoint has {', '.join(strange[:5])}, which the model lacks: is it from another one?")
     for name, t in state.items():
         if tuple(metadata[name].size) != tuple(t.shape):
             raise UsageError(f"{name.removeprefix('model.')} is {tuple(metadata[name].size)} in the checkpoint and "
@@ -163,13 +163,13 @@ def _room(engine: Engine, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(engine: Engine, state: dict[str, Any], described: dict[str, Any]) -> None:
-    """The model's tensors were read into; the optimizer gets its own, and the options of its groups."""
+    """The model's tensors are read already; give the optimizer its state and the options of its groups."""
     optimizer, params = engine.optimizer, _params(engine)
     groups = [{**g["options"], "params": g["params"]} for g in described["groups"]]
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in optimizer.param_groups]
     if [g["params"] for g in groups] != here:
-        raise UsageError("the optimizer's groups hold other parameters than those of the checkpoint")
-    declared = getattr(optimizer, "declared", None) or [{}] * len(groups)  # what a strategy declares, stays
+        raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
+    declared = getattr(optimizer, "declared", None) or [{}] * len(groups)  # what the strategy declares wins
     for group, saved, own in zip(optimizer.param_groups, groups, declared, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params" and k not in own})
     optimizer.state.clear()
@@ -183,7 +183,7 @@ def _put(engine: Engine, state: dict[str, Any], described: dict[str, Any]) -> No
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """There is always a complete one: the old, or the new."""
+    """Replace the old folder. At every moment, one of them is complete."""
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""What keeps a plan from a model and an optimizer, before anything is touched."""
+"""Can this plan be applied to this model and optimizer? Checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> N
 
 def _model(plan: Plan, model: nn.Module) -> Iterator[str]:
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        yield f"the model is wrapped in {type(model).__name__} already: pass the model itself"
+        yield f"the model is wrapped in {type(model).__name__}, which fleetx replaces: pass the plain model"
 
 
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
     if isinstance(optimizer, torch.optim.LBFGS):
-        yield "LBFGS changes parameters that have no gradient, so its update cannot be withheld: use another"
+        yield "LBFGS changes parameters that have no gradient, so its update cannot be skipped: use another optimizer"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if strangers := [p for p in held if p not in names]:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
         yield (
-            f"the optimizer holds {len(strangers)} parameters that the model has not (shapes {shapes}): they would be "
-            "neither reduced nor unscaled. Put them into one nn.Module with the model"
+            f"the optimizer has {len(strangers)} parameters that are not in the model (shapes {shapes}): they would "
+            "be neither reduced nor unscaled. Put them and the model into one nn.Module"
         )
     mine = set(held)
     loose = [n for p, n in names.items() if p.requires_grad and p not in mine]
     if loose and (plan.at(Stage.LOSS) or plan.at(Stage.GATE)):
         yield (
-            f"{len(loose)} parameters need a gradient and are in no group of the optimizer ({', '.join(loose[:3])}): "
-            "their gradients would stay scaled or summed. Give them to this optimizer, or set requires_grad=False"
+            f"{len(loose)} trainable parameters are not in the optimizer ({', '.join(loose[:3])}): their gradients "
+            "would stay scaled or summed. Add them to the optimizer, or set requires_grad=False"
         )

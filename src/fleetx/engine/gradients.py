@@ -1,4 +1,4 @@
-"""The gradients of an optimizer: taken away, put back, and watched while they are not finished."""
+"""The gradients of an optimizer: withheld, put back, and guarded until they are final."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fleetx.strategy.stage import Fact
 
 
 class Gradients:
-    """Withholds `p.grad` without losing it. What is withheld belongs to this rank alone until it is reduced."""
+    """Withholds `p.grad` without losing it. Withheld gradients belong to this rank until they are reduced."""
 
     def __init__(
         self, optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, facts: frozenset[Fact]
     ):
         self._optimizer, self._names, self._world = optimizer, names, world
-        self._facts = sorted(f.name for f in facts)  # what is true of a gradient while it is withheld
+        self._facts = sorted(f.name for f in facts)  # that hold for a withheld gradient
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
-        self._restored: list[nn.Parameter] = []  # whose gradients the current backward was given back
-        self._seen: list[tuple[nn.Parameter, int, int]] = []  # what the last backward left: identity and version
-        self._checked, self._late = 0, list[nn.Parameter]()  # how many parameters there are, and which came too late
-        self._versions: list[int] = []  # of the parameters, when a step began that must not change them
+        self._restored: list[nn.Parameter] = []  # parameters whose gradients were put back for this backward
+        self._seen: list[tuple[nn.Parameter, int, int]] = []  # identity and version after a backward
+        self._checked, self._late = 0, list[nn.Parameter]()  # number of parameters, and those added too late
+        self._versions: list[int] = []  # of the parameters, at the start of a step that must not change them
 
     def params(self) -> list[nn.Parameter]:
-        """Of all groups, also of groups that were added later; but for what only other ranks hold."""
+        """All parameters of all groups, including groups added later, except those that only other ranks hold."""
         return [p for group in self._optimizer.param_groups for p in group["params"] if not p.is_meta]
 
     def present(self) -> list[Tensor]:
-        """What this rank holds of each, to be changed in place."""
+        """This rank's part of each gradient, to be changed in place."""
         return [local(p.grad) for p in self.params() if p.grad is not None]
 
     def take_away(self, *, keep: bool) -> None:
@@ -46,30 +46,30 @@ class Gradients:
         self._restored = []
 
     def put_back(self) -> None:
-        """Called when a backward enters the model: it adds to what was withheld."""
+        """Called when a backward enters the model: it adds to the withheld gradients."""
         waiting, self._withheld = self._withheld, []
         for p, grad in waiting:
             if p.requires_grad:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
                 self._restored.append(p)
-            else:  # frozen for this backward
+            else:  # frozen during this backward
                 self._withheld.append((p, grad))
 
     def check_restored(self) -> None:
-        # All of them: one alone may have been taken away on purpose, to freeze a layer for this step.
+        # All of them: a single one may have been cleared on purpose, to freeze a layer for this step.
         if self._restored and all(p.grad is None for p in self._restored):
             raise UsageError(
-                "zero_grad() after backward() erased the gradients of earlier steps in this merge window: call step() "
-                "before zero_grad(), and to leave a batch out, do so before its backward()"
+                "zero_grad() after backward() erased gradients that earlier steps of this merge window had collected: "
+                "call step() before zero_grad(). To skip a batch, skip it before its backward()"
             )
 
     def check_none_left(self) -> None:
-        """At an update: a gradient that was not put back would slip into a later one."""
+        """At an update: a gradient that was not put back would end up in a later update."""
         if self._withheld:
             name = self._names[self._withheld[0][0]]
             raise UsageError(
-                f"{name!r} was frozen inside of a merge window, with gradients of earlier steps waiting: freeze "
-                "between windows, or call fleet.flush() before"
+                f"{name!r} was frozen inside a merge window in which it already has gradients: freeze it between "
+                "windows, or call fleet.flush() first"
             )
 
     @property
@@ -84,22 +84,22 @@ class Gradients:
         self._restored = []
         if self._versions and self._versions != [p._version for p in self.params()]:
             raise UsageError(
-                f"{type(self._optimizer).__name__} changed parameters that had no gradient, so this strategy cannot "
-                "hold its updates back: use another optimizer, or turn gradient_merge and fp16 off"
+                f"{type(self._optimizer).__name__} changes parameters that have no gradient, so its updates cannot be "
+                "skipped: use another optimizer, or turn gradient_merge and fp16 amp off"
             )
         self._versions = []
 
     # --- between backward and step ----------------------------------------------------------------
     def watch(self) -> None:
-        """Called inside of a backward: remember what it leaves behind."""
-        # A callback that queues another runs after the one by which DDP ends its reduction.
+        """Called inside a backward: remember the gradients that it leaves."""
+        # Queued from a callback, so that it runs after the callback in which DDP finishes its reduction.
         _at_end_of_backward(lambda: _at_end_of_backward(self.look))
 
     def look(self) -> None:
         self._seen = [(p, id(p.grad), p.grad._version) for p in self.params() if p.grad is not None]
 
     def look_again(self) -> None:
-        """The reducer has moved the gradients, which may be between a backward and its step."""
+        """The reducer has moved the gradients, possibly between a backward and its step."""
         if self._seen:
             self.look()
 
@@ -108,21 +108,21 @@ class Gradients:
         return [g for g, seen in pairs if g is not None and [id(g), g._version] != seen]
 
     def check_before_step(self, known: Collection[nn.Parameter], *, tapped: bool) -> bool:
-        """Gradients that bypassed the hooks would be used unscaled, unreduced, or in the place of withheld ones.
+        """Reject gradients that bypassed the hooks: they would be used unscaled, unreduced or instead of withheld ones.
 
-        tapped: did a backward come through the model's output? Returns False for a step that is none:
-        torch.distributed.checkpoint takes one at rate 0 with gradients of zero, to make the optimizer's state.
+        tapped: did a backward come through the model's output? Returns False for a step that must not count:
+        torch.distributed.checkpoint makes one with lr = 0 and zero gradients, to create the optimizer's state.
         """
         self.check_restored()
         grads = [] if tapped else self.present()
-        nothing = not any(g.any() for g in grads)  # zeros that zero_grad(set_to_none=False) left: a skipped batch
+        nothing = not any(g.any() for g in grads)  # zeros from zero_grad(set_to_none=False): a skipped batch
         if grads and nothing and not any(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups):
             return False
         if not nothing:
             raise UsageError(
                 "these gradients did not come through the model's output, so the strategy could not act on them: call "
-                "the model itself, not one of its modules, and let it return tensors, tuples, dicts or dataclasses; "
-                "for a loss that reads parameters past the output use fleet.backward(loss)"
+                "the model itself, not one of its modules, and have it return tensors, tuples, dicts or dataclasses. "
+                "For a loss that reads parameters directly, use fleet.backward(loss)"
             )
         self.check_untouched()
         self.check_known(known)
@@ -132,32 +132,32 @@ class Gradients:
         """Before a step."""
         if self._touched():
             raise UsageError(
-                "a gradient was changed between backward() and step(), where it is still scaled or summed: let the "
-                "strategy clip it (strategy.clip = True); to look at the norm, use torch.nn.utils.get_total_norm"
+                "a gradient was changed between backward() and step(), while it is still scaled or summed: clip with "
+                "strategy.clip = True instead. To read the norm, use torch.nn.utils.get_total_norm"
             )
         self._seen = []
 
     def check_before_backward(self) -> None:
-        """Before another backward: what was left may have been erased, if nothing of earlier steps was in it."""
+        """Before another backward: gradients may have been erased, unless they contained earlier steps."""
         self.check_restored()
         touched = self._touched()
         if touched and (self._restored or any(g.any() for g in touched)):
             raise UsageError(
-                "a gradient was changed between two backwards, where it is still scaled or summed with earlier steps: "
-                "call step() before zero_grad(), and let the strategy clip (strategy.clip = True)"
+                "a gradient was changed between two backwards, while it is still scaled or summed with earlier steps: "
+                "call step() before zero_grad(), and clip with strategy.clip = True"
             )
         self._seen = []
 
     def check_known(self, known: Collection[nn.Parameter]) -> None:
-        """`known` are the parameters that the strategy was arranged for at set-up."""
+        """known: the parameters that existed at set-up."""
         params = self.params()
         if len(params) != self._checked:
             self._checked, self._late = len(params), [p for p in params if p not in known]
         for p in self._late:
             if p.grad is not None:
                 raise UsageError(
-                    f"parameter {self._names.get(p, tuple(p.shape))!r} came into the training after fleet.distribute, "
-                    "which could not arrange for it: set requires_grad, and build the optimizer, before"
+                    f"parameter {self._names.get(p, tuple(p.shape))!r} became trainable after fleet.distribute, so its "
+                    "gradient is not reduced: set requires_grad and build the optimizer before fleet.distribute"
                 )
 
     def detach(self) -> None:
@@ -169,33 +169,33 @@ class Gradients:
     # --- checkpoints ------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
         if self._restored:
-            raise UsageError("a checkpoint between backward() and step() would lose a merge window: save after step()")
+            raise UsageError("saving between backward() and step() would lose a merge window: save after step()")
         withheld = {self._names[p]: local(g) for p, g in self._withheld}
         return {"withheld": withheld, "facts": self._facts, "rank": self._world.rank, "ranks": self._world.size}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Everything that keeps what was withheld from going on here."""
+        """Raise an error if the withheld gradients of a checkpoint cannot be used here."""
         params = {n: p for p, n in self._names.items()}
         withheld = saved["withheld"]
         for name, grad in withheld.items():
             if name not in params or grad.shape != local(params[name]).shape:
                 raise UsageError(
-                    f"the checkpoint holds a gradient of {name!r} {tuple(grad.shape)}, which the model has not"
+                    f"the checkpoint has a gradient of {name!r} {tuple(grad.shape)}, but the model has no such one"
                 )
-        inside = "this checkpoint was taken inside of a merge window"
+        inside = "this checkpoint was saved inside a merge window"
         remedy = "call fleet.flush() before saving"
         if withheld and saved["facts"] != self._facts:
             then, now = (" and ".join(f).lower() or "plain" for f in (saved["facts"], self._facts))
-            raise UsageError(f"{inside}, whose gradients are {then}; with this strategy they would be {now}: {remedy}")
+            raise UsageError(f"{inside} whose gradients are {then}; with this strategy they would be {now}: {remedy}")
         if withheld and (saved["rank"], saved["ranks"]) != (self._world.rank, self._world.size):
             raise UsageError(
-                f"{inside} by rank {saved['rank']} of {saved['ranks']}, and its gradients are that rank's alone; this "
-                f"is rank {self._world.rank} of {self._world.size}. Save one checkpoint per rank, or {remedy}"
+                f"{inside} by rank {saved['rank']} of {saved['ranks']}, whose gradients only that rank can use, but "
+                f"this is rank {self._world.rank} of {self._world.size}. Save one checkpoint per rank, or {remedy}"
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
         params = {n: p for p, n in self._names.items()}
-        # Copies: the checkpoint stays the caller's, and accumulating into it would change it behind his back.
+        # Copies, because accumulating would change the caller's checkpoint.
         copies = {n: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
         self._withheld = [(params[n], shard_of(params[n], g)) for n, g in copies.items()]
         self._restored, self._seen = [], []

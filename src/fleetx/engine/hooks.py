@@ -1,4 +1,4 @@
-"""Hooks that stay with their model, and hooks that count a step once."""
+"""Hooks that copies of a model do not carry, and hooks that fire once per step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fleetx.errors import UsageError
 
 
 class Hook:
-    """A copy or a pickle of the model carries one that does nothing instead: it is a plain model."""
+    """A hook that becomes a no-op in a copy or a pickle of the model, which is a plain model."""
 
     def __init__(self, call: Any):
         self.call = call
 
-    @torch._disable_dynamo  # a model compiled after `distribute` must run it as it is
+    @torch._disable_dynamo  # a model compiled after `distribute` must not trace it
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
 
@@ -31,7 +31,7 @@ class Hook:
 
 
 def _nothing(*args: Any) -> None:
-    """What a copy of the model has in the place of the engine's hooks."""
+    """What a copy of the model has instead of the engine's hooks."""
 
 
 def _make_nothing() -> Any:
@@ -39,17 +39,17 @@ def _make_nothing() -> Any:
 
 
 class OuterStep:
-    """A subclass whose step() calls super().step() passes torch's hooks twice: only the outer pass counts."""
+    """An optimizer whose step() calls super().step() fires torch's hooks twice: only the outer call counts."""
 
     def __init__(self, before: Callable[[Any, Any], Any], after: Callable[[], None]):
         self._before, self._after = before, after
-        self._running: FrameType | None = None  # the call of step() that is running
+        self._running: FrameType | None = None  # the frame of the running step()
 
     def enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         caller = sys._getframe(1)
         if self._running is not None and _below(self._running, caller):
             return None
-        self._running = caller  # by its frame, not by a flag, which a step that raised would leave behind
+        self._running = caller  # not a flag, which would stay set if step() raises
         try:
             with torch.no_grad():
                 return self._before(args, kwargs)
@@ -65,7 +65,7 @@ class OuterStep:
 
 
 def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """step(closure) computes gradients inside of the step: run it first, and hand its loss to the optimizer."""
+    """step(closure) computes gradients inside the step: run the closure first, and hand its loss to the optimizer."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
@@ -74,7 +74,9 @@ def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
     def once() -> Any:
         if not losses:
-            raise UsageError(f"{type(optimizer).__name__} calls its closure more than once in a step")
+            raise UsageError(
+                f"{type(optimizer).__name__} calls its closure more than once per step, which is not supported"
+            )
         return losses.pop()
 
     return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": once})

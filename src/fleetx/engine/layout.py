@@ -1,4 +1,4 @@
-"""What this rank holds of a model that is divided between ranks. Of one that is not, each holds everything."""
+"""Which part of the model this rank holds. Without sharding or stages, every rank holds all of it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fleetx.strategy.part import Part
 
 @dataclass
 class Layout:
-    """Parts fill it in at MODEL."""
+    """Parts fill it in at MODEL, through SetupContext."""
 
-    replica_group: World  # the ranks that hold the same piece as this one: they reduce its gradients with each other
-    shard_group: World | None = None  # the ranks that hold one copy of the model together, where it is not one
-    reduced: bool = False  # do gradients come out of backward reduced between all ranks already?
-    counts: Callable[[nn.Parameter], bool] = lambda p: True  # is it for this rank to count it in a sum over the model?
-    absent: frozenset[str] = frozenset()  # names of what only other ranks hold
+    replica_group: World  # ranks that hold the same part of the model, and reduce its gradients
+    shard_group: World | None = None  # ranks that hold one copy together; None: each rank has a copy
+    reduced: bool = False  # does backward itself reduce gradients over all ranks?
+    counts: Callable[[nn.Parameter], bool] = lambda p: True  # does this rank count it in a sum over the model?
+    absent: frozenset[str] = frozenset()  # names that only other ranks hold
 
     def norm(self, grads: list[Tensor], params: Iterable[nn.Parameter]) -> Tensor:
-        """The 2-norm of the whole gradient, wherever its pieces are."""
+        """The 2-norm of the whole gradient, over all shards and stages."""
         if self.shard_group is None:
             return get_total_norm(grads)
         mine = [local(p.grad) for p in params if p.grad is not None and self.counts(p)]
@@ -37,4 +37,4 @@ class Layout:
 
 def of(parts: Iterable[Part], model: nn.Module, world: World) -> Layout:
     span = math.prod(part.span(model, world) for part in parts)
-    return Layout(world.parted([list(range(first, world.size, span)) for first in range(span)]))
+    return Layout(world.split([list(range(first, world.size, span)) for first in range(span)]))

@@ -1,16 +1,16 @@
-"""`fleet.weight`: how many items (tokens, samples) the loss of a step is a mean over.
+"""`fleet.weight`: how many items (tokens, samples) the loss of a step is averaged over.
 
-    gradient of a round = sum(n * g) / sum(n)        over its steps, and over the ranks unless each updates alone
+    gradient of a round = sum(n * g) / sum(n)        over its steps, and over ranks unless each rank updates alone
 
-n * g enters the model as (n / c) * g, where the loss scale enters too. c is of the size of n, because n itself would
-overflow float16; and equal on all ranks, because SyncBatchNorm mixes their gradients on the way.
+n * g enters the model as (n / c) * g, at the same place as the loss scale. c is about as large as n, because n itself
+would overflow float16, and equal on all ranks, because SyncBatchNorm mixes their gradients.
 
-    one step in a round     c = sum(n) / ranks, so that the mean over the ranks is what is wanted
-    merged steps            c = a power of two near the n of the round before, which costs no digit; the sum of the
+    one step per round      c = sum(n) / ranks, so the mean over the ranks is the weighted mean
+    merged steps            c = a power of two near n of the previous round, which loses no precision; the sum of the
                             steps is divided by sum(n) / (c * ranks) instead of their number
 
-The ranks talk once to learn whether all of them use weights, before anything else travels; and where they do, once a
-round to learn sum(n), when the backward begins whose gradients are reduced.
+The ranks communicate once to learn whether all of them use weights, and then once per round to learn sum(n), at the
+start of the backward whose gradients are reduced.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from fleetx.strategy.stage import Fact, Stage
 
 
 class LossWeights:
-    """What was given, and what follows from it. The first step decides whether there are weights at all."""
+    """The weights, and what follows from them. The first step decides whether weights are used at all."""
 
     def __init__(self, plan: Plan, world: World):
         self._world = world
-        self._averages = any(Fact.SUMMED in act.claim.ends for act in plan.acts)  # are there merged steps to average?
+        self._averages = any(Fact.SUMMED in act.claim.ends for act in plan.acts)  # are merged steps averaged?
         self._sums = bool(plan.at(Stage.GATE)) and not self._averages
         alone = any(Fact.LOCAL in act.claim.makes for act in plan.acts)
-        self._ranks = 1 if alone else world.size  # over which sum(n) goes
-        self.used: bool | None = None  # None: no step has said so yet
+        self._ranks = 1 if alone else world.size  # over which sum(n) is taken
+        self.used: bool | None = None  # None: not known yet
         self._agreed = self._ranks == 1
         self._own = 0.0  # n of the earlier steps of this round, on this rank
         self._unit = 0.0  # c
-        self._given: float | None = None  # n of the step that is under way
+        self._given: float | None = None  # n of the current step
         self._begun = False  # has its backward begun?
         self._total = 0.0  # sum(n), once it is known
 
     def give(self, n: Any) -> None:
-        """Before the backward of a step."""
+        """Set n of the current step, before its backward."""
         number = _checked(n)
         if self._sums:
             raise UsageError(
-                "fleet.weight makes a mean, and gradient_merge_configs['avg'] = False asks for the sum: set avg=True, "
-                "or leave fleet.weight out and let the loss be a sum"
+                "fleet.weight makes a mean, but gradient_merge_configs['avg'] = False asks for the sum: set avg=True, "
+                "or remove fleet.weight and use a loss that is a sum"
             )
         if self._begun:
-            raise UsageError("fleet.weight came after backward(): call it before, and optimizer.step() after")
+            raise UsageError("fleet.weight was called after backward(): call it before backward()")
         if self._given is not None:
-            raise UsageError("fleet.weight was called twice before one backward: call it once in each step")
+            raise UsageError("fleet.weight was called twice before one backward: call it once per step")
         if self.used is False:
-            raise UsageError("fleet.weight was not called in the steps before: call it in every step or in none")
+            raise UsageError("fleet.weight was not called in earlier steps: call it in every step or in none")
         if number == 0 and self._ranks == 1 and not self._averages:
             raise UsageError(_EMPTY)
         self.used, self._given = True, number
 
     # --- while a backward runs --------------------------------------------------------------------
     def begin(self, *, opens: bool) -> None:
-        """Of the backwards of a step the first counts. `opens`: it is the last step of its round, and is reduced."""
+        """Only the first backward of a step counts. opens: it is the last step of its round, and is reduced."""
         if self._begun:
             return
         if self.used and self._given is None:
             raise UsageError(
-                "fleet.weight was called in earlier steps and not in this one: call it in every step or in none"
+                "fleet.weight was called in earlier steps but not in this one: call it in every step or in none"
             )
         self.used, self._begun = bool(self.used), True
         if self.used or opens:
@@ -80,41 +80,41 @@ class LossWeights:
             self._sum_up()
 
     def collect(self) -> None:
-        """What earlier steps left is going to be reduced without a backward."""
+        """Earlier steps are about to be reduced without a backward."""
         self._agree()
         if self.used:
             self._sum_up()
 
     @property
     def factor(self) -> float:
-        """By what the gradient of this step is multiplied; 1 in a backward that trains nothing."""
+        """The factor of this step's gradient; 1 in a backward that does not train."""
         if not self._begun or self._given is None:
             return 1.0
         return self._given / self._unit if self._given else 0.0
 
     @property
     def given(self) -> float | None:
-        """n of the step that is under way."""
+        """n of the current step."""
         return self._given
 
     @property
     def empty(self) -> bool:
-        """Does this step count for nothing? The mean over no items is nan, and would stay so if multiplied by 0."""
+        """Is n of this step 0? The mean over no items is nan, and stays nan if multiplied by 0."""
         return self._begun and self._given == 0
 
     def divisor(self, steps: int) -> float:
-        """What makes a mean of the sum over so many steps."""
+        """Turns the sum over this many steps into their mean."""
         if not self._averages:
             return 1.0
         return self._total / (self._unit * self._ranks) if self.used else float(steps)
 
     @property
     def _mine(self) -> float:
-        """n of this rank in this round so far."""
+        """The sum of n on this rank in this round so far."""
         return self._own + (self._given if self._begun and self._given else 0.0)
 
     def _agree(self) -> None:
-        """Once: the ranks that use weights are here before their first backward, the others before they communicate."""
+        """Once. Ranks that use weights call it before their first backward, the others before they communicate."""
         if self._agreed:
             return
         self.used, given = _agreed(self.used, self._given or 0.0, self._world)
@@ -135,7 +135,7 @@ class LossWeights:
 
     # --- after a step -----------------------------------------------------------------------------
     def end_step(self, *, opened: bool, steps: int) -> None:
-        """A weight without a backward is of a batch that was left out."""
+        """A weight without a backward belongs to a batch that was skipped."""
         if opened:
             if self._total:
                 self._unit = _power_of_two(self._total / (self._ranks * steps))
@@ -148,14 +148,14 @@ class LossWeights:
         return {"own": self._own, "unit": self._unit}
 
     def load(self, saved: Mapping[str, float] | None, *, inside: bool) -> None:
-        """`inside` of a window what its first steps did is binding; a training resumed elsewhere may change."""
+        """inside: within a merge window, its first steps decide whether weights are used."""
         self._own, self._unit = (saved["own"], saved["unit"]) if saved else (0.0, self._unit)
         self._given, self._begun, self._total = None, False, 0.0
         if inside:
             self.used = saved is not None
 
 
-_EMPTY = "the weights of this round add up to 0, which has no mean: leave such batches out before their backward()"
+_EMPTY = "the weights of this round add up to 0, so there is no mean: skip such batches before their backward()"
 
 
 def _agreed(used: bool | None, n: float, world: World) -> tuple[bool | None, list[float]]:
@@ -178,11 +178,11 @@ def _checked(n: Any) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(
-            f"fleet.weight({n!r}): give the number of items that the loss is a mean over, finite and not below 0"
+            f"fleet.weight({n!r}): pass the number of items that the loss is averaged over, finite and at least 0"
         )
     return number
 
 
 def _power_of_two(number: float) -> float:
-    """The next one above, so that most weights are divided to less than 1."""
+    """The next power above, so that most weights become less than 1."""
     return 2.0 ** math.ceil(math.log2(number))

@@ -1,6 +1,6 @@
-"""DistributedDataParallel without its wrapper: it reduces for the user's own module, whose names stay as they are.
+"""DistributedDataParallel without its wrapper: it reduces for the user's own module, whose names stay the same.
 
-torch's composable `replicate` stands on the same seam: `_pre_forward` and `_post_forward` called from hooks.
+torch's composable `replicate` works the same way: it calls `_pre_forward` and `_post_forward` from hooks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Reduce = Callable[[Bucket], Future[Tensor]]
 
 
 class LateReducer:
-    """Reduces the gradients between ranks when it is asked to, after backward."""
+    """Reduces gradients on request, after backward."""
 
     def __init__(self, names: Mapping[nn.Parameter, str], world: World, bucket_cap_mb: float):
         self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
         self.known = frozenset(p for p in names if p.requires_grad)
 
     def check_finished(self) -> None:
-        """It always has."""
+        """No-op: nothing is pending after backward."""
 
     def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
-        """Reduce gradients that no backward reduced. One bucket at a time: no copy as large as the model."""
-        if not params:  # nor has any other rank that holds this piece of the model
+        """Reduce gradients that no backward reduced, one bucket at a time: no copy as large as the model."""
+        if not params:  # the same on every rank of the group
             return
         used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
-        self._world.maximum(used)  # a gradient that exists on one rank only is a zero on the others
+        self._world.maximum(used)  # a gradient that only one rank has counts as zero on the others
         live = [p for p, u in zip(params, used.tolist(), strict=True) if u]
         for index, group in enumerate(self._buckets(live)):
             flat = torch.cat([_gradient(p).reshape(-1) for p in group])
@@ -51,7 +51,7 @@ class LateReducer:
     def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         out: list[list[nn.Parameter]] = []
         room = 0.0
-        for p in reversed(params):  # the order in which backward fills them
+        for p in reversed(params):  # the order in which backward computes them
             size = p.numel() * p.element_size()
             if not out or room < size or out[-1][0].dtype is not p.dtype:
                 out.append([])
@@ -62,7 +62,7 @@ class LateReducer:
 
 
 class Reducer(LateReducer):
-    """Reduces the gradients of a model between ranks while backward runs, or at once when asked to."""
+    """Reduces gradients while backward runs, or on request."""
 
     def __init__(
         self,
@@ -80,37 +80,37 @@ class Reducer(LateReducer):
         self._ddp = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
-            forward_sync_buffers=False,  # a part shares them once a round, so that evaluation communicates nothing
+            forward_sync_buffers=False,  # DataParallel sends them once per round, so evaluation does not communicate
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
-        self._ddp.require_backward_grad_sync = False  # we decide, in `after_forward` and `begin_backward`
+        self._ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
         self._prepared, self._moved = False, moved
         if reduce is not None:
             self._ddp.register_comm_hook(None, self._hook(reduce))
 
     def active(self) -> AbstractContextManager[Any]:
-        """Tells torch.compile, while the forward runs, to cut its graph at the buckets, so that overlap is kept."""
+        """While the forward runs, have torch.compile split its graph at the buckets, to keep the overlap."""
         return self._ddp._inside_ddp_forward()
 
     def after_forward(self, out: Any, *, communicate: bool) -> Any:
-        """As DDP does: what backward reaches before it reaches the model's output must be expected already."""
+        """Prepare here, as DDP does: backward may reach parameters before it reaches the model's output."""
         if communicate:
             self._prepare(list(_find_tensors(out)))
         return self._ddp._post_forward(out) if self._ddp.find_unused_parameters else out
 
     def begin_backward(self) -> None:
-        """This backward communicates. The forward before it has prepared for one; a second has to be prepared here."""
+        """This backward communicates. The forward prepared for one; a second backward is prepared here."""
         if not self._prepared:
             if self._ddp.find_unused_parameters:
-                raise UsageError("find_unused_parameters allows one backward for each forward, right after it")
+                raise UsageError("with find_unused_parameters, a forward can have only one backward, right after it")
             self._prepare([])
         self._prepared = False
 
     def _prepare(self, outputs: list[Tensor]) -> None:
-        with _said_plainly():
-            # Once, DDP sorts its buckets anew, by what it saw in the first backward, and moves the gradients into them.
+        with _in_plain_words():
+            # After the first backward, DDP once reorders its buckets and moves the gradients into them.
             if self._ddp.reducer._rebuild_buckets():
                 self._moved()
             self._ddp.reducer.prepare_for_forward()
@@ -118,33 +118,33 @@ class Reducer(LateReducer):
         self._prepared = True
 
     def check_finished(self) -> None:
-        """DDP itself says only in the next forward that a bucket was left, when a step was taken without it."""
+        """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
         try:
             self._ddp._check_reducer_finalized()
         except RuntimeError as error:
             unused = [name for p, name in self._names.items() if p in self.known and p.grad is None]
             raise UsageError(
-                f"the reduction between ranks did not end, because {', '.join(unused[:5]) or 'a parameter'} got no "
+                f"the reduction between ranks is incomplete, because {', '.join(unused[:5]) or 'a parameter'} got no "
                 "gradient: set strategy.find_unused_parameters = True, or freeze it before fleet.distribute"
             ) from error
 
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
         names = self._names
-        # DDP keeps its hook where the garbage collector cannot look: a strong one would keep the engine for ever.
+        # DDP keeps its hook in C++, out of sight of the garbage collector: a strong reference would leak the engine.
         weak = weakref.WeakMethod(reduce)
 
-        def hook(state, bucket):  # DDP compares annotations, which are strings here
+        def hook(state, bucket):  # not annotated: DDP compares annotations, which are strings here
             params = bucket.parameters()
             views = _as_parameters(bucket.buffer(), params)
             alive = weak()
-            assert alive is not None  # whoever runs a backward holds the model, which holds the engine
+            assert alive is not None  # the caller of backward holds the model, which holds the engine
             return alive(Bucket(bucket.buffer(), views, [names[p] for p in params], bucket.index()))
 
         return hook
 
 
 def _as_parameters(buffer: Tensor, params: list[Tensor]) -> list[Tensor]:
-    """The pieces of a bucket in the layouts of their parameters, as DDP fills them; its own views are contiguous."""
+    """Views of a bucket in the memory layout of the parameters, as DDP fills it; DDP's own views are contiguous."""
     out, offset = [], buffer.storage_offset()
     for p in params:
         piece = buffer.as_strided((p.numel(),), (1,), offset)
@@ -155,16 +155,16 @@ def _as_parameters(buffer: Tensor, params: list[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _said_plainly() -> Iterator[None]:
-    """DDP's own sentence names an argument of its constructor, and not what happened."""
+def _in_plain_words() -> Iterator[None]:
+    """DDP's own message is about an argument of its constructor, not about what happened."""
     try:
         yield
     except RuntimeError as error:
         if "finished reduction" not in str(error):
             raise
         raise UsageError(
-            "the backward before this one did not end its reduction between ranks, because it failed or because a "
-            "parameter got no gradient: start again from a checkpoint"
+            "the previous backward did not finish its reduction between ranks, because it failed or because a "
+            "parameter got no gradient: restart from a checkpoint"
         ) from error
 
 

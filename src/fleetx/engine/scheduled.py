@@ -1,7 +1,7 @@
-"""The engine of a plan that has a SCHEDULE: forward and backward are one, and a part runs them.
+"""The engine of a plan with a SCHEDULE: one part runs forward and backward together.
 
-The user calls `fleet.forward_backward` and `optimizer.step()`. All else is as in `engine.py`, but that gradients are
-reduced when backward is over: its pieces run in an order that hooks cannot follow.
+The user calls `fleet.forward_backward` and `optimizer.step()`. Everything else is as in `engine.py`, except that
+gradients are reduced after backward, because hooks cannot follow the order in which its pieces run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fleetx.strategy.stage import Stage
 
 
 class ScheduledEngine(Engine):
-    """One model, one optimizer, one plan, whose forward and backward a part runs."""
+    """An engine in which a part runs forward and backward."""
 
     _running = False
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
-        """Without gradients (`torch.no_grad()`) it is the forward alone."""
+        """Under `torch.no_grad()`, the forward alone."""
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if not torch.is_grad_enabled():
             with self._run():
@@ -54,7 +54,7 @@ class ScheduledEngine(Engine):
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is self.model and not self._running:
             raise UsageError(_ONLY_FORM)
-        with torch.no_grad():  # the base enters the contexts, and taps nothing
+        with torch.no_grad():  # the base class enters the contexts but does not tap
             return super()._before_forward(model, args, kwargs)
 
     def _after_forward(self, model: nn.Module, args: Any, out: Any) -> Any:
@@ -65,13 +65,13 @@ class ScheduledEngine(Engine):
             self._watching = watching
 
     def _arm(self) -> None:
-        self._owns_grad = True  # of weights that stages share, and of norms, a rank has only its part
+        self._owns_grad = True  # a rank has only part of shared weights and of norms
         super()._arm()
         peers.start_heartbeat(self.world)
         self._handles.append(self.model.register_state_dict_post_hook(Hook(self._leave_out)))
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """What only other ranks hold would be saved without its values."""
+        """Drop what only other ranks hold: it would be saved without values."""
         for name in self.layout.absent:
             state.pop(f"{prefix}{name}", None)
 
@@ -85,7 +85,7 @@ class ScheduledEngine(Engine):
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        """While it runs, model(x) may be called; and an error that a lost rank caused names that rank."""
+        """Allow model(x) while it runs, and name the rank in an error that a lost rank caused."""
         self._running = True
         try:
             yield
@@ -104,6 +104,6 @@ class ScheduledEngine(Engine):
 
 
 _ONLY_FORM = (
-    "this rank has only a part of the model, so neither model(x) nor loss.backward() can be called: call "
-    "loss = fleet.forward_backward(x, y, loss_fn=...), under torch.no_grad() to evaluate"
+    "under pipeline this rank has only part of the model, so model(x) and loss.backward() cannot be called: call "
+    "loss = fleet.forward_backward(x, y, loss_fn=...), and under torch.no_grad() to evaluate"
 )

@@ -32,29 +32,29 @@ def save(engine: Engine) -> dict[str, Any]:
 
 
 def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What will be loaded, or every reason why not. None: a checkpoint of plain PyTorch."""
+    """Check what is about to be loaded. None: a checkpoint of plain PyTorch."""
     if saved is None:
         if any(engine.state.values()) or engine.plan.at(Stage.GATE):
-            warnings.warn("the checkpoint has nothing of fleetx: its parts begin anew", stacklevel=4)
+            warnings.warn("the checkpoint has no state of fleetx: strategies start from the beginning", stacklevel=4)
         return {"round": 0, "merged": 0, "withheld": {}, "parts": engine.initial_state()}
     if saved["version"] > VERSION:
-        raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']})")
+        raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
-        warnings.warn(f"the checkpoint holds the state of {', '.join(lost)}, which is off now", stacklevel=4)
+        warnings.warn(f"the checkpoint has the state of {', '.join(lost)}, which is off now", stacklevel=4)
     engine.gradients.check(saved)
     _check_rank(engine, saved)
     return saved
 
 
 def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """What was gathered on one rank would be counted twice by another."""
+    """State that one rank accumulated would be counted twice by another."""
     mine = [type(part).__name__ for part in engine.plan.parts if part.per_rank_state]
     here = (engine.world.rank, engine.world.size)
     if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(name) for name in mine):
         raise UsageError(
-            f"this checkpoint was written by rank {saved['rank']} of {saved['ranks']}, and the state of "
-            f"{' and '.join(mine)} in it is that rank's alone; this is rank {here[0]} of {here[1]}. Save one "
-            "checkpoint per rank; or remove its 'fleetx', to begin with no residuals"
+            f"this checkpoint was saved by rank {saved['rank']} of {saved['ranks']}, and only that rank can use the "
+            f"state of {' and '.join(mine)} in it, but this is rank {here[0]} of {here[1]}: save one checkpoint per "
+            "rank, or delete its 'fleetx' entry to start without residuals"
         )
 
 
@@ -69,11 +69,11 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
             # A copy: the checkpoint stays the caller's.
             engine.state[key] = _rebuilt(state, lambda t: t.to(engine.device, copy=True))
     for notes in engine.notes.values():
-        notes.pop("under_way", None)  # of the training that was left
+        notes.pop("under_way", None)  # belongs to the training that was abandoned
 
 
 def _rebuilt(value: Any, leaf: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """The same in containers of its own, which nobody else goes on to change."""
+    """The same values in new containers, which nothing else changes."""
     if isinstance(value, dict):
         return {k: _rebuilt(v, leaf) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Where backward enters and leaves a model: an identity in the graph, on its outputs and its inputs."""
+"""Taps: identity nodes in the autograd graph that see backward enter a model at its outputs and leave at its inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ Call = Callable[[Tensor], Tensor]
 
 
 class _Tap(torch.autograd.Function):
-    """A node of its own, not a hook on the tensor: a model that returns its loss and its logits would otherwise pass
-    the logits' hook on the way from the loss, and be scaled twice. Not a view either: writing to an output in place
-    would lead the gradient around the hook."""
+    """A separate node, not a tensor hook: in a model that returns loss and logits, the gradient of the loss would pass
+    the hook of the logits and be scaled twice. Not a view either: an in-place write to the output would bypass it."""
 
     generate_vmap_rule = True  # with `setup_context`: torch.func works on the model
 
@@ -32,12 +31,12 @@ class _Tap(torch.autograd.Function):
 
 
 def tap(x: Tensor, call: Call) -> Tensor:
-    """The same tensor; `call` sees, and may change, the gradient that comes back to it."""
+    """The same tensor; `call` receives the gradient that comes back to it, and returns what continues."""
     return _Tap.apply(x, call) if x.requires_grad else x
 
 
 def reaches(params: list[nn.Parameter]) -> bool:
-    """Not so in torch.autograd.grad with respect to inputs, or in torch.func: these are no training backwards."""
+    """Does the running backward reach any parameter? Not in torch.func, nor in torch.autograd.grad for inputs."""
     if torch._C._are_functorch_transforms_active():
         return False
     edges = (torch.autograd.graph.get_gradient_edge(p) for p in params if p.requires_grad)
@@ -45,6 +44,6 @@ def reaches(params: list[nn.Parameter]) -> bool:
 
 
 PENALTY = (
-    "this loss contains a gradient that was made with create_graph=True, and would be scaled in part only: call "
+    "this loss contains a gradient made with create_graph=True, so only part of it would be scaled: call "
     "fleet.backward(loss) instead of loss.backward()"
 )

@@ -1,4 +1,4 @@
-"""The facade: everything that a training script calls."""
+"""The facade: every function that a training script calls."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def init(
     *,
     timeout: timedelta | None = None,
 ) -> None:
-    """Meet the other workers: started by fleetrun, torchrun, Paddle's launcher or srun; alone if by none of them.
+    """Join the other workers that fleetrun, torchrun, Paddle's launcher or srun started; without one, train alone.
 
-    `timeout` is how long a collective waits for a rank that does not answer before it raises; ten minutes by default.
+    timeout: how long a collective waits for a rank that does not answer before it raises; 10 minutes by default.
     """
     session = current()
     if not isinstance(role_maker, PaddleCloudRoleMaker | UserDefinedRoleMaker | None):
-        raise TypeError(f"role_maker must be one of fleet.base.role_maker, not {type(role_maker).__name__}")
+        raise TypeError(f"role_maker must come from fleet.base.role_maker, not be a {type(role_maker).__name__}")
     collective = role_maker.is_collective if role_maker is not None else is_collective
     if not collective:
         raise StrategyError(
-            "is_collective=False asks for parameter servers, which fleetx has not: pass is_collective=True"
+            "is_collective=False asks for parameter servers, which fleetx does not support: pass is_collective=True"
         )
     if strategy is not None:
         _checked(strategy).plan()  # before any process group exists
@@ -98,7 +98,7 @@ def init(
         place = role_maker.place() if role_maker is not None else from_environment()
         session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
-        raise UsageError("fleet.init was called before, with another role or timeout: call it once")
+        raise UsageError("fleet.init was already called with another role or timeout: call it once")
     if strategy is not None:
         check_strategy(strategy, session.here())
 
@@ -113,7 +113,7 @@ def worker_index() -> int:
 
 
 def worker_num() -> int:
-    """How many workers train together."""
+    """The number of workers."""
     return _here().size
 
 
@@ -127,17 +127,17 @@ def is_worker() -> bool:
 
 
 def local_rank() -> int:
-    """The rank of this worker on its own machine."""
+    """The rank of this worker on its machine."""
     return _here().place.local_rank
 
 
 def replica_index(model: nn.Module | None = None) -> int:
-    """Which of the replicas of the model this worker belongs to: what a DistributedSampler takes for its rank."""
+    """Which replica of the model this worker belongs to: pass it as `rank` to a DistributedSampler."""
     return _engine(model).layout.replica_group.rank
 
 
 def replica_num(model: nn.Module | None = None) -> int:
-    """How many replicas of the model train; workers of one replica (the stages of a pipeline) take the same batches."""
+    """The number of replicas. Workers of one replica (the stages of a pipeline) take the same batches."""
     return _engine(model).layout.replica_group.size
 
 
@@ -148,12 +148,12 @@ def worker_endpoints(to_string: bool = False) -> list[str] | str:
 
 
 def barrier_worker() -> None:
-    """Wait until every worker has come here."""
+    """Wait for all workers."""
     _here().barrier()
 
 
 def device() -> torch.device:
-    """The device of this worker: move the model and the batches there."""
+    """The device of this worker. Move the model and the batches there."""
     return _here().device
 
 
@@ -166,10 +166,9 @@ def distribute(
     sample: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
 ) -> tuple[nn.Module, Optimizer]:
-    """Arm a model and its optimizer with a strategy; the training loop stays as it was.
+    """Apply a strategy to a model and its optimizer, in place. The training loop stays the same.
 
-    `strategy.auto` measures with `sample`: a batch of any size, as forward_backward takes it; with `loss_fn` it is
-    (inputs, targets).
+    sample: a batch of any size, for `strategy.auto` to measure with; (inputs, targets) if `loss_fn` is given.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -206,12 +205,12 @@ def release(model: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
 
 
 def distributed_model(model: nn.Module) -> nn.Module:
-    """Paddle's first half of `distribute`; it takes effect when the other half has been called too."""
+    """Paddle's first half of `distribute`. It takes effect once both halves have been called."""
     return _half("model", model)
 
 
 def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> Optimizer:
-    """Paddle's second half of `distribute`; the two may come in either order."""
+    """Paddle's second half of `distribute`. The two can be called in either order."""
     if strategy is not None:
         _checked(strategy).plan()
         current().pending["strategy"] = strategy
@@ -221,7 +220,7 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
 def _half(name: str, value: Any) -> Any:
     pending = current().pending
     if name in pending:
-        raise UsageError(f"fleet.distributed_{name} was called twice; the other half of the pair is missing")
+        raise UsageError(f"fleet.distributed_{name} was called twice: call distributed_model and distributed_optimizer")
     pending[name] = value
     if "model" not in pending or "optimizer" not in pending:
         return value
@@ -245,10 +244,10 @@ def forward_backward(
     loss_fn: Callable[..., Tensor] | None = None,
     model: nn.Module | None = None,
 ) -> Tensor:
-    """One forward and backward in the form that works under every strategy; returns the loss, detached.
+    """Run forward and backward, in the form that works under every strategy. Returns the detached loss.
 
-    A dict goes into the model as keywords, a tuple or list as positions. Without `loss_fn` the model must return its
-    loss: a tensor, or an output with a `loss`.
+    A dict is passed to the model as keyword arguments, a tuple or list as positional ones. Without `loss_fn` the model
+    must return its loss: a scalar tensor, or an output with a `loss`.
     """
     engine = _engine(model)
     check_feed(engine, inputs)
@@ -256,32 +255,32 @@ def forward_backward(
 
 
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
-    """`loss.backward()` for a loss that reads parameters past the model's output, such as a penalty on weights."""
+    """`loss.backward()` for a loss that reads parameters directly, such as a penalty on weights."""
     _engine(optimizer).backward(loss)
 
 
 def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
-    """Say, before the backward of a step, that its loss is a mean over `n` items, such as tokens or samples.
+    """Declare, before the backward of a step, that its loss is a mean over `n` items, such as tokens or samples.
 
-    The update then takes sum(n * gradient) / sum(n) over merged steps and ranks: what the big batch would give, however
-    unequal its shares. Every step on every rank says so, or none; 0 is a share that does not count.
+    The update then uses sum(n * gradient) / sum(n) over merged steps and ranks, as one large batch would. Call it in
+    every step on every rank, or never. 0 means that this batch does not count.
     """
     _engine(optimizer).weights.give(n)
 
 
 def join(loader: Iterable[Any]) -> Iterator[Any]:
-    """`for batch in fleet.join(loader)`: go on as long as every rank has a batch, and stop together.
+    """`for batch in fleet.join(loader)`: stop all ranks together when the first one runs out of batches.
 
-    Ranks with unequal numbers of batches would otherwise wait for each other until the timeout. Which rank ran out is
-    said in a warning. Costs one small collective a batch.
+    Otherwise ranks with different numbers of batches wait for each other until the timeout. A warning names the rank
+    that ran out. Costs one small collective per batch.
     """
     return _join(loader, _here())
 
 
 def flush(*, optimizer: Optimizer | None = None) -> bool:
-    """Apply merged gradients whose window is not full, divided by their true number. Every rank must call it.
+    """Apply the gradients of a partial merge window, divided by their true number. Every rank must call it.
 
-    Returns whether an update was applied. Call it where the data ends, or the tail waits for the next epoch.
+    Returns whether an update was applied. Call it at the end of the data; otherwise the tail waits for the next epoch.
     """
     return _engine(optimizer).flush()
 
@@ -298,11 +297,13 @@ def largest_batch(
     ranks: int | None = None,
     trial: bool = True,
 ) -> Batch:
-    """How many samples fit into `memory` ("8GiB") at a time, before the model is distributed.
+    """The largest batch that fits into `memory` (such as "8GiB"), for a model that is not distributed yet.
 
-    `sample` is a batch of any size: a dict goes into the model as keywords, a tuple or list as positions; with
-    `loss_fn` it is (inputs, targets). Without an optimizer AdamW is counted. The answer is predicted, then one step is
-    tried in a process of its own (`trial`). With `global_batch` it is such that global = micro x merge x ranks.
+    sample: a batch of any size. A dict is passed to the model as keyword arguments, a tuple or list as positional
+        ones; if `loss_fn` is given, it is (inputs, targets).
+    optimizer: AdamW if not given.
+    global_batch: choose the batch so that global_batch = micro x merge x ranks.
+    trial: check the prediction by one real step in a child process.
     """
     from fleetx.fleet.largest_batch import of_strategy  # few scripts need it
 
@@ -315,10 +316,10 @@ def largest_batch(
 
 
 def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Write a checkpoint of model, optimizer and strategies into a folder. Every worker must call it.
+    """Save model, optimizer and strategies to a folder. Every worker must call it.
 
-    Any other number of workers, stages or shards can go on from it. What was there before is replaced when the new one
-    is complete.
+    Any number of workers, stages or shards can resume from it. An existing checkpoint in the folder is replaced once
+    the new one is complete.
     """
     from fleetx.engine import checkpoint  # torch.distributed.checkpoint takes a while to import
 
@@ -326,14 +327,14 @@ def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
 
 
 def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Go on from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
+    """Resume from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
     from fleetx.engine import checkpoint
 
     checkpoint.load(_engine(model), Path(folder))
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
-    """What was requested, what is applied, in which order, why, and what it costs. Print it."""
+    """What is applied, in which order, why, and what it costs. Print it."""
     if strategy is not None:
         return Explanation(_checked(strategy), strategy.plan(), current().world)
     engine = _engine(model)
@@ -342,11 +343,11 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
 
 
 def batch(*, model: nn.Module | None = None) -> Chosen:
-    """How `auto` cuts the batch: make the loader with batch_size=fleet.batch().feed. Print it to see the search."""
+    """How `auto` divides the batch: make the loader with batch_size=fleet.batch().feed. Print it to see the search."""
     engine = _engine(model)
     chosen = current().entries[engine].chosen
     if chosen is None:
-        raise UsageError("fleet.batch() tells what strategy.auto chose, and auto is not on")
+        raise UsageError("fleet.batch() returns what strategy.auto chose, but auto is off: set strategy.auto = True")
     return chosen
 
 

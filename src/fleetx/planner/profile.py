@@ -17,7 +17,7 @@ from fleetx.base.trees import loss_by
 from fleetx.comm import averaging
 from fleetx.comm.paths import inside_hosts
 from fleetx.comm.roles import Place
-from fleetx.comm.world import World, anew
+from fleetx.comm.world import World, rejoin
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 from fleetx.measure.child import Answer, forked
@@ -170,7 +170,7 @@ def together(call: Callable[[Job, World], Any], job: Job, world: World, seconds:
         if world.device.type == "cuda":  # a device that is in use cannot be forked; nor does one die that is full
             answer = _here(lambda: call(job.copied(), world))
         else:
-            answer = forked(lambda: call(job, anew(world, host, port, meeting.detach())), seconds=seconds)
+            answer = forked(lambda: call(job, rejoin(world, host, port, meeting.detach())), seconds=seconds)
     return [Answer(**told) for told in world.gather_json({"value": answer.value, "error": answer.error})]
 
 

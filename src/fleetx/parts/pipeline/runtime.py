@@ -32,7 +32,7 @@ class Pipe:
     def __init__(self, part: Pipeline, stages: int, ranks: int, ctx: SetupContext):
         world = ctx.world
         self._part, self._stages, self._ctx = part, stages, ctx
-        self.group = world.parted([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
+        self.group = world.split([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
         ctx.divide(self.group)
         world.broadcast([t.detach() for t in (*ctx.model.parameters(), *ctx.model.buffers())])
         self.cut: Cut | None = None

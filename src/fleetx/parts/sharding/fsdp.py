@@ -79,4 +79,4 @@ def divide(model: nn.Module, names: Sequence[str], world: World, degree: int, *,
     for name in names:
         fully_shard(modules[name], mesh=mesh, reshard_after_forward=again, offload_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=again, offload_policy=policy)
-    return world.parted([list(range(first, first + degree)) for first in range(0, world.size, degree)])
+    return world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
