@@ -150,10 +150,10 @@ def test_inside_of_a_merge_window_another_layout_is_told_to_flush(ranks, tmp_pat
 
 def test_what_is_no_checkpoint_is_said(tmp_path):
     build({})
-    with pytest.raises(UsageError, match=r"nowhere is no checkpoint of fleet.save"):
+    with pytest.raises(UsageError, match=r"nowhere is not a checkpoint of fleet.save"):
         fleet.load(tmp_path / "nowhere")
     (tmp_path / "half.unfinished").mkdir()
-    with pytest.raises(UsageError, match="an unfinished one lies beside it"):
+    with pytest.raises(UsageError, match="next to it is an unfinished one"):
         fleet.load(tmp_path / "half")
 
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_model_is_said(tmp_path):
     current().entries.clear()
     model = nn.Linear(6, 3)
     fleet.distribute(model, adamw(model))
-    with pytest.raises(UsageError, match="is it of another"):
+    with pytest.raises(UsageError, match="is it from another"):
         fleet.load(tmp_path / "one")
 
 

@@ -149,7 +149,7 @@ def _train_frozen():
 
 def test_a_parameter_that_is_unfrozen_later_is_refused_between_ranks(ranks):
     message = ranks.run(_unfreeze)[0]
-    assert "parameter '0.weight' came into the training after fleet.distribute" in message
+    assert "parameter '0.weight' became trainable after fleet.distribute" in message
 
 
 def _unfreeze():
@@ -190,7 +190,7 @@ def test_a_plain_checkpoint_loads_and_a_fleetx_checkpoint_loads_into_plain_pytor
         zero_last(model, optimizer, x, y)
         zero_last(other, plain, x, y)
     plain.load_state_dict(optimizer.state_dict())
-    with pytest.warns(UserWarning, match="has nothing of fleetx: its parts begin anew"):
+    with pytest.warns(UserWarning, match="has no state of fleetx: strategies start from the beginning"):
         optimizer.load_state_dict(plain.state_dict())
     assert optimizer.state_dict()["fleetx"]["merged"] == 0
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_model_or_of_the_future_is_refused():
     _, optimizer = armed(MERGE)
     saved = optimizer.state_dict()
     saved["fleetx"]["withheld"] = {"nowhere.weight": torch.zeros(1)}
-    with pytest.raises(UsageError, match=r"a gradient of 'nowhere.weight' \(1,\), which the model has not"):
+    with pytest.raises(UsageError, match=r"a gradient of 'nowhere.weight' \(1,\), but the model has no such one"):
         optimizer.load_state_dict(saved)
     saved["fleetx"]["version"] = 99
     with pytest.raises(UsageError, match="newer fleetx"):
@@ -211,7 +211,7 @@ def test_a_checkpoint_taken_inside_of_a_merge_serves_only_the_rank_that_took_it(
     saved = ranks.run(_save_inside_of_a_merge)
     assert ranks.run(_load_on_both, saved[0]) == [
         "",
-        "this checkpoint was taken inside of a merge window by rank 0 of 2, and its gradients are that rank's alone; "
+        "this checkpoint was saved inside a merge window by rank 0 of 2, whose gradients only that rank can use, but "
         "this is rank 1 of 2. Save one checkpoint per rank, or call fleet.flush() before saving",
     ]
 
@@ -364,7 +364,7 @@ def test_a_stranger_in_the_optimizer_is_refused():
     def with_stranger(model):
         return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
 
-    with pytest.raises(StrategyError, match=r"1 parameters that the model has not \(shapes \(7,\)\)"):
+    with pytest.raises(StrategyError, match=r"1 parameters that are not in the model \(shapes \(7,\)\)"):
         armed(optimizer=with_stranger)
 
 

@@ -303,7 +303,7 @@ def _empty_shares(data, k, backward):
 def test_a_round_without_any_items_is_refused_on_every_rank(ranks):
     for message in ranks.run(_nothing_at_all):
         assert message == (
-            "the weights of this round add up to 0, which has no mean: leave such batches out before their backward()"
+            "the weights of this round add up to 0, so there is no mean: skip such batches before their backward()"
         )
 
 
@@ -445,7 +445,7 @@ def test_a_checkpoint_binds_inside_of_a_window_and_nowhere_else():
     optimizer2.load_state_dict(between)
     _step(again, optimizer2)
     optimizer2.load_state_dict(inside)
-    with pytest.raises(UsageError, match="was called in earlier steps and not in this one"):
+    with pytest.raises(UsageError, match="was called in earlier steps but not in this one"):
         _step(again, optimizer2)
 
 
@@ -481,7 +481,7 @@ def _collectives(data, model, optimizer, *, use):
 def test_what_is_no_number_of_items_is_refused(n):
     armed(MERGE)
     with pytest.raises(
-        UsageError, match="give the number of items that the loss is a mean over, finite and not below 0"
+        UsageError, match="pass the number of items that the loss is averaged over, finite and at least 0"
     ):
         fleet.weight(n)
 
@@ -495,10 +495,10 @@ def test_a_sum_has_no_weights():
 def test_a_second_weight_and_a_late_one_are_refused():
     model, optimizer = armed(MERGE)
     fleet.weight(1)
-    with pytest.raises(UsageError, match="called twice before one backward: call it once in each step"):
+    with pytest.raises(UsageError, match="called twice before one backward: call it once per step"):
         fleet.weight(1)
     model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(UsageError, match=r"came after backward\(\): call it before"):
+    with pytest.raises(UsageError, match=r"called after backward\(\): call it before"):
         fleet.weight(1)
     optimizer.step()
     fleet.weight(1)
@@ -508,12 +508,12 @@ def test_every_step_has_a_weight_or_none_has():
     model, optimizer = armed(MERGE)
     _step(model, optimizer, 2)
     with pytest.raises(
-        UsageError, match="called in earlier steps and not in this one: call it in every step or in none"
+        UsageError, match="called in earlier steps but not in this one: call it in every step or in none"
     ):
         _step(model, optimizer)
     model, optimizer = armed(MERGE)
     _step(model, optimizer)
-    with pytest.raises(UsageError, match="not called in the steps before: call it in every step or in none"):
+    with pytest.raises(UsageError, match="not called in earlier steps: call it in every step or in none"):
         _step(model, optimizer, 2)
 
 

@@ -75,7 +75,7 @@ def _uneven(counts):
 def test_ranks_with_unequal_numbers_of_batches_stop_together(ranks):
     for seen, said in ranks.run(_uneven, [7, 5]):
         assert seen == 5
-        assert said == ["rank 1 ran out of batches after 5; what the others still have is left out"]
+        assert said == ["rank 1 ran out of batches after 5; the remaining batches of the others are unused"]
     assert ranks.run(_uneven, [4, 4]) == [(4, []), (4, [])]
 
 

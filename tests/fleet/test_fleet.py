@@ -87,8 +87,8 @@ def test_a_master_that_nobody_answers_at_is_a_clear_error():
         port = str(s.getsockname()[1])
     env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
-    assert f"rank 1 of 2 could not meet the others at 127.0.0.1:{port}" in out.stdout, out
-    assert "Are all 2 workers started" in out.stdout
+    assert f"rank 1 of 2 could not reach the others at 127.0.0.1:{port}" in out.stdout, out
+    assert "Check that all 2 workers are started" in out.stdout
 
 
 def test_everything_before_init_says_what_to_call():
@@ -107,7 +107,7 @@ def test_parameter_servers_are_refused():
         fleet.init(is_collective=False)
     with pytest.raises(StrategyError, match="pass is_collective=True"):
         fleet.init(fleet.PaddleCloudRoleMaker())
-    with pytest.raises(TypeError, match=r"role_maker must be one of fleet.base.role_maker, not str"):
+    with pytest.raises(TypeError, match=r"role_maker must come from fleet.base.role_maker, not be a str"):
         fleet.init("collective")
     fleet.init(fleet.PaddleCloudRoleMaker(is_collective=True))
 
@@ -177,7 +177,7 @@ def test_two_models_are_told_apart_by_name():
     assert fleet.flush(optimizer=oa)
     assert not fleet.flush(optimizer=ob)
     assert fleet.explain(model=a).requested == ["gradient_merge"]
-    with pytest.raises(UsageError, match=r"not given to fleet.distribute"):
+    with pytest.raises(UsageError, match=r"not been passed to fleet.distribute"):
         fleet.flush(optimizer=sgd(net()))
 
 

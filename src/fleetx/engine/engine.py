@@ -14,9 +14,7 @@ neither a parameter without a gradient nor its state. So the user's optimizer ke
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -35,7 +33,7 @@ from fleetx.engine.context import Bucket, SetupContext, StepContext
 from fleetx.engine.dtensors import renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
-from fleetx.engine.plain import PlainOptimizer
+from fleetx.engine.plain import PlainOptimizer, forget_compiled
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import Run, key_of
 from fleetx.engine.taps import PENALTY, reaches, tap
@@ -56,7 +54,7 @@ class Engine(Run):
         self._calls = {stage: self._bound(stage) for stage in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
-        self._handles: list[Any] = []  # of hooks, to remove them
+        self.handles: list[Any] = []  # of hooks, to remove them
         try:
             self._arm()
         except BaseException:
@@ -90,9 +88,9 @@ class Engine(Run):
         # With nothing to do to a backward or to a step, the engine leaves both alone.
         self._watching = self._reducer is not None or self._owns_grad
         self._active = self._watching or bool(self._calls[Stage.GRADIENT])
-        _forget_compiled()
+        forget_compiled()
         steps = OuterStep(self._before_step, self._after_step)
-        self._handles += [
+        self.handles += [
             self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
             self.optimizer.register_step_pre_hook(steps.enter),
@@ -118,27 +116,6 @@ class Engine(Run):
         """Drop what holds the process group."""
         self._reducer = None
         self.network.close()
-
-    def release(self) -> tuple[nn.Module, Optimizer]:
-        """Undo `_arm`: the model and the optimizer are plain again."""
-        if self.merged or self.step.tapped:
-            raise UsageError(
-                "a merge window or a backward is still open: call optimizer.step() and fleet.flush() before "
-                "fleet.release"
-            )
-        self.drain(last=True)
-        for handle in self._handles:
-            handle.remove()
-        self.close()
-        for undo in reversed(self.undo):
-            undo()
-        unwrap(self.model)
-        self.gradients.detach()
-        self.undo, self.notes, self._calls = [], {}, {}
-        gc.collect()  # the reducer holds its process group until it is gone
-        self.world.destroy_groups()
-        _forget_compiled()
-        return self.model, self.optimizer
 
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -350,9 +327,3 @@ class Engine(Run):
 
     def _load(self, optimizer: Optimizer) -> None:
         state.load(self, self._loading)
-
-
-def _forget_compiled() -> None:
-    """torch.compile does not guard on hooks: what it compiled for this class before would run without ours."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()

@@ -1,12 +1,49 @@
-"""What the user's optimizer was before a strategy changed it, so that `fleet.release` can give it back."""
+"""`fleet.release`: take everything off a model and an optimizer again."""
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import sys
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.base.wrapping import unwrap
+from fleetx.errors import UsageError
+
+if TYPE_CHECKING:
+    from fleetx.engine.engine import Engine
+
 _MISSING = object()
+
+
+def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
+    """Undo what arming did. Every rank must call it."""
+    if engine.merged or engine.step.tapped:
+        raise UsageError(
+            "a merge window or a backward is still open: call optimizer.step() and fleet.flush() before fleet.release"
+        )
+    engine.drain(last=True)
+    for handle in engine.handles:
+        handle.remove()
+    engine.close()
+    for undo in reversed(engine.undo):
+        undo()
+    unwrap(engine.model)
+    engine.gradients.detach()
+    engine.undo, engine.notes = [], {}
+    gc.collect()  # the reducer holds its process group until it is collected
+    engine.world.destroy_groups()
+    forget_compiled()
+    return engine.model, engine.optimizer
+
+
+def forget_compiled() -> None:
+    """torch.compile does not guard on hooks: what it compiled for this class before would not run them."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 class PlainOptimizer:

@@ -68,7 +68,7 @@ class ScheduledEngine(Engine):
         self._owns_grad = True  # a rank has only part of shared weights and of norms
         super()._arm()
         peers.start_heartbeat(self.world)
-        self._handles.append(self.model.register_state_dict_post_hook(Hook(self._leave_out)))
+        self.handles.append(self.model.register_state_dict_post_hook(Hook(self._leave_out)))
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Drop what only other ranks hold: it would be saved without values."""

@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,12 +18,25 @@ from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_e
 from fleetx.comm.session import Entry, current
 from fleetx.comm.world import TIMEOUT, World
 from fleetx.engine.engine import Engine
+from fleetx.engine.plain import release as _release
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy
 from fleetx.fleet.auto import check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
+from fleetx.fleet.workers import (
+    barrier_worker,
+    device,
+    is_first_worker,
+    is_worker,
+    local_rank,
+    replica_index,
+    replica_num,
+    worker_endpoints,
+    worker_index,
+    worker_num,
+)
 from fleetx.parts.pipeline.device_guard import device_guard
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.explain import Explanation
@@ -107,56 +119,6 @@ def _here() -> World:
     return current().here()
 
 
-def worker_index() -> int:
-    """The rank of this worker."""
-    return _here().rank
-
-
-def worker_num() -> int:
-    """The number of workers."""
-    return _here().size
-
-
-def is_first_worker() -> bool:
-    return _here().rank == 0
-
-
-def is_worker() -> bool:
-    """True: in collective training every process is a worker."""
-    return _here() is not None
-
-
-def local_rank() -> int:
-    """The rank of this worker on its machine."""
-    return _here().place.local_rank
-
-
-def replica_index(model: nn.Module | None = None) -> int:
-    """Which replica of the model this worker belongs to: pass it as `rank` to a DistributedSampler."""
-    return _engine(model).layout.replica_group.rank
-
-
-def replica_num(model: nn.Module | None = None) -> int:
-    """The number of replicas. Workers of one replica (the stages of a pipeline) take the same batches."""
-    return _engine(model).layout.replica_group.size
-
-
-def worker_endpoints(to_string: bool = False) -> list[str] | str:
-    """The addresses of all workers, as a list or joined by commas."""
-    endpoints = list(_here().place.endpoints)
-    return ",".join(endpoints) if to_string else endpoints
-
-
-def barrier_worker() -> None:
-    """Wait for all workers."""
-    _here().barrier()
-
-
-def device() -> torch.device:
-    """The device of this worker. Move the model and the batches there."""
-    return _here().device
-
-
 # --- the strategy ---------------------------------------------------------------------------------
 def distribute(
     model: nn.Module,
@@ -199,7 +161,7 @@ def release(model: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
     discarded, such as the residuals of `dgc`.
     """
     engine = _engine(model)
-    plain = engine.release()
+    plain = _release(engine)
     current().remove(engine)
     return plain
 
