@@ -612,7 +612,7 @@ def test_a_gradient_that_was_replaced_is_noticed():
         (MERGE, {**MERGE, **FP16}, "gradients are summed; with this strategy they would be scaled and summed"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the checkpoint holds the state of AMP")
+@pytest.mark.filterwarnings("ignore:the checkpoint has the state of AMP")
 def test_a_window_is_not_continued_under_another_strategy(saved_with, loaded_with, message):
     model, optimizer = armed(saved_with)
     zero_last(model, optimizer, *batches(1)[0])
