@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench clean
+.PHONY: help install train quick test nightly lint bench wheel clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,17 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## train a small ResNet on real digits with two workers and several strategies
 	$(BIN)/fleetrun --device cpu --nproc_per_node 2 --log_dir log examples/digits.py $(ARGS)
 
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+# Two workers on two cores; each has its own pools of ranks.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: $(STAMP)  ## the tests for after each change, about a minute
+	$(PYTEST) -m "not slow and not nightly" $(ARGS)
+
+test: $(STAMP)  ## every test that proves a promise; CI runs this
+	$(PYTEST) -m "not nightly" $(ARGS)
+
+nightly: $(STAMP)  ## all tests
+	$(PYTEST) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -33,6 +42,9 @@ lint: $(STAMP)  ## ruff and mypy
 
 bench: $(STAMP)  ## run the benchmarks: ratios measured side by side, JSON in benchmarks/out
 	$(BIN)/python -m benchmarks $(ARGS)
+
+wheel: $(STAMP)  ## build the wheel into dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove .venv and what was built
 	rm -rf $(VENV) build dist src/*.egg-info log benchmarks/out
