@@ -48,6 +48,8 @@ _SETUP = (Stage.MODEL, Stage.UPDATE)
 class Engine(Run):
     """One model, one optimizer, one plan."""
 
+    taps = True  # does it watch backward enter through the model's output?
+
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         check(plan, model, optimizer, world)
         super().__init__(plan, model, optimizer, world)
@@ -128,7 +130,7 @@ class Engine(Run):
         self.step.inputs = args, kwargs
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
-        if not torch.is_grad_enabled() or not outermost:
+        if not torch.is_grad_enabled() or not outermost or not self.taps:
             return None
         if self._calls[Stage.LOSS] or (self._watching and self.weights.used is not False):  # None: not known yet
             args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
@@ -147,7 +149,7 @@ class Engine(Run):
                     out = map_tensors(function, out)
         if (loss := loss_of(out)) is not None and torch.is_grad_enabled():
             self.step.loss = loss.detach()
-        if out is None or not self._watching or not torch.is_grad_enabled() or self._forwards:
+        if out is None or not self.taps or not self._watching or not torch.is_grad_enabled() or self._forwards:
             return out
         if self._reducer is not None:
             out = self._reducer.after_forward(out, communicate=self._opens())

@@ -27,6 +27,7 @@ class ScheduledEngine(Engine):
     """An engine in which a part runs forward and backward."""
 
     _running = False
+    taps = False  # `forward_backward` does what taps would notice
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
         """Under `torch.no_grad()`, the forward alone."""
@@ -54,15 +55,7 @@ class ScheduledEngine(Engine):
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is self.model and not self._running:
             raise UsageError(_ONLY_FORM)
-        with torch.no_grad():  # the base class enters the contexts but does not tap
-            return super()._before_forward(model, args, kwargs)
-
-    def _after_forward(self, model: nn.Module, args: Any, out: Any) -> Any:
-        watching, self._watching = self._watching, False
-        try:
-            return super()._after_forward(model, args, out)
-        finally:
-            self._watching = watching
+        return super()._before_forward(model, args, kwargs)
 
     def _arm(self) -> None:
         self._owns_grad = True  # a rank has only part of shared weights and of norms
