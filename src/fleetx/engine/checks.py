@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
-from fleetx.errors import StrategyError
+from fleetx.errors import StrategyError, UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Stage
 
@@ -26,6 +27,16 @@ def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> N
     problems += _optimizer(plan, optimizer, names)
     if problems:
         raise StrategyError(problems)
+
+
+def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
+    """DistributedDataParallel around a distributed model would divide the gradient by the world size again."""
+    active: Any = DistributedDataParallel._active_ddp_module
+    if active is not None and active.module is model and active is not getattr(reducer, "ddp", None):
+        raise UsageError(
+            "the distributed model is wrapped in DistributedDataParallel, which would average its gradients a second "
+            "time: remove the wrapper (in a Trainer or in Fabric, turn its own data parallelism off)"
+        )
 
 
 def _model(plan: Plan, model: nn.Module) -> Iterator[str]:

@@ -28,7 +28,7 @@ from fleetx.base.wrapping import unwrap
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import state
-from fleetx.engine.checks import check
+from fleetx.engine.checks import check, check_not_wrapped
 from fleetx.engine.context import Bucket, SetupContext, StepContext
 from fleetx.engine.dtensors import renamed
 from fleetx.engine.gradients import Gradients
@@ -123,6 +123,7 @@ class Engine(Run):
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
             return None
+        check_not_wrapped(self.model, self._reducer)
         outermost = not self._forwards  # a model may call itself
         stack = ExitStack()
         finish: list[Any] = []

@@ -77,7 +77,7 @@ class Reducer(LateReducer):
     ):
         super().__init__(names, world, bucket_cap_mb)
         device = next(iter(self.known)).device
-        self._ddp = DistributedDataParallel(
+        self.ddp = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
             forward_sync_buffers=False,  # DataParallel sends them once per round, so evaluation does not communicate
@@ -85,25 +85,25 @@ class Reducer(LateReducer):
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
-        self._ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
+        self.ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
         self._prepared, self._moved = False, moved
         if reduce is not None:
-            self._ddp.register_comm_hook(None, self._hook(reduce))
+            self.ddp.register_comm_hook(None, self._hook(reduce))
 
     def active(self) -> AbstractContextManager[Any]:
         """While the forward runs, have torch.compile split its graph at the buckets, to keep the overlap."""
-        return self._ddp._inside_ddp_forward()
+        return self.ddp._inside_ddp_forward()
 
     def after_forward(self, out: Any, *, communicate: bool) -> Any:
         """Prepare here, as DDP does: backward may reach parameters before it reaches the model's output."""
         if communicate:
             self._prepare(list(_find_tensors(out)))
-        return self._ddp._post_forward(out) if self._ddp.find_unused_parameters else out
+        return self.ddp._post_forward(out) if self.ddp.find_unused_parameters else out
 
     def begin_backward(self) -> None:
         """This backward communicates. The forward prepared for one; a second backward is prepared here."""
         if not self._prepared:
-            if self._ddp.find_unused_parameters:
+            if self.ddp.find_unused_parameters:
                 raise UsageError("with find_unused_parameters, a forward can have only one backward, right after it")
             self._prepare([])
         self._prepared = False
@@ -111,16 +111,16 @@ class Reducer(LateReducer):
     def _prepare(self, outputs: list[Tensor]) -> None:
         with _in_plain_words():
             # After the first backward, DDP once reorders its buckets and moves the gradients into them.
-            if self._ddp.reducer._rebuild_buckets():
+            if self.ddp.reducer._rebuild_buckets():
                 self._moved()
-            self._ddp.reducer.prepare_for_forward()
-            self._ddp.reducer.prepare_for_backward(outputs if self._ddp.find_unused_parameters else [])
+            self.ddp.reducer.prepare_for_forward()
+            self.ddp.reducer.prepare_for_backward(outputs if self.ddp.find_unused_parameters else [])
         self._prepared = True
 
     def check_finished(self) -> None:
         """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
         try:
-            self._ddp._check_reducer_finalized()
+            self.ddp._check_reducer_finalized()
         except RuntimeError as error:
             unused = [name for p, name in self._names.items() if p in self.known and p.grad is None]
             raise UsageError(
