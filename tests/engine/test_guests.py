@@ -16,7 +16,7 @@ def wrapped(settings):
     model = net()
     model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**settings))
     outer = DistributedDataParallel(model)
-    with pytest.raises(UsageError, match="wrapped in DistributedDataParallel, .* remove the wrapper") as caught:
+    with pytest.raises(UsageError, match=r"wrapped in DistributedDataParallel, .* remove the wrapper") as caught:
         outer(torch.randn(4, 6))
     x, y = torch.randn(4, 6), torch.randn(4, 3)
     mse_loss(model(x), y).backward()  # without the wrapper it trains
