@@ -75,7 +75,7 @@ class Settings(MutableMapping[str, Any]):
         try:
             part = self.kind(**known)
         except ValidationError as error:
-            problems += [self._wrong(known, e["loc"], e["msg"]) for e in error.errors()]
+            problems += self._wrong(error)
         if problems:
             raise StrategyError(problems)
         return part
@@ -84,11 +84,16 @@ class Settings(MutableMapping[str, Any]):
         hint = did_you_mean(key, self._defaults, otherwise=f"possible keys: {self._keys()}")
         return f"{self._where()} has no {key!r}: {hint}"
 
-    def _wrong(self, values: dict[str, Any], loc: tuple[int | str, ...], message: str) -> str:
-        key = str(loc[0])
-        item = "".join(f"[{i}]" for i in loc[1:])
-        message = message.replace("Input should", "must").replace("Value error, ", "")
-        return f"{self._where(key)}{item} = {values[key]!r}: {message} (default {self._defaults[key]!r})"
+    def _wrong(self, error: ValidationError) -> Iterator[str]:
+        reasons: dict[tuple[str, str], list[str]] = {}  # several, if a setting may have one of several types
+        for e in error.errors():
+            key = str(e["loc"][0])
+            place = self._where(key) + "".join(f"[{i}]" for i in e["loc"][1:] if isinstance(i, int))
+            reasons.setdefault((key, f"{place} = {e['input']!r}"), []).append(_plain_english(e["msg"]))
+        for (key, assignment), texts in reasons.items():
+            *rest, last = dict.fromkeys(texts)
+            text = f"{', '.join(rest)} or {last}" if rest else last
+            yield f"{assignment}: must be {text} (default {self._defaults[key]!r})"
 
     def _where(self, key: str = "") -> str:
         """The setting as the user writes it."""
@@ -108,6 +113,22 @@ def changed(part: Part) -> str:
     values = {key: getattr(part, key) for key in defaults if getattr(part, key) != defaults[key]}
     names = {field: name for name, field in part.flat.items()}
     return ", ".join(f"{names.get(key, key)}={value!r}" for key, value in values.items())
+
+
+def _plain_english(message: str) -> str:
+    for pydantic, plain in _PLAIN_ENGLISH.items():
+        message = message.replace(pydantic, plain)
+    return message
+
+
+_PLAIN_ENGLISH = {
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid boolean": "True or False",
+    "a valid integer": "an integer",
+    "a valid ": "a ",
+}
 
 
 def _plain(value: Any) -> Any:
