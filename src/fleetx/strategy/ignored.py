@@ -47,7 +47,7 @@ class BuildStrategy:
 _RECORDS = (ExecutionStrategy, BuildStrategy)
 
 _DEFAULTS: dict[str, tuple[Any, str]] = {
-    "execution_strategy": (ExecutionStrategy(), "PyTorch runs the model eagerly: there is no graph executor"),
+    "execution_strategy": (ExecutionStrategy(), "there is no graph executor: PyTorch runs the model eagerly"),
     "build_strategy": (BuildStrategy(), "there is no graph to build: use torch.compile to fuse operations"),
     "sync_nccl_allreduce": (True, "the update always waits for the reduction"),
     "last_comm_group_size_MB": (1.0, "DistributedDataParallel chooses the size of its first bucket"),
