@@ -1,12 +1,12 @@
-"""Every error that fleetx raises on purpose.
+"""The errors that fleetx raises on purpose.
 
 FleetxError
-├── StrategyError (ValueError)    the declared strategy is wrong or cannot be composed; lists all problems at once
-├── WorldError (RuntimeError)     the processes cannot form a world: environment, address, rank
-├── UsageError (RuntimeError)     the training loop does something that the strategy cannot honour
-├── LaunchError (RuntimeError)    fleetrun cannot start what was asked for
-├── DataError (ValueError)        a file or a record is not what its format asks for; names file and line
-└── DownloadError (RuntimeError)  data could not be brought here; names the files
+├── StrategyError (ValueError)    the strategy is invalid, or its switches conflict; lists all problems at once
+├── WorldError (RuntimeError)     the processes cannot form a world: environment, address or rank
+├── UsageError (RuntimeError)     the training loop does something that the strategy does not support
+├── LaunchError (RuntimeError)    fleetrun cannot start the script
+├── DataError (ValueError)        a file or a record does not have the expected format; names the file and line
+└── DownloadError (RuntimeError)  a download failed; names the files
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 
 class FleetxError(Exception):
-    """The root of the tree: catch it to catch everything that fleetx raises on purpose."""
+    """Base class of all errors that fleetx raises on purpose."""
 
 
 class StrategyError(FleetxError, ValueError):
-    """What was declared cannot happen as declared. `problems` has one sentence for each reason."""
+    """The strategy cannot be used as declared. `problems` has one sentence per reason."""
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -33,20 +33,20 @@ class WorldError(FleetxError, RuntimeError):
 
 
 class UsageError(FleetxError, RuntimeError):
-    """The training loop does something that the strategy cannot honour."""
+    """The training loop does something that the strategy does not support."""
 
 
 class LaunchError(FleetxError, RuntimeError):
-    """fleetrun cannot start what was asked for."""
+    """fleetrun cannot start the script."""
 
 
 class DataError(FleetxError, ValueError):
-    """A file or a record is not what its format asks for; the message names file and line."""
+    """A file or a record does not have the expected format; the message names the file and line."""
 
 
 class DownloadError(FleetxError, RuntimeError):
-    """Data could not be brought here. `failed` names the files, where single files failed."""
+    """A download failed. `failed` names the files, if single files failed."""
 
-    def __init__(self, sentence: str, *, failed: Sequence[str] = ()):
+    def __init__(self, message: str, *, failed: Sequence[str] = ()):
         self.failed = tuple(failed)
-        super().__init__(sentence)
+        super().__init__(message)

@@ -228,9 +228,9 @@ def test_explain_says_what_happens_in_order_and_why():
     fleet.distribute(model, sgd(model), strategy)
     told = fleet.explain()
     assert told.requested == ["amp", "clip", "gradient_merge"]
-    assert told.applied.index("AMP.unscale") < told.applied.index("Clip.shrink")
+    assert told.applied.index("amp.unscale") < told.applied.index("clip.shrink")
     text = str(told)
-    for piece in ("requested: amp, clip, gradient_merge", "k_steps=4", "one rank", "Clip.shrink", "after AMP.unscale"):
+    for piece in ("requested: amp, clip, gradient_merge", "k_steps=4", "one rank", "runs after amp and"):
         assert piece in text, piece
     assert all(len(line) <= 118 for line in text.splitlines())
 

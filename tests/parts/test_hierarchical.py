@@ -15,7 +15,7 @@ def told():
 
 def test_one_host_is_one_group_and_explain_says_that_it_gains_nothing(ranks):
     for text in ranks.run(told):
-        assert "Hierarchical: all 2 ranks are in one group" in text
+        assert "use_hierarchical_allreduce: all 2 ranks are in one group" in text
 
 
 def test_it_is_right_nevertheless(ranks):

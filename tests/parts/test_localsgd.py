@@ -263,7 +263,7 @@ def test_bad_settings(settings, message):
 
 
 def test_two_reducers():
-    with pytest.raises(StrategyError, match=r"FP16AllReduce.send and LocalSGD.keep each want the REDUCE stage"):
+    with pytest.raises(StrategyError, match="`fp16_allreduce` and `localsgd` both control what ranks exchange"):
         fleet.DistributedStrategy(localsgd=True, fp16_allreduce=True).plan()
 
 

@@ -185,10 +185,10 @@ def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):
         ({"sharding": config(2, sharding_group_size=4)}, "mean the same: keep one"),
         ({"sharding": config(2, segment_anchors=["0"])}, "has no effect without"),
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
-        ({"sharding": config(2), "dgc": True}, "each want the REDUCE stage"),
-        ({"sharding": config(2), "localsgd": True}, "each want the REDUCE stage"),
+        ({"sharding": config(2), "dgc": True}, "both control what ranks exchange"),
+        ({"sharding": config(2), "localsgd": True}, "both control what ranks exchange"),
         ({"sharding": config(2), "nccl_comm_num": 2}, "nccl_comm_num at 1"),
-        ({"sharding": config(2), "recompute": {"memory_budget": "min"}}, "Recompute.fit cannot take"),
+        ({"sharding": config(2), "recompute": {"memory_budget": "min"}}, "does not work with parameters sharded"),
     ],
 )
 def test_what_cannot_be_is_said(ranks, declared, said):

@@ -1,4 +1,4 @@
-"""The order is derived from what the parts declare; so are the conflicts."""
+"""Both the order of acts and the conflicts between parts are derived from what parts declare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fleetx import StrategyError
 from fleetx.parts.amp import AMP
 from fleetx.parts.clip import Clip
 from fleetx.parts.data_parallel import DataParallel
+from fleetx.parts.dgc import DGC
+from fleetx.parts.fp16_allreduce import FP16AllReduce
 from fleetx.parts.gradient_merge import GradientMerge
+from fleetx.parts.lars import LARS
 from fleetx.parts.recompute import Recompute
 from fleetx.parts.sync_batch_norm import SyncBatchNorm
 from fleetx.strategy.compose import compose, first
@@ -22,7 +25,9 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class Sparse(Part):
-    """Takes the reduction, wants an unscaled gradient, and leaves momentum in it."""
+    """Reduces gradients, needs them unscaled, and leaves momentum in them."""
+
+    switch = "sparse"
 
     @at(Stage.REDUCE, bars={Fact.SCALED}, makes={Fact.MOMENTUM})
     def send(self, bucket, ctx): ...
@@ -30,7 +35,9 @@ class Sparse(Part):
 
 @settings
 class Alone(Part):
-    """Takes the reduction too."""
+    """Reduces gradients too."""
+
+    switch = "alone"
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def nothing(self, bucket, ctx): ...
@@ -38,7 +45,9 @@ class Alone(Part):
 
 @settings
 class Rule(Part):
-    """An update rule that has momentum of its own."""
+    """An update rule with momentum of its own."""
+
+    switch = "rule"
 
     @at(Stage.UPDATE, bars={Fact.MOMENTUM})
     def update(self, optimizer, ctx): ...
@@ -46,18 +55,24 @@ class Rule(Part):
 
 @settings
 class Hungry(Part):
+    switch = "hungry"
+
     @at(Stage.GRADIENT, needs={Fact.PARTED})
     def eat(self, grads, ctx): ...
 
 
 @settings
 class Chicken(Part):
+    switch = "chicken"
+
     @at(Stage.GRADIENT, needs={Fact.LOCAL}, makes={Fact.PARTED})
     def hatch(self, grads, ctx): ...
 
 
 @settings
 class Egg(Part):
+    switch = "egg"
+
     @at(Stage.GRADIENT, needs={Fact.PARTED}, makes={Fact.LOCAL})
     def lay(self, grads, ctx): ...
 
@@ -72,8 +87,8 @@ def names(parts):
 def test_the_order_is_derived_and_ignores_the_order_of_declaration():
     parts = [GradientMerge(k_steps=4), FP16, Clip(), Rule(), DataParallel()]
     want = names(parts)
-    assert want.index("AMP.unscale") < want.index("Clip.shrink")
-    assert want.index("GradientMerge.mean") < want.index("Clip.shrink")
+    assert want.index("amp.unscale") < want.index("clip.shrink")
+    assert want.index("gradient_merge.mean") < want.index("clip.shrink")
     for again in itertools.permutations(parts):
         assert names(again) == want
 
@@ -81,23 +96,39 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([Sparse(), Alone()], "Alone.nothing and Sparse.send each want the REDUCE stage for themselves: keep one"),
-        ([Sparse(), FP16], "Sparse.send cannot take a gradient multiplied by a loss scale, which AMP.scale makes it"),
+        ([Sparse(), Alone()], "`alone` and `sparse` both control what ranks exchange during backward: use only one of"),
+        (
+            [Sparse(), FP16],
+            "`sparse` does not work with gradients multiplied by a loss scale, which `amp` with "
+            "init_loss_scaling=1024.0 produces: turn one of them off or change these settings",
+        ),
         (
             [Sparse(), Rule()],
-            "Rule.update cannot take a gradient that carries momentum already, which Sparse.send makes it",
+            "`rule` does not work with gradients that already contain momentum, which `sparse` produces: "
+            "turn one of them off",
         ),
-        ([Hungry()], "Hungry.eat needs a gradient of which this rank holds only a part, and no part makes it so"),
-        ([Chicken(), Egg()], "each need the other to run first"),
-        (
-            [Clip(), Sparse()],
-            "Clip.shrink cannot take a gradient that carries momentum already, which Sparse.send makes it",
-        ),
+        ([Hungry()], "`hungry` needs parameters sharded across ranks, which nothing in this strategy produces: turn"),
+        ([Chicken(), Egg()], "`chicken` each need the other to run first: use only one of them"),
+        ([Clip(), Sparse()], "`clip` does not work with gradients that already contain momentum, which `sparse`"),
     ],
 )
-def test_a_conflict_is_derived_and_names_both_sides(parts, message):
-    with pytest.raises(StrategyError, match=message):
+def test_a_conflict_is_derived_and_names_both_switches(parts, message):
+    with pytest.raises(StrategyError) as caught:
         compose(parts)
+    assert message in str(caught.value)
+
+
+def test_three_switches_that_want_the_same_stage_are_one_problem():
+    with pytest.raises(StrategyError) as caught:
+        compose([Sparse(), Alone(), FP16AllReduce()])
+    (problem,) = caught.value.problems
+    assert problem.startswith("`alone`, `fp16_allreduce` and `sparse` all control what ranks exchange")
+
+
+def test_two_switches_that_conflict_twice_are_one_problem():
+    with pytest.raises(StrategyError) as caught:
+        compose([DGC(), LARS()])
+    assert len(caught.value.problems) == 1
 
 
 def test_all_conflicts_come_at_once():
@@ -107,13 +138,13 @@ def test_all_conflicts_come_at_once():
 
 
 def test_bf16_has_no_scale_so_what_bars_one_accepts_it():
-    assert "Sparse.send" in names([Sparse(), AMP(dtype="bfloat16")])
+    assert "sparse.send" in names([Sparse(), AMP(dtype="bfloat16")])
 
 
 def test_a_plan_knows_what_is_true_when_each_act_is_called():
     plan = compose([GradientMerge(k_steps=4), FP16, Clip()])
-    (clip,) = [a for a in plan.acts if a.name == "Clip.shrink"]
-    (unscale,) = [a for a in plan.acts if a.name == "AMP.unscale"]
+    (clip,) = [a for a in plan.acts if a.name == "clip.shrink"]
+    (unscale,) = [a for a in plan.acts if a.name == "amp.unscale"]
     assert plan.facts_at(clip) == frozenset()
     assert Fact.SCALED in plan.facts_at(unscale)
 
@@ -128,7 +159,7 @@ def test_every_subset_of_the_built_parts_composes(n):
             assert compose([*parts, DataParallel()])
 
 
-class _Moment:
+class _Context:
     def __init__(self, state):
         self.state, self.divisor, self.device = state, 4.0, torch.device("cpu")
 
@@ -155,7 +186,7 @@ def test_acts_whose_order_the_facts_leave_open_commute(parts):
         grads = [torch.randn(3) * 100 for _ in range(4)]
         state = {type(p): p.init({"p": nn.Parameter(torch.zeros(1))}) for p in parts}
         for act in order:
-            assert act.call(grads, _Moment(state[type(act.part)])) is not False
+            assert act.call(grads, _Context(state[type(act.part)])) is not False
         results.append(torch.cat(grads))
     assert len(results) > 1
     for result in results[1:]:

@@ -1,4 +1,4 @@
-"""One object, three styles, nothing dropped."""
+"""One object, three ways to write it, nothing ignored silently."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def test_values_are_kept_as_plain_data(tmp_path):
     assert DistributedStrategy.load(tmp_path / "a.yaml") == b
 
 
-def test_loading_on_an_instance_is_refused_because_it_would_change_nothing(tmp_path):
-    with pytest.raises(TypeError, match=r"load makes a new strategy: strategy = DistributedStrategy.load\(path\)"):
+def test_loading_on_an_instance_raises_because_it_would_change_nothing(tmp_path):
+    with pytest.raises(TypeError, match=r"returns a new strategy: write strategy = DistributedStrategy.load\(path\)"):
         DistributedStrategy().load(tmp_path / "s.yaml")
 
 
@@ -180,35 +180,39 @@ def test_two_strategies_share_nothing():
 BAD = [
     ({"ampp": True}, r"no 'ampp': did you mean 'amp'\?"),
     ({"amp_config": {}}, r"no 'amp_config': did you mean 'amp_configs'\?"),
-    ({"zzz": 1}, r"no 'zzz'. It has: .*gradient_merge"),
+    ({"zzz": 1}, r"no 'zzz': possible names: .*gradient_merge"),
     ({"amp": 1}, r"amp = 1: must be True or False or a dict"),
     ({"amp": "True"}, r"amp = 'True': must be True or False"),
     ({"use_hierarchical_allreduce": {"a": 1}}, r"must be True or False$"),
-    ({"amp_configs": 3}, r"amp_configs = 3: must be a dict with keys of init_loss_scaling"),
+    ({"amp_configs": 3}, r"amp_configs = 3: must be a dict; possible keys: init_loss_scaling"),
     ({"amp": {"incr_ration": 2.0}}, r"amp_configs has no 'incr_ration': did you mean 'incr_ratio'\?"),
     (
         {"gradient_merge": {"k_steps": 0}},
-        r"gradient_merge_configs\['k_steps'\] = 0: must be greater than or equal to 1",
+        r"gradient_merge_configs\['k_steps'\] = 0: must be at least 1",
     ),
-    ({"gradient_merge": {"k_steps": 2.5}}, r"k_steps'\] = 2.5: must be a valid integer \(default 1\)"),
-    ({"gradient_merge": {"k_steps": True}}, r"k_steps'\] = True: must be a valid integer"),
-    ({"gradient_merge": {"k_steps": "4"}}, r"k_steps'\] = '4': must be a valid integer"),
-    ({"gradient_merge": {"avg": 1}}, r"avg'\] = 1: must be a valid boolean"),
-    ({"dgc": {"sparsity": [0.5, 1.5]}}, r"dgc_configs\['sparsity'\]\[1\] = \[0.5, 1.5\]: must be less than 1"),
-    ({"pipeline": {"micro_batch": -1}}, r"micro_batch'\] = -1: must be greater than or equal to 1"),
-    ({"recompute": {"checkpoints": "layer1"}}, r"checkpoints'\] = 'layer1': must be a valid list"),
+    ({"gradient_merge": {"k_steps": 2.5}}, r"k_steps'\] = 2.5: must be an integer \(default 1\)"),
+    ({"gradient_merge": {"k_steps": True}}, r"k_steps'\] = True: must be an integer"),
+    ({"gradient_merge": {"k_steps": "4"}}, r"k_steps'\] = '4': must be an integer"),
+    ({"gradient_merge": {"avg": 1}}, r"avg'\] = 1: must be True or False"),
+    ({"dgc": {"sparsity": [0.5, 1.5]}}, r"dgc_configs\['sparsity'\]\[1\] = 1.5: must be less than 1"),
+    (
+        {"recompute": {"memory_budget": []}},
+        r"= \[\]: must be a string, an integer or a number \(default None\)",
+    ),
+    ({"pipeline": {"micro_batch": -1}}, r"micro_batch'\] = -1: must be at least 1"),
+    ({"recompute": {"checkpoints": "layer1"}}, r"checkpoints'\] = 'layer1': must be a list"),
     ({"amp": {"dtype": "float8"}}, r"dtype'\] = 'float8': must be 'float16' or 'bfloat16'"),
     ({"clip": {"clip_norm": 0}}, r"clip_norm'\] = 0: must be greater than 0"),
-    ({"nccl_comm_num": 0}, r"^nccl_comm_num = 0: must be greater than or equal to 1"),
-    ({"fuse_grad_size_in_MB": "32"}, r"^fuse_grad_size_in_MB = '32': must be a valid number"),
+    ({"nccl_comm_num": 0}, r"^nccl_comm_num = 0: must be at least 1"),
+    ({"fuse_grad_size_in_MB": "32"}, r"^fuse_grad_size_in_MB = '32': must be a number"),
     ({"cudnn_exhaustive_search": "no"}, r"must be a bool"),
     ({"execution_strategy": {"num_thread": 2}}, r"no 'num_thread': did you mean 'num_threads'"),
-    ({"execution_strategy": 3}, r"must have fields such as num_threads"),
+    ({"execution_strategy": 3}, r"must be a dict or an object; possible fields: num_threads"),
     ({"execution_strategy": {"num_threads": "many"}}, r"execution_strategy.num_threads = 'many': must be int"),
     ({"build_strategy": SimpleNamespace(sync_batch_norm=True)}, r"build_strategy has no 'sync_batch_norm'"),
     ({"fuse_grad_size_in_MB": float("inf")}, r"must be a finite number"),
-    ({"a_sync": True}, r"a_sync: parameter-server training is not part of fleetx"),
-    ({"tensor_parallel": True}, r"tensor_parallel: .*not part of fleetx"),
+    ({"a_sync": True}, r"a_sync: parameter-server training is not supported"),
+    ({"tensor_parallel": True}, r"tensor_parallel: .*not supported: use sharding or pipeline"),
 ]
 
 
@@ -229,10 +233,10 @@ def test_reading_an_unknown_name_is_an_attribute_error_with_the_nearest_one():
     assert not hasattr(DistributedStrategy(), "zzz")
 
 
-def test_what_would_be_dropped_is_refused():
-    with pytest.raises(StrategyError, match="are both given: keep one"):
+def test_contradictory_settings_raise():
+    with pytest.raises(StrategyError, match="are both given: use only one of them"):
         DistributedStrategy(amp={"incr_ratio": 3.0}, amp_configs={"decr_ratio": 0.5})
-    with pytest.raises(StrategyError, match="fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False"):
+    with pytest.raises(StrategyError, match=r"^fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False"):
         DistributedStrategy(fuse_all_reduce_ops=False, fuse_grad_size_in_MB=8).plan()
 
 
@@ -256,7 +260,7 @@ def test_all_problems_come_at_once():
         assert name in text
 
 
-def test_settings_without_their_switch_are_refused_but_an_explicit_off_is_an_answer():
+def test_settings_without_their_switch_raise_unless_it_is_explicitly_off():
     strategy = DistributedStrategy(amp_configs={"incr_ratio": 3.0})
     with pytest.raises(StrategyError, match=r"add `strategy.amp = True`"):
         strategy.plan()
@@ -268,7 +272,7 @@ def test_settings_without_their_switch_are_refused_but_an_explicit_off_is_an_ans
 
 
 @pytest.mark.parametrize("switch", sorted(s for s, p in every().items() if not p.always))
-def test_every_switch_is_in_the_plan_or_stands_for_others(switch):
+def test_every_switch_is_in_the_plan_or_chooses_others(switch):
     needs = {"recompute": {"checkpoints": ["0"]}}
     strategy = DistributedStrategy(**{switch: needs.get(switch, True)})
     assert (every()[switch] in [type(p) for p in strategy.plan().parts]) is not every()[switch].is_meta
@@ -282,14 +286,14 @@ def test_printing_gives_a_table_of_what_is_on():
     assert "lars_coeff" not in text
 
 
-def test_what_has_no_meaning_here_is_said():
+def test_settings_without_effect_are_reported():
     strategy = attribute_style()
     strategy.amp_configs["use_fp16_guard"] = False
     strategy.cudnn_exhaustive_search = False
     names = dict(strategy.without_meaning())
     assert sorted(names) == ["amp_configs['use_fp16_guard']", "cudnn_exhaustive_search", "execution_strategy"]
     text = str(fleet.explain(strategy))
-    assert "no meaning here: execution_strategy (there is no graph executor" in text
+    assert "no effect: execution_strategy (there is no graph executor" in text
 
 
 def test_a_field_that_does_not_exist_is_an_error_on_the_records_too():
@@ -303,13 +307,13 @@ def test_a_field_that_does_not_exist_is_an_error_on_the_records_too():
     [
         ("amp: tru", r"s.yaml: amp = 'tru'"),
         ("- amp", r"s.yaml: must be a mapping"),
-        ("amp: true\namp: false", r"'amp' is given more than once"),
-        ("amp: [", r"s.yaml: .*line 1"),
+        ("amp: true\namp: false", r"s.yaml: line 2, column 1: 'amp' is given more than once"),
+        ("lars: true\namp: [1, 2", r"s.yaml: line 2, column 11: .*\n    amp: \[1, 2\n              \^"),
         ("amp: !!python/object/apply:os.system [ls]", r"could not determine a constructor"),
         ("ampp: 1\nlarrs: 2", r"2 problems"),
     ],
 )
-def test_bad_yaml_is_refused_with_its_file(tmp_path, text, message):
+def test_bad_yaml_raises_with_its_file(tmp_path, text, message):
     path = tmp_path / "s.yaml"
     path.write_text(text)
     with pytest.raises(StrategyError, match=message):

@@ -1,23 +1,28 @@
-"""YAML as a person expects it: no objects, no duplicate keys, 1e-3 is a number, written beside and renamed."""
+"""YAML without surprises: no objects, no duplicate keys, 1e-3 is a number, and files are replaced atomically."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fleetx.base.files import write_atomic
 from fleetx.errors import StrategyError
 
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
-        for key in [k for k in keys if keys.count(k) > 1]:
-            said = repr(key) if isinstance(key, str) else f"a key of the type {type(key).__name__}"  # aliases unfold
-            raise StrategyError(f"line {node.start_mark.line + 1}: {said} is given more than once")
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in keys:
+                # Only the type of other keys: an alias can expand to gigabytes.
+                name = repr(key) if isinstance(key, str) else f"a key of type {type(key).__name__}"
+                problem = f"{name} is given more than once: remove one of them"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            keys.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -28,10 +33,11 @@ _Loader.add_implicit_resolver(
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The mapping in the file; an empty file is an empty mapping."""
+    """Read the mapping in the file; an empty file is an empty mapping."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = yaml.load(text, _Loader)
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except yaml.MarkedYAMLError as error:
+        raise StrategyError(_located(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StrategyError(" ".join(str(error).split())) from None
     if data is None:
@@ -42,10 +48,11 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def write(path: str | Path, data: dict[str, Any]) -> None:
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_atomic(path, yaml.safe_dump(data, sort_keys=False))
+
+
+def _located(error: yaml.MarkedYAMLError) -> str:
+    """Line and column, the problem, and the line with a caret below it."""
+    mark = error.problem_mark or error.context_mark
+    text = ", ".join(filter(None, [error.context, error.problem]))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {text}\n{mark.get_snippet()}" if mark else text

@@ -1,54 +1,67 @@
 """DistributedStrategy: one switch per part, one dict of settings per switch.
 
-Attribute style, keyword style and YAML describe the same object:
+Attributes, keyword arguments and YAML describe the same object:
 
     strategy = DistributedStrategy()            DistributedStrategy(amp={"dtype": "bfloat16"})
     strategy.amp = True
     strategy.amp_configs = {"dtype": "bfloat16"}
 
-Nothing is dropped: a name, a type or a value that cannot be honoured is an error where it is written.
+Nothing is ignored silently: an unknown name, a wrong type or an unsupported value raises an error at the assignment.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import StrategyError
 from fleetx.strategy import ignored
 from fleetx.strategy.compose import Plan, compose
-from fleetx.strategy.part import Part, every, switch_of
+from fleetx.strategy.part import Part, every
 from fleetx.strategy.settings import Settings
 
 CONFIGS = "_configs"
 
 
-class _on_the_class(classmethod):  # noqa: N801  used as a decorator
-    """A classmethod that an instance refuses: `strategy.load(path)` would leave the strategy as it is."""
+@cache
+def _attributes() -> dict[str, tuple[str, str, str]]:
+    """Every attribute of a strategy: its kind, the switch of its part, and the field of the part."""
+    found = dict.fromkeys(ignored.defaults(), ("ignored", "", ""))
+    for switch, part in every().items():
+        if not part.always:
+            found[switch] = ("switch", switch, "")
+        found |= {name: ("flat", switch, field) for name, field in part.flat.items()}
+        if not part.flat:
+            found[switch + CONFIGS] = ("settings", switch, "")
+    return dict(sorted(found.items()))
+
+
+class _class_only(classmethod):  # noqa: N801  used as a decorator
+    """A classmethod that raises on an instance, because `strategy.load(path)` would not change `strategy`."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is not None:
             name = self.__func__.__name__
-            raise TypeError(f"{name} makes a new strategy: strategy = DistributedStrategy.{name}(path)")
+            raise TypeError(f"{name} returns a new strategy: write strategy = DistributedStrategy.{name}(path)")
         return super().__get__(instance, owner)
 
 
 class DistributedStrategy:
-    """What the user declares. See `docs/parts` for a card on every switch and its settings."""
+    """The strategies to train with. `docs/parts` describes every switch and its settings."""
 
     def __init__(self, **declared: Any):
-        """Keyword style: `amp=True`, or `amp={...}` to turn it on with settings, or `amp=True, amp_configs={...}`."""
-        names = {p: Settings(p) for p in every().values()}
-        object.__setattr__(self, "_settings", {switch_of(p): s for p, s in names.items()})
-        object.__setattr__(self, "_switches", {})  # only what was assigned: a switch set to False is an answer too
-        object.__setattr__(self, "_idle", ignored.idle_defaults())
+        """`amp=True`, `amp={...}` to turn it on with settings, or `amp=True, amp_configs={...}`."""
+        object.__setattr__(self, "_settings", {switch: Settings(part) for switch, part in every().items()})
+        object.__setattr__(self, "_switches", {})  # only those assigned: an explicit False differs from the default
+        object.__setattr__(self, "_ignored", ignored.defaults())
         problems: list[str] = []
         for name, value in declared.items():
             if isinstance(value, Mapping) and name + CONFIGS in declared:
-                problems.append(f"{name}={{...}} and {name}{CONFIGS}={{...}} are both given: keep one")
+                problems.append(f"{name}={{...}} and {name}{CONFIGS}={{...}} are both given: use only one of them")
             try:
                 setattr(self, name, value)
             except StrategyError as error:
@@ -66,7 +79,7 @@ class DistributedStrategy:
         elif kind == "flat":
             self._settings[key][field] = value
         else:
-            self._idle[name] = ignored.checked(name, value)
+            self._ignored[name] = ignored.checked(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -76,27 +89,20 @@ class DistributedStrategy:
         except StrategyError as error:
             raise AttributeError(str(error)) from None
         if kind == "switch":
-            return self._switches.get(key, every()[key].always)
+            return self._switches.get(key, False)
         if kind == "settings":
             return self._settings[key]
         if kind == "flat":
             return self._settings[key][field]
-        return self._idle[name]
+        return self._ignored[name]
 
     def _find(self, name: str) -> tuple[str, str, str]:
-        """What an attribute is: (kind, switch of its part, field)."""
-        for switch, part in every().items():
-            if name == switch and not part.always:
-                return "switch", switch, ""
-            if name == switch + CONFIGS and not part.flat:
-                return "settings", switch, ""
-            if name in part.flat:
-                return "flat", switch, part.flat[name]
-        if name in self._idle:
-            return "idle", "", ""
-        if name in ignored.REFUSED:
-            raise StrategyError(f"{name}: {ignored.REFUSED[name]}")
-        raise StrategyError(f"DistributedStrategy has no {name!r}{_nearest(name, self._names())}")
+        if name in (attributes := _attributes()):
+            return attributes[name]
+        if name in ignored.UNSUPPORTED:
+            raise StrategyError(f"{name}: {ignored.UNSUPPORTED[name]}")
+        hint = did_you_mean(name, attributes, otherwise=f"possible names: {', '.join(attributes)}")
+        raise StrategyError(f"DistributedStrategy has no {name!r}: {hint}")
 
     def _switch(self, switch: str, value: Any) -> None:
         if isinstance(value, Mapping) and not every()[switch].flat:
@@ -107,20 +113,12 @@ class DistributedStrategy:
             raise StrategyError(f"{switch} = {value!r}: must be True or False{settings}")
         self._switches[switch] = value
 
-    def _names(self) -> list[str]:
-        names = list(self._idle)
-        for switch, part in every().items():
-            names += part.flat
-            names += [] if part.always else [switch]
-            names += [] if part.flat else [switch + CONFIGS]
-        return sorted(names)
-
     def __dir__(self) -> Iterable[str]:
-        return [*super().__dir__(), *self._names()]
+        return [*super().__dir__(), *_attributes()]
 
-    # --- meaning ---------------------------------------------------------------------------------
+    # --- the plan --------------------------------------------------------------------------------
     def plan(self) -> Plan:
-        """The plan of everything that is on, or every problem of this strategy in one StrategyError."""
+        """The plan of all switches that are on, or one StrategyError with every problem of this strategy."""
         parts: list[Part] = []
         problems: list[str] = []
         for switch, part in every().items():
@@ -128,12 +126,13 @@ class DistributedStrategy:
             if part.always or self._switches.get(switch):
                 try:
                     made = settings.part()
-                    parts += [] if part.is_meta else [made]  # those that it stands for are not known yet
+                    parts += [] if part.is_meta else [made]  # the parts that it will choose are not known yet
                 except StrategyError as error:
                     problems += error.problems
             elif settings.given and switch not in self._switches:
                 where = switch + CONFIGS if not part.flat else ", ".join(part.flat)
-                problems.append(f"{where} is set, but {switch} is not: add `strategy.{switch} = True` or remove it")
+                remedy = f"add `strategy.{switch} = True`, or remove {where}"
+                problems.append(f"{where} is set, but {switch} is off: {remedy}")
         try:
             plan = compose(parts)
         except StrategyError as error:
@@ -143,15 +142,15 @@ class DistributedStrategy:
         return plan
 
     def without_meaning(self) -> Iterator[tuple[str, str]]:
-        """Settings that were accepted for a Paddle script's sake and mean nothing here, each with the reason."""
-        yield from ignored.assigned(self._idle)
+        """Settings that are accepted because Paddle scripts set them, but have no effect here; each with the reason."""
+        yield from ignored.reasons(self._ignored)
         for switch, settings in self._settings.items():
             for key in sorted(settings.given & set(settings.kind.no_meaning)):
                 yield f"{switch}{CONFIGS}[{key!r}]", settings.kind.no_meaning[key]
 
     # --- YAML, equality, printing ----------------------------------------------------------------
     def declared(self) -> dict[str, Any]:
-        """What was declared, as plain data: the content of the YAML file."""
+        """What the user set, as plain data: the content of the YAML file."""
         out: dict[str, Any] = {}
         for switch, part in every().items():
             settings = self._settings[switch]
@@ -161,17 +160,17 @@ class DistributedStrategy:
                 out |= {name: settings[field] for name, field in part.flat.items() if field in settings.given}
             elif settings.given:
                 out[switch + CONFIGS] = {key: settings[key] for key in settings if key in settings.given}
-        return out | ignored.plain(self._idle)
+        return out | ignored.plain(self._ignored)
 
     def save(self, path: str | Path) -> None:
-        """Write the strategy as YAML, so that `DistributedStrategy.load` gives an equal one."""
+        """Write the strategy as YAML; `DistributedStrategy.load` reads it back."""
         from fleetx.base import yaml_file
 
         yaml_file.write(path, self.declared())
 
-    @_on_the_class
+    @_class_only
     def load(cls: Any, path: str | Path) -> DistributedStrategy:  # noqa: N805
-        """Read a strategy from YAML; every problem in the file is in one StrategyError."""
+        """Read a strategy from YAML, or raise one StrategyError with every problem in the file."""
         from fleetx.base import yaml_file
 
         try:
@@ -180,14 +179,14 @@ class DistributedStrategy:
             raise StrategyError([f"{path}: {p}" for p in error.problems]) from None
 
     def _values(self) -> dict[str, Any]:
-        """Every attribute with its value, defaults included: what equality compares."""
-        return {name: dict(v) if isinstance(v := getattr(self, name), Settings) else v for name in self._names()}
+        """Every attribute, including defaults, for comparison."""
+        return {name: dict(v) if isinstance(v := getattr(self, name), Settings) else v for name in _attributes()}
 
     def __eq__(self, other: object) -> bool:
         return self._values() == other._values() if isinstance(other, DistributedStrategy) else NotImplemented
 
     def __copy__(self) -> DistributedStrategy:
-        return copy.deepcopy(self)  # a copy that shares its settings would be no copy
+        return copy.deepcopy(self)  # a shallow copy would share its settings
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
@@ -198,8 +197,3 @@ class DistributedStrategy:
         from fleetx.strategy.explain import strategy_table
 
         return strategy_table(self)
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f": did you mean {near[0]!r}?" if near else f". It has: {', '.join(names)}"

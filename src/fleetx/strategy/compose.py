@@ -1,4 +1,4 @@
-"""parts -> Plan, or StrategyError. The order of declaration is irrelevant: the order of the acts is derived."""
+"""Derive from what parts declare in which order they act, or why they do not work together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from graphlib import CycleError, TopologicalSorter
 
 from fleetx.errors import StrategyError
 from fleetx.strategy.part import Part
-from fleetx.strategy.stage import Act, Fact, Stage
+from fleetx.strategy.settings import changed
+from fleetx.strategy.stage import Act, Fact, Stage, always
+
+Conflict = tuple[list[Act], str]  # the acts that do not go together, and a sentence
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The acts of all parts in the order in which they run, and what is true of the gradient when each is called."""
+    """The acts of all parts in the order they run, and the facts that hold when each is called."""
 
     parts: tuple[Part, ...]
     acts: tuple[Act, ...]
@@ -27,24 +30,29 @@ class Plan:
 
 
 def compose(parts: Iterable[Part]) -> Plan:
-    """Order the acts of all parts, or say everything that keeps them from working together."""
+    """Order the acts of all parts, or raise one StrategyError with every conflict between them."""
     parts = tuple(parts)
     acts = sorted((a for p in parts for a in p.acts()), key=lambda a: a.name)
     plan: list[Act] = []
     known: list[frozenset[Fact]] = []
     facts: frozenset[Fact] = frozenset()
-    problems: list[str] = []
+    conflicts: list[Conflict] = []
     for stage in Stage:
         here = [a for a in acts if a.stage is stage]
         if stage.solo and len(here) > 1:
-            problems.append(f"{_and(a.name for a in here)} each want the {stage.name} stage for themselves: keep one")
-        for act in _ordered(here, facts, problems):
-            problems += _objections(act, facts, acts)
+            both = "both" if len(here) == 2 else "all"
+            conflicts.append((here, f"{_names(here)} {both} {stage.solo}: use only one of them"))
+        for act in _ordered(here, facts, conflicts):
+            conflicts += _objections(act, facts, acts)
             plan.append(act)
             known.append(facts)
             facts = (facts | act.claim.makes) - act.claim.ends
-    if problems:
-        raise StrategyError(problems)
+    if conflicts:
+        # One sentence per group of switches: whatever resolves one conflict between them resolves the others.
+        problems: dict[frozenset[str], str] = {}
+        for among, sentence in conflicts:
+            problems.setdefault(frozenset(a.switch for a in among), sentence)
+        raise StrategyError(list(problems.values()))
     return Plan(parts, tuple(plan), tuple(known))
 
 
@@ -59,23 +67,34 @@ def first(b: Act, a: Act, facts: Set[Fact]) -> bool:
     return bool(ends_what_a_bars or needs_what_a_ends or bars_what_a_makes or makes_what_a_needs)
 
 
-def _ordered(here: list[Act], facts: Set[Fact], problems: list[str]) -> list[Act]:
+def _ordered(here: list[Act], facts: Set[Fact], conflicts: list[Conflict]) -> list[Act]:
     graph = {a: [b for b in here if first(b, a, facts)] for a in here}
     try:
         return list(TopologicalSorter(graph).static_order())
     except CycleError as error:
-        problems.append(f"{_and(a.name for a in error.args[1][1:])} each need the other to run first: keep one")
+        cycle = error.args[1][1:]
+        conflicts.append((cycle, f"{_names(cycle)} each need the other to run first: use only one of them"))
         return here
 
 
-def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[str]:
-    for fact in sorted(act.claim.needs - facts, key=lambda f: f.name):
-        yield f"{act.name} needs a gradient {fact.value}, and no part makes it so"
-    for fact in sorted(act.claim.bars & facts, key=lambda f: f.name):
-        makers = _and(a.name for a in acts if fact in a.claim.makes)
-        yield f"{act.name} cannot take a gradient {fact.value}, which {makers} makes it: turn one of them off"
+def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflict]:
+    for fact in (f for f in Fact if f in act.claim.needs - facts):
+        switch = f"`{act.switch}`"
+        yield [act], f"{switch} needs {fact.value}, which nothing in this strategy produces: turn {switch} off"
+    for fact in (f for f in Fact if f in act.claim.bars & facts):
+        for maker in (a for a in acts if fact in a.claim.makes):
+            change = " or change these settings" if _settings(act) or _settings(maker) else ""
+            refused = f"`{act.switch}`{_settings(act)} does not work with {fact.value}"
+            cause = f"which `{maker.switch}`{_settings(maker)} produces"
+            yield [act, maker], f"{refused}, {cause}: turn one of them off{change}"
 
 
-def _and(names: Iterable[str]) -> str:
-    *rest, last = names
+def _settings(act: Act) -> str:
+    """What the user set, where the act depends on settings and not only on the switch."""
+    given = changed(act.part) if act.claim.when is not always else ""
+    return f" with {given}" if given else ""
+
+
+def _names(acts: Iterable[Act]) -> str:
+    *rest, last = (f"`{a.switch}`" for a in acts)
     return f"{', '.join(rest)} and {last}" if rest else last

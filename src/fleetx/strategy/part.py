@@ -113,8 +113,9 @@ class Part:
     # ----------------------------------------------------------------------------------------------
     def acts(self) -> list[Act]:
         mine = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]
-        acts = [Act(self, getattr(self, name), claim) for name, claim in mine]
-        return acts + [Act(self, None, Claim(stage), meaning) for stage, meaning in self.done_by_torch.items()]
+        switch = switch_of(type(self))
+        acts = [Act(self, switch, getattr(self, name), claim) for name, claim in mine]
+        return acts + [Act(self, switch, None, Claim(stage), meaning) for stage, meaning in self.done_by_torch.items()]
 
 
 def claims(part: type[Part]) -> dict[str, Claim]:

@@ -1,22 +1,22 @@
-"""The `*_configs` of a strategy: a dict that knows its keys, and checks every value where it is written."""
+"""The `*_configs` of a strategy: a dict with known keys that checks every value when it is assigned."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import StrategyError
 from fleetx.strategy.part import Part, defaults_of, switch_of
 
 
 class Settings(MutableMapping[str, Any]):
-    """The settings of one part. Reading gives defaults too; deleting a key brings its default back.
+    """The settings of one part. Reading includes defaults; deleting a key restores its default.
 
-    The values are live: a list that was read can be edited in place, and is checked again when the plan is made.
+    Values are live: a list can be edited in place, and is checked again when the plan is made.
     """
 
     def __init__(self, kind: type[Part]):
@@ -31,19 +31,19 @@ class Settings(MutableMapping[str, Any]):
         return self._assigned | {k for k, v in self._values.items() if v != self._defaults[k]}
 
     def replace(self, values: Any) -> None:
-        """Assign the whole dict: keys that are not in it go back to their defaults."""
+        """Assign the whole dict: missing keys return to their defaults."""
         if not isinstance(values, Mapping):
-            raise StrategyError(f"{self._where()} = {values!r}: must be a dict with keys of {self._keys()}")
+            raise StrategyError(f"{self._where()} = {values!r}: must be a dict; possible keys: {self._keys()}")
         part = self._check(dict(values))
         self._values = {key: _plain(getattr(part, key)) for key in self._defaults}
         self._assigned = set(values)
 
     def part(self) -> Part:
-        """The frozen part that these settings describe, or every problem in them."""
+        """Build the part that these settings describe, or raise every problem in them."""
         part = self._check(self._values)
-        problems = list(part.problems())
-        if problems:
-            raise StrategyError([f"{self._where()}: {p}" for p in problems])
+        prefix = "" if self.kind.flat else f"{self._where()}: "
+        if problems := [prefix + p for p in part.problems()]:
+            raise StrategyError(problems)
         return part
 
     # --- the dict ---------------------------------------------------------------------------------
@@ -69,31 +69,34 @@ class Settings(MutableMapping[str, Any]):
 
     # --- checks -----------------------------------------------------------------------------------
     def _check(self, values: dict[Any, Any]) -> Part:
-        """Build the part from these values over the defaults, or raise every problem in one error."""
-        unknown = [k for k in values if k not in self._defaults]
-        problems = [self._unknown(k) for k in unknown]
-        known = {k: v for k, v in values.items() if k not in unknown}
+        """Build the part from these values and defaults, or raise every problem in one error."""
+        known = {k: v for k, v in values.items() if k in self._defaults}
+        problems = [self._unknown(k) for k in values if k not in known]
         try:
             part = self.kind(**known)
         except ValidationError as error:
-            problems += [self._wrong(known, e["loc"], e["msg"]) for e in error.errors()]
+            problems += self._wrong(error)
         if problems:
             raise StrategyError(problems)
         return part
 
     def _unknown(self, key: Any) -> str:
-        near = difflib.get_close_matches(str(key), list(self._defaults), n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}?" if near else f"its keys are {self._keys()}"
+        hint = did_you_mean(key, self._defaults, otherwise=f"possible keys: {self._keys()}")
         return f"{self._where()} has no {key!r}: {hint}"
 
-    def _wrong(self, values: dict[str, Any], loc: tuple[int | str, ...], message: str) -> str:
-        key = str(loc[0])
-        item = "".join(f"[{i}]" for i in loc[1:])
-        message = message.replace("Input should", "must").replace("Value error, ", "")
-        return f"{self._where(key)}{item} = {values[key]!r}: {message} (default {self._defaults[key]!r})"
+    def _wrong(self, error: ValidationError) -> Iterator[str]:
+        reasons: dict[tuple[str, str], list[str]] = {}  # several, if a setting may have one of several types
+        for e in error.errors():
+            key = str(e["loc"][0])
+            place = self._where(key) + "".join(f"[{i}]" for i in e["loc"][1:] if isinstance(i, int))
+            reasons.setdefault((key, f"{place} = {e['input']!r}"), []).append(_plain_english(e["msg"]))
+        for (key, assignment), texts in reasons.items():
+            *rest, last = dict.fromkeys(texts)
+            text = f"{', '.join(rest)} or {last}" if rest else last
+            yield f"{assignment}: must be {text} (default {self._defaults[key]!r})"
 
     def _where(self, key: str = "") -> str:
-        """How the user writes this setting."""
+        """The setting as the user writes it."""
         for name, field in self.kind.flat.items():
             if field == key:
                 return name
@@ -104,8 +107,32 @@ class Settings(MutableMapping[str, Any]):
         return ", ".join(self._defaults)
 
 
+def changed(part: Part) -> str:
+    """The settings of a part that differ from their defaults, such as `k_steps=4, avg=False`."""
+    defaults = defaults_of(type(part))
+    values = {key: getattr(part, key) for key in defaults if getattr(part, key) != defaults[key]}
+    names = {field: name for name, field in part.flat.items()}
+    return ", ".join(f"{names.get(key, key)}={value!r}" for key, value in values.items())
+
+
+def _plain_english(message: str) -> str:
+    for pydantic, plain in _PLAIN_ENGLISH.items():
+        message = message.replace(pydantic, plain)
+    return message
+
+
+_PLAIN_ENGLISH = {
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid boolean": "True or False",
+    "a valid integer": "an integer",
+    "a valid ": "a ",
+}
+
+
 def _plain(value: Any) -> Any:
-    """The value as YAML knows it: numpy's float64 passes for a float, and cannot be written."""
+    """The value as YAML can write it: NumPy's float64 is a float to Python, but not to YAML."""
     if isinstance(value, list):
         return [_plain(v) for v in value]
     return float(value) if isinstance(value, float) else copy.deepcopy(value)

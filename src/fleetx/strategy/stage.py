@@ -41,21 +41,35 @@ class Stage(IntEnum):
     SCHEDULE = 9
 
     @property
-    def solo(self) -> bool:
-        """Only one part may act here: a second claimant is a conflict that nobody had to list."""
-        return self in (Stage.LOSS, Stage.GATE, Stage.REDUCE, Stage.UPDATE, Stage.SCHEDULE)
+    def solo(self) -> str:
+        """What a part does here that no second part can do as well; empty where several parts may act."""
+        return _SOLO.get(self, "")
+
+
+_SOLO = {
+    Stage.LOSS: "scale the loss",
+    Stage.GATE: "control which steps update the parameters",
+    Stage.REDUCE: "control what ranks exchange during backward",
+    Stage.UPDATE: "change the optimizer's update rule",
+    Stage.SCHEDULE: "run forward and backward themselves",
+}
 
 
 class Fact(Enum):
-    """What may be true of the gradient on its way. The value completes the sentence "a gradient ..."."""
+    """What can be true of the gradients of a step. The value completes "does not work with ..." and "needs ..."."""
 
-    SCALED = "multiplied by a loss scale"
-    SUMMED = "summed over merged steps"
-    MOMENTUM = "that carries momentum already"
-    LOCAL = "that differs between ranks"
-    PARTED = "of which this rank holds only a part"
-    STAGED = "beside which other ranks hold those of other stages"
-    SPREAD = "of which another rank holds a summand"
+    SCALED = "gradients multiplied by a loss scale"
+    SUMMED = "gradients summed over merged steps without averaging"
+    MOMENTUM = "gradients that already contain momentum"
+    LOCAL = "gradients that differ between ranks"
+    PARTED = "parameters sharded across ranks"
+    STAGED = "a model split into pipeline stages"
+    SPREAD = "gradients of shared weights not yet summed over the pipeline stages"
+
+
+def always(part: Any) -> bool:
+    """The default of `when`: the act runs whatever the settings are."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Claim:
     bars: frozenset[Fact] = frozenset()
     makes: frozenset[Fact] = frozenset()
     ends: frozenset[Fact] = frozenset()
-    when: Callable[[Any], bool] = lambda part: True
+    when: Callable[[Any], bool] = always
     replay: bool = True
 
 
@@ -76,6 +90,7 @@ class Act:
     """One method of one part, ready to be called at its stage."""
 
     part: Part
+    switch: str
     call: Callable[..., Any] | None  # None: torch does it, and the part only declares it
     claim: Claim
     declared: str = ""  # what it does, where there is no call
@@ -86,8 +101,8 @@ class Act:
 
     @property
     def name(self) -> str:
-        part = type(self.part).__name__
-        return f"{part}.{self.call.__name__}" if self.call is not None else part
+        """The switch and the method, such as `amp.unscale`."""
+        return f"{self.switch}.{self.call.__name__}" if self.call is not None else self.switch
 
     @property
     def meaning(self) -> str:
@@ -105,7 +120,7 @@ def at(
     bars: Collection[Fact] = (),
     makes: Collection[Fact] = (),
     ends: Collection[Fact] = (),
-    when: Callable[[Any], bool] = lambda part: True,
+    when: Callable[[Any], bool] = always,
     replay: bool = True,
 ) -> Callable[[Method], Method]:
     """Declare, where a method is written, at which stage it acts and what it needs, bars, makes and ends.
