@@ -1,4 +1,4 @@
-"""What the README shows is what is printed."""
+"""What the README and the guide show is what is printed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,27 @@ from torch import nn
 
 from fleetx import DistributedStrategy, StrategyError, fleet
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README, GUIDE = (ROOT / "README.md").read_text(), (ROOT / "docs/guide.md").read_text()
 
 
 def test_the_explanation_is_what_explain_prints():
-    strategy = DistributedStrategy(amp=True, gradient_merge={"k_steps": 4}, clip=True)
-    assert (
-        re.search(r"```\n(requested: .*?)```", README, re.S).group(1).rstrip() == str(fleet.explain(strategy)).rstrip()
-    )
+    strategy = DistributedStrategy(amp={"dtype": "bfloat16"}, gradient_merge={"k_steps": 4}, clip=True)
+    shown = re.search(r"```\n(requested: .*?)```", GUIDE, re.S).group(1)
+    assert shown.rstrip() == str(fleet.explain(strategy)).rstrip()
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 200
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", *sorted(
+    str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])  # fmt: skip
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
 def test_the_errors_are_those_of_the_strategy():
