@@ -1,4 +1,4 @@
-"""How long a launcher keeps its workers waiting."""
+"""How long a launcher takes to start its workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from benchmarks.frame import CannotRunError, Run, Sides, benchmark, interleave
 
 WORKERS = 2
-SECONDS = 60  # for one launch
+SECONDS = 60  # limit for one launch
 
-# time.time, because the clock must be the same in all processes.
+# time.time, because all processes must use the same clock.
 FIRST_LINE = """\
 import time; now = time.time()
 import os, pathlib
@@ -36,36 +36,36 @@ dist.destroy_process_group()
 
 @benchmark(ours="fleetrun", theirs="torchrun", goal=1.1, rounds=10, starts=1)
 def first_line(run: Run) -> Sides:
-    """From the start of the launcher to the first line of the last of two workers."""
+    """From the start of the launcher until both workers have reached their first line."""
     return compare(FIRST_LINE, run)
 
 
 @benchmark(ours="fleetrun", theirs="torchrun", rounds=10, starts=1)
 def group(run: Run) -> Sides:
-    """From the start of the launcher until two workers have imported torch and met in a process group."""
+    """From the start of the launcher until two workers have imported torch and formed a process group."""
     return compare(GROUP, run)
 
 
 def compare(script: str, run: Run) -> Sides:
     if importlib.util.find_spec("fleetx.launch") is None:
-        raise CannotRunError("fleetx.launch is not there")
-    whole: dict[str, list[float]] = {"fleetrun": [], "torchrun": []}
+        raise CannotRunError("fleetx.launch cannot be imported")
+    total: dict[str, list[float]] = {"fleetrun": [], "torchrun": []}
 
     def fleetrun() -> float:
         options = ["--device", "cpu", "--nproc_per_node", str(WORKERS), "--log_dir", "log"]
-        return launched(["fleetx.launch", *options], script=script, whole=whole["fleetrun"])
+        return launched(["fleetx.launch", *options], script=script, total=total["fleetrun"])
 
     def torchrun() -> float:
-        # Its default rendezvous, which is faster than --standalone, but not on its default port, which may be taken.
+        # Its default rendezvous is faster than --standalone, but its default port may be in use.
         options = ["--master_port", str(_free_port()), "--nproc_per_node", str(WORKERS)]
-        return launched(["torch.distributed.run", *options], script=script, whole=whole["torchrun"])
+        return launched(["torch.distributed.run", *options], script=script, total=total["torchrun"])
 
     ours, theirs = interleave(fleetrun, torchrun, rounds=run.rounds, warm_up=1)
-    return Sides(ours, theirs, notes={"seconds_until_the_launcher_ended": {k: v[1:] for k, v in whole.items()}})
+    return Sides(ours, theirs, notes={"seconds_until_the_launcher_ended": {k: v[1:] for k, v in total.items()}})
 
 
-def launched(module: list[str], *, script: str, whole: list[float]) -> float:
-    """The seconds from `python -m module... script` until the last worker wrote the time; in `whole` until it ended."""
+def launched(module: list[str], *, script: str, total: list[float]) -> float:
+    """Seconds until the last worker wrote the time. Appends the seconds until the launcher exited to `total`."""
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(script)
@@ -74,11 +74,11 @@ def launched(module: list[str], *, script: str, whole: list[float]) -> float:
             process = subprocess.Popen(
                 [sys.executable, "-m", *module, "script.py"], cwd=folder, stdout=output, stderr=output
             )
-            code = _ended(process)
-        whole.append(time.time() - start)
+            code = _wait(process)
+        total.append(time.time() - start)
         if code != 0:
-            words = (folder / "output").read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"{module[0]} ended with {code}:\n{words}")
+            printed = (folder / "output").read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"{module[0]} failed with exit code {code}:\n{printed}")
         return max(float((folder / f"at.{rank}").read_text()) for rank in range(WORKERS)) - start
 
 
@@ -88,14 +88,14 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _wait(process: subprocess.Popen[bytes]) -> int:
     try:
         return process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # so that the launcher ends its workers first
+        process.send_signal(signal.SIGTERM)  # lets the launcher stop its workers first
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-        raise RuntimeError(f"it did not end within {SECONDS} s") from None
+        raise RuntimeError(f"the launcher did not exit within {SECONDS} s") from None

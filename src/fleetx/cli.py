@@ -9,17 +9,26 @@ import click
 
 from fleetx import __version__
 
+_positive = click.IntRange(min=1)
+_input_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+_output_file = click.Path(dir_okay=False, path_type=Path)
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("-", "_"),  # accept --global-batch for --global_batch
+    }
+)
 @click.version_option(__version__)
 def main() -> None:
-    """Training with very large batches on PyTorch, by composing strategies. To start a script, use fleetrun."""
+    """Compose training strategies for very large batches on PyTorch. To start a script, use fleetrun."""
 
 
 @main.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False))
 def explain(path: str) -> None:
-    """Say what the strategy in a YAML file does, in which order, and what it costs; or what is wrong with it."""
+    """Explain what the strategy in a YAML file does, in which order and at what cost, or what is wrong with it."""
     from fleetx.errors import StrategyError
     from fleetx.strategy import DistributedStrategy
     from fleetx.strategy.explain import Explanation
@@ -32,60 +41,47 @@ def explain(path: str) -> None:
 
 
 @main.command(context_settings={"allow_interspersed_args": True})
-@click.option(
-    "--nproc_per_node",
-    "--nproc-per-node",
-    type=click.IntRange(min=1),
-    help="Workers that measure, as fleetrun has them.",
-)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to measure.")
-@click.option("--global_batch", "--global-batch", type=click.IntRange(min=1), help="Samples in an update.")
-@click.option("--objective", type=click.Choice(["throughput", "memory"]), help="What is made best.")
+@click.option("--nproc_per_node", type=_positive, help="Number of workers to measure with.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device to measure on.")
+@click.option("--global_batch", type=_positive, help="Samples per optimizer step, over all ranks.")
+@click.option("--objective", type=click.Choice(["throughput", "memory"]), help="What to optimize.")
 @click.option("--allow", type=click.Choice(["exact", "bf16", "lossy"]), help="Which strategies may be chosen.")
-@click.option("--memory", metavar="SIZE", help="What a rank may use, such as 80GiB.")
-@click.option("--trials", type=click.IntRange(min=0), help="Plans that are tried for real.")
-@click.option("--nodes", type=click.IntRange(min=1), help="What if: so many machines?")
+@click.option("--memory", metavar="SIZE", help="Memory per rank, such as 80GiB.")
+@click.option("--trials", type=click.IntRange(min=0), help="Number of plans to test by running them.")
+@click.option("--nodes", type=_positive, help="Prediction: number of machines.")
+@click.option("--gpus_per_node", type=_positive, default=1, show_default=True, help="Prediction: ranks per machine.")
+@click.option("--link", metavar="SPEED", help="Prediction: bandwidth between machines, such as 25GB/s or 100Mbit/s.")
+@click.option("--inner_link", metavar="SPEED", help="Prediction: bandwidth inside a machine. [default: as --link]")
+@click.option("--latency", type=float, default=2e-5, show_default=True, help="Prediction: seconds per message.")
 @click.option(
-    "--gpus_per_node",
-    "--gpus-per-node",
-    type=click.IntRange(min=1),
-    default=1,
+    "--speed",
+    type=float,
+    default=1.0,
     show_default=True,
-    help="What if: ranks on each.",
+    help="Prediction: compute speed relative to the measured machine.",
 )
-@click.option("--link", metavar="SPEED", help="What if: between machines, such as 25GB/s or 100Mbit/s.")
-@click.option(
-    "--inner-link", "--inner_link", metavar="SPEED", help="What if: inside of a machine. [default: as --link]"
-)
-@click.option("--latency", type=float, default=2e-5, show_default=True, help="What if: seconds of a message.")
-@click.option("--speed", type=float, default=1.0, show_default=True, help="What if: compute, times that of the probe.")
-@click.option(
-    "--probe",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What if: a stored probe. [default: the last]",
-)
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="What if: draw throughput against nodes to a PNG."
-)
+@click.option("--probe", type=_input_file, help="Prediction: file with earlier measurements. [default: the latest]")
+@click.option("--plot", type=_output_file, help="Prediction: plot throughput against machines to this PNG file.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def plan(script: str | None, arguments: tuple[str, ...], **given: Any) -> None:
-    """Choose a strategy for SCRIPT without training: measured, predicted, tried, explained, written to strategy.yaml.
+def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:
+    """Find the best strategy for SCRIPT without training, explain it, and write it to strategy.yaml.
 
-    The script runs up to its fleet.distribute(..., sample=...); its own options come after `--`. With --nodes: predict
-    for another machine, from the probe of SCRIPT, or without one from the last.
+    Runs SCRIPT up to its fleet.distribute(..., sample=...), measures, predicts, and tests the best plans. Put the
+    script's own options after `--`. With --nodes, also predicts the throughput on other machines, from the measurements
+    of SCRIPT, or from the latest ones if no SCRIPT is given.
     """
     from fleetx.errors import FleetxError
     from fleetx.launch.options import main as fleetrun
     from fleetx.planner import command
 
-    if script is None and given["nodes"] is None:
-        raise click.UsageError("name a script to plan for, or ask what if: --nodes N --link SPEED --memory SIZE")
+    if script is None and options["nodes"] is None:
+        raise click.UsageError("give a SCRIPT, or for a prediction --nodes N --link SPEED --memory SIZE")
     try:
-        if script is not None and (code := command.measured(script, arguments, given, fleetrun)):
+        if script is not None and (code := command.measured(script, arguments, options, fleetrun)):
             raise SystemExit(code)
-        if given["nodes"] is not None:
-            click.echo(command.what_if(given))
+        if options["nodes"] is not None:
+            click.echo(command.what_if(options))
     except (FleetxError, ValueError) as error:
         raise click.ClickException(str(error)) from None
 

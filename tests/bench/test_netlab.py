@@ -238,6 +238,6 @@ def test_a_worker_that_is_killed_on_one_host_stops_both_and_both_say_so(lab, tmp
     runs = lab.fleetrun(script, nproc_per_node=2, check=False, timeout=60)
     for run in runs:
         assert run.returncode == 1
-        assert "fleetrun: the first cause on node 1 is rank 3: killed by SIGKILL\n" in run.stderr
+        assert "fleetrun: rank 3 on node 1 failed first: killed by SIGKILL\n" in run.stderr
         assert "    last words\n" in run.stderr
     assert [namespaces.processes(lab.name(host)) for host in (0, 1)] == [[], []]

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment."""
+"""The environment of a worker."""
 
 from __future__ import annotations
 
@@ -9,24 +9,39 @@ import subprocess
 import sys
 
 import pytest
-from launching import COMMAND, PACKAGES, SECONDS, start
+from launching import SECONDS, start
 
-from fleetx.launch.environment import endpoints_of, of_worker
-from fleetx.launch.job import World
+from fleetx.launch.environment import endpoints_of, worker_environment
+from fleetx.launch.job import Attempt
 from fleetx.launch.options import parse
 
 DUMP = """
 import json, os
 with open(f"env.{os.environ['RANK']}", "w") as file:
     json.dump(dict(os.environ), file)
+print("echoed")
 """
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    """The environments of two workers on the CPU."""
-    run = start(tmp_path_factory.mktemp("env"), DUMP, options="--device cpu --gpus 0,1 --max_restarts 1").finish()
-    assert run.code == 0, run.err
+def run(tmp_path_factory):
+    """A run with two workers on the CPU, in a terminal."""
+    terminal, stdout = pty.openpty()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+            patch.delenv(name, raising=False)
+        options = "--device cpu --gpus 0,1 --max_restarts 1"
+        run = start(tmp_path_factory.mktemp("env"), DUMP, options=options, stdout=stdout)
+    os.close(stdout)
+    assert run.finish().code == 0, run.err
+    run.out = os.read(terminal, 1000).decode()
+    os.close(terminal)
+    return run
+
+
+@pytest.fixture(scope="module")
+def workers(run):
+    """The environments of both workers."""
     return [json.loads((run.where / f"env.{rank}").read_text()) for rank in range(2)]
 
 
@@ -59,58 +74,42 @@ def test_our_variables(workers):
         assert env["FLEETX_DEVICE"] == "cpu"
         assert 1 <= int(env["OMP_NUM_THREADS"]) <= max(1, cores // 2)
         assert env["GLOO_SOCKET_IFNAME"] == "lo"
-        assert "FORCE_COLOR" not in env
 
 
-def test_whatever_torchrun_sets_is_set(workers, tmp_path):
+def test_in_a_terminal_worker_0_is_told_so(run, workers):
+    assert run.out.strip() == "echoed"
+    assert (workers[0]["COLUMNS"], workers[0]["FORCE_COLOR"]) == ("80", "1")
+    assert not {"COLUMNS", "FORCE_COLOR"} & set(workers[1])
+
+
+def test_everything_that_torchrun_sets_is_set(workers, tmp_path):
     (tmp_path / "dump.py").write_text(DUMP)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "dump.py"]
-    subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, timeout=SECONDS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "dump.py"]
+    subprocess.run(torchrun, cwd=tmp_path, check=True, capture_output=True, timeout=SECONDS)
     theirs = json.loads((tmp_path / "env.0").read_text())
     meant_for_the_agent = {"TORCHELASTIC_SIGNALS_TO_HANDLE", "COLUMNS", "LINES"}
     assert set(theirs) - set(os.environ) - meant_for_the_agent <= set(workers[0])
 
 
-def test_the_users_threads_are_kept_and_gpus_are_handed_out(tmp_path, monkeypatch):
+def test_the_users_variables_are_kept_and_gpus_are_assigned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    job = parse(["--device", "cpu", "train.py"], given={"OMP_NUM_THREADS": "3"})
+    job = parse(["--device", "cpu", "train.py"], environ={"OMP_NUM_THREADS": "3"})
     assert job.threads is None
-    world = World(attempt=0, run_id="x", master_addr="a", master_port=1, endpoints=("a:1", "a:2"))
-    given = {"OMP_NUM_THREADS": "3", "FLAGS_selected_gpus": "7", "GLOO_SOCKET_IFNAME": "eth0"}
-    env = of_worker(job, world=world, local_rank=0, error_file=tmp_path, given=given)
+    attempt = Attempt(number=0, run_id="x", master_addr="a", master_port=1, endpoints=("a:1", "a:2"))
+    environ = {"OMP_NUM_THREADS": "3", "FLAGS_selected_gpus": "7", "GLOO_SOCKET_IFNAME": "eth0"}
+    env = worker_environment(job, attempt=attempt, local_rank=0, error_file=tmp_path, environ=environ)
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert "FLAGS_selected_gpus" not in env
+    assert not {"FLAGS_selected_gpus", "FORCE_COLOR"} & set(env)  # no GPU, no terminal
     on_gpus = type(job)(**{**vars(job), "device": "cuda", "gpus": ("2", "3"), "workers": 2})
-    env = of_worker(on_gpus, world=world, local_rank=1, error_file=tmp_path, given=given)
+    env = worker_environment(on_gpus, attempt=attempt, local_rank=1, error_file=tmp_path, environ=environ)
     assert (env["CUDA_VISIBLE_DEVICES"], env["FLAGS_selected_gpus"], env["LOCAL_RANK"]) == ("2,3", "1", "1")
 
 
-def test_endpoints_across_nodes_start_at_paddles_port(monkeypatch):
+def test_endpoints_on_several_nodes_start_at_paddles_port(monkeypatch):
     monkeypatch.delenv("FLAGS_START_PORT", raising=False)
     assert endpoints_of(["a", "b"], workers=2) == ("a:6070", "a:6071", "b:6070", "b:6071")
     assert endpoints_of(["a", "a"], workers=2) == ("a:6070", "a:6071", "a:6072", "a:6073")
     monkeypatch.setenv("FLAGS_START_PORT", "7000")
     assert endpoints_of(["a", "b"], workers=1) == ("a:7000", "b:7000")
-
-
-def test_in_a_terminal_worker_0_is_told_of_it(tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import os; print('width', os.environ.get('COLUMNS'), 'FORCE_COLOR' in os.environ)"
-    )
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "PYTHONPATH": PACKAGES}
-    run = subprocess.Popen(
-        [*COMMAND, "--device", "cpu", "--nproc_per_node", "2", "train.py"],
-        cwd=tmp_path,
-        env={name: value for name, value in env.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")},
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-    )
-    os.close(theirs)
-    _, err = run.communicate(timeout=SECONDS)
-    assert run.returncode == 0, err
-    assert os.read(ours, 1000).decode().strip() == "width 80 True"
-    os.close(ours)
-    assert (tmp_path / "log" / "workerlog.1").read_text().strip() == "width None False"

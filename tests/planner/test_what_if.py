@@ -82,7 +82,7 @@ def test_the_command_answers_from_a_stored_probe(probe, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "name a script to plan for"),
+        ([], "give a SCRIPT, or for a prediction --nodes N"),
         (["--nodes", "4"], "--link and --memory must be said too"),
         (["--nodes", "4", "--link", "much", "--memory", "8GiB"], "is not a speed such as"),
         (["--nodes", "4", "--link", "1GB/s", "--memory", "lots"], "is not a number of bytes"),

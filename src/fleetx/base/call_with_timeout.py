@@ -1,7 +1,7 @@
-"""Calls that may never return, made so that nobody has to wait for them.
+"""Calls that may never return, made in a thread so that the caller can give up on them.
 
-A TCPStore waits in C++, where no Ctrl-C reaches it, and for ever if the other machine has lost its power or if the port
-belongs to some other service.
+A TCPStore waits in C++, where Ctrl-C cannot interrupt it. It waits forever if the other machine has lost power, or if
+the port belongs to another service.
 """
 
 from __future__ import annotations
@@ -9,42 +9,40 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class SilenceError(Exception):
-    """No answer in time; there will be none to later calls either."""
+class NoAnswerError(Exception):
+    """A call did not return in time; later calls will not be tried."""
 
 
-class Voice:
-    """One thread that makes the calls, in order; who asks waits where signals are heard, and only as long as said."""
+class CallerThread:
+    """A thread that makes calls in order. The caller waits with a timeout, and signals can interrupt the wait."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], queue.SimpleQueue[Any]]]
-        self._calls = queue.SimpleQueue()
-        self._silent = False
-        threading.Thread(target=self._run, name="voice", daemon=True).start()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._stuck = False
+        threading.Thread(target=self._run, name="fleetx-caller", daemon=True).start()
 
-    def ask(self, call: Callable[..., Answer], *arguments: Any, seconds: float) -> Answer:
-        if self._silent:
-            raise SilenceError
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls.put((call, arguments, answer))
-        try:
-            value, error = answer.get(timeout=seconds)
-        except queue.Empty:
-            self._silent = True
-            raise SilenceError from None
-        if error is not None:
-            raise error
-        return value
+    def call(self, function: Callable[..., Result], *arguments: Any, seconds: float) -> Result:
+        """Return `function(*arguments)`, or raise NoAnswerError after `seconds`."""
+        if self._stuck:
+            raise NoAnswerError
+        future: Future[Result] = Future()
+        self._calls.put((partial(function, *arguments), future))
+        if not wait([future], timeout=seconds).done:
+            self._stuck = True
+            raise NoAnswerError
+        return future.result()
 
     def _run(self) -> None:
         while True:
-            call, arguments, answer = self._calls.get()
+            call, future = self._calls.get()
             try:
-                answer.put((call(*arguments), None))
+                future.set_result(call())
             except Exception as error:
-                answer.put((None, error))
+                future.set_exception(error)

@@ -1,8 +1,8 @@
-"""torchelastic's agent, with our workers in it.
+"""torchelastic's agent, with our worker processes.
 
-torchelastic keeps the loop: rendezvous, start, monitor, restart, stop. Replaced are the places where it waits 30 s,
-guesses, or talks: how workers are started (workers.py, because the first ones run before torch is imported), how their
-end is noticed (at once, instead of ten times a second), and what is said about it (report.py).
+torchelastic runs the loop: rendezvous, start, monitor, restart, stop. We replace how workers are started (workers.py,
+because the first ones start before torch is imported), how their exit is noticed (immediately, instead of polling ten
+times a second), how long to wait for them to stop (torchelastic waits 30 s), and what is reported (report.py).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from fleetx.errors import LaunchError
-from fleetx.launch.job import Job, World
+from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Logs
-from fleetx.launch.rendezvous import Rendezvous
+from fleetx.launch.rendezvous import FleetrunRendezvous
 from fleetx.launch.report import Failure, failures_of
-from fleetx.launch.workers import Crew
+from fleetx.launch.workers import LocalWorkers
 
-LOOK_EVERY = 0.1  # seconds; the end of a worker is noticed at once, this is for the other nodes' news
+CHECK_EVERY = 0.1  # seconds between checks of the other nodes; the exit of a worker is noticed immediately
 
 
 class _NoRedirects(LogsSpecs):
-    """The runner writes the logs and the error files itself; to torchelastic everything goes to the console."""
+    """The runner writes the logs and the error files itself, so tell torchelastic to redirect nothing."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        nothing = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=nothing, stderrs=nothing, error_files=nothing)
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
 
     @property
     def root_log_dir(self) -> str:
@@ -44,11 +44,11 @@ class _NoRedirects(LogsSpecs):
 
 
 class _Processes(SubprocessContext):
-    """A crew that is already running, as torchelastic wants to see it."""
+    """Presents workers that are already running to torchelastic."""
 
-    def __init__(self, crew: Crew):
-        self._crew = crew
-        ranks = range(len(crew.workers))
+    def __init__(self, workers: LocalWorkers):
+        self._workers = workers
+        ranks = range(workers.job.workers)
         super().__init__(
             name="worker",
             entrypoint=sys.executable,
@@ -58,10 +58,10 @@ class _Processes(SubprocessContext):
         )
 
     def _start(self) -> None:
-        self.subprocess_handlers = {worker.local_rank: cast(SubprocessHandler, worker) for worker in self._crew.workers}
+        self.subprocess_handlers = {worker.local_rank: cast(SubprocessHandler, worker) for worker in self._workers}
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        self._crew.stop(death_sig, seconds=min(timeout, self._crew.job.stop_timeout))
+        self._workers.stop(death_sig, seconds=min(timeout, self._workers.job.stop_timeout))
 
 
 class Agent(LocalElasticAgent):
@@ -69,69 +69,68 @@ class Agent(LocalElasticAgent):
         self,
         job: Job,
         *,
-        rendezvous: Rendezvous,
+        rendezvous: FleetrunRendezvous,
         logs: Logs,
-        start: Callable[[World], Crew],
-        say: Callable[[str], None],
+        start: Callable[[Attempt], LocalWorkers],
+        print_status: Callable[[str], None],
     ):
         self.failures: list[Failure] = []  # of all attempts, on this node
         self._job = job
         self._rendezvous_ = rendezvous
         self._logs = logs
         self._start = start
-        self._say = say
-        self._crew: Crew | None = None
+        self._print_status = print_status
+        self._workers: LocalWorkers | None = None
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.workers,
             entrypoint=sys.executable,
             rdzv_handler=rendezvous,
             max_restarts=job.max_restarts,
-            monitor_interval=0.001,  # `_monitor_workers` itself waits
+            monitor_interval=0.001,  # `_monitor_workers` waits instead
         )
         super().__init__(spec, _NoRedirects(), shutdown_timeout=job.stop_timeout)
-        # All nodes have the same number of workers (meeting.py sees to it): their ranks need no words with the store.
+        # multi_node.py checks that all nodes have the same number of workers, so torchelastic need not ask the store.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        world = self._rendezvous_.world
-        # One budget for all nodes: torchelastic would not count the restarts that another node asked for.
-        self._remaining_restarts = self._job.max_restarts - world.attempt
-        self._crew = self._start(world)
-        self._pcontext = _Processes(self._crew)
+        attempt = self._rendezvous_.attempt
+        # All nodes share one restart budget: torchelastic does not count restarts requested by another node.
+        self._remaining_restarts = self._job.max_restarts - attempt.number
+        self._workers = self._start(attempt)
+        self._pcontext = _Processes(self._workers)
         self._pcontext.start()
         return self._pcontext.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._crew is not None
-        self._crew.wait(LOOK_EVERY)
+        assert self._workers is not None
+        self._workers.wait(CHECK_EVERY)
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            self._note_failure()
-        elif result.state == WorkerState.SUCCEEDED and not self._rendezvous_.all_done():
-            return RunResult(state=WorkerState.HEALTHY)  # another node may still ask for a restart
+            self._record_failures(self._workers)
+        elif result.state == WorkerState.SUCCEEDED and not self._rendezvous_.all_nodes_done():
+            return RunResult(state=WorkerState.HEALTHY)  # another node may still request a restart
         return result
 
-    def _note_failure(self) -> None:
-        assert self._crew is not None
-        found = failures_of(self._crew, job=self._job, logs=self._logs)
-        self.failures += found
-        self._rendezvous_.share(found)
+    def _record_failures(self, workers: LocalWorkers) -> None:
+        failures = failures_of(workers, job=self._job, logs=self._logs)
+        self.failures += failures
+        self._rendezvous_.add_failures(failures)
         if self._remaining_restarts > 0:
             number = self._job.max_restarts - self._remaining_restarts + 1
-            cause = found[0].brief() if found else "a worker failed"
-            self._say(f"{cause}; restart {number} of {self._job.max_restarts}")
+            cause = failures[0].summary() if failures else "a worker failed"
+            self._print_status(f"{cause}; restart {number} of {self._job.max_restarts}")
 
     def _exit_barrier(self) -> None:
-        """`all_done` was the barrier."""
+        """Skip torchelastic's barrier: `all_nodes_done` is ours."""
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        # Nobody listens to the events, and each of them would ask the DNS for this host's name.
+        # Nothing reads the events, and to build one torchelastic looks up this host's name in the DNS.
         return Event(f"fleetrun.{state}", source=source)
 
 
-def quiet() -> None:
-    """fleetrun speaks for torchelastic, unless somebody asked torch to speak."""
+def silence_torchelastic() -> None:
+    """Disable torchelastic's log messages, unless the user configured torch's logging."""
     if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
         logging.disable(logging.CRITICAL)
 
@@ -140,5 +139,5 @@ def check_torch(job: Job) -> None:
     if job.gpus and torch.version.cuda is None and torch.version.hip is None:
         raise LaunchError(
             f"this torch ({torch.__version__}) was built for the CPU only and cannot use GPU {','.join(job.gpus)}; "
-            f"add --device cpu, or install another torch"
+            f"add --device cpu, or install torch with GPU support"
         )

@@ -1,4 +1,4 @@
-"""Which GPUs there are, and which of them are meant. Answers without importing torch wherever NVIDIA's driver can."""
+"""Which GPUs this machine has, and which to use. Asks NVIDIA's driver, so that torch need not be imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU, CUDA = "cpu", "cuda"
 
 
 def installed_gpus() -> int:
-    """How many GPUs the driver reports, before CUDA_VISIBLE_DEVICES."""
+    """The number of GPUs that the driver reports, ignoring CUDA_VISIBLE_DEVICES."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() == 0:
@@ -22,58 +22,60 @@ def installed_gpus() -> int:
             return count.value
     except (OSError, AttributeError):
         pass
-    if os.path.exists("/dev/kfd"):  # AMD: its driver has no such small library, so torch has to answer
+    if os.path.exists("/dev/kfd"):  # AMD's driver has no small library like NVML, so ask torch
         import torch
 
         return torch.cuda.device_count()
     return 0
 
 
-def visible_gpus(*, installed: int, given: Mapping[str, str]) -> list[str]:
-    """The ids (or UUIDs) that CUDA would show, in its order."""
-    named = given.get("CUDA_VISIBLE_DEVICES")
+def visible_gpus(*, installed: int, environ: Mapping[str, str]) -> list[str]:
+    """The indices (or UUIDs) of the GPUs that CUDA would use, in its order."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return [str(index) for index in range(installed)]
     visible = []
-    for word in (part.strip() for part in named.split(",")):
-        if not word or word == "-1" or (word.isdigit() and int(word) >= installed):
-            break  # CUDA's own rule: nothing after the first invalid one is seen
-        visible.append(word)
+    for gpu in (item.strip() for item in named.split(",")):
+        if not gpu or gpu == "-1" or (gpu.isdigit() and int(gpu) >= installed):
+            break  # like CUDA, ignore everything after the first invalid entry
+        visible.append(gpu)
     return visible if installed else []
 
 
 def device_of(
-    option: str | None, *, gpus: Sequence[str] | None, visible: Sequence[str], given: Mapping[str, str]
+    option: str | None, *, gpus: Sequence[str] | None, visible: Sequence[str], environ: Mapping[str, str]
 ) -> str:
-    """--device, else $FLEETX_DEVICE, else cuda where there are GPUs or where GPUs were named."""
+    """--device, else $FLEETX_DEVICE, else cuda if there are GPUs or --gpus is given."""
     if option:
         return option
-    named = given.get("FLEETX_DEVICE")
+    named = environ.get("FLEETX_DEVICE")
     if named:
         if named not in (CPU, CUDA):
-            raise LaunchError(f"FLEETX_DEVICE={named} is neither {CPU} nor {CUDA}")
+            raise LaunchError(f"FLEETX_DEVICE={named}: must be {CPU} or {CUDA}")
         return named
     return CUDA if visible or gpus is not None else CPU
 
 
 def gpus_of(
-    gpus: Sequence[str] | None, *, nproc: int | None, visible: Sequence[str], given: Mapping[str, str]
+    gpus: Sequence[str] | None, *, nproc: int | None, visible: Sequence[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """The GPUs of the workers, one each, or an error that says what is missing."""
+    """The GPUs to use, one per worker. Raises LaunchError if there are not enough."""
     if not visible:
-        asked = f"--gpus {','.join(gpus)}" if gpus is not None else "--device cuda"
+        option = f"--gpus {','.join(gpus)}" if gpus is not None else "--device cuda"
         workers = len(gpus) if gpus is not None else (nproc or 1)
-        hidden = " (CUDA_VISIBLE_DEVICES hides all)" if "CUDA_VISIBLE_DEVICES" in given and installed_gpus() else ""
+        hidden = " visible (see CUDA_VISIBLE_DEVICES)" if "CUDA_VISIBLE_DEVICES" in environ and installed_gpus() else ""
         raise LaunchError(
-            f"{asked}: this machine has no GPU{hidden}; to run the same {workers} "
+            f"{option}: this machine has no GPU{hidden}; to run the same {workers} "
             f"worker{'s' if workers > 1 else ''} on the CPU, add --device cpu or set FLEETX_DEVICE=cpu"
         )
     if gpus is None:
         if nproc is not None and nproc > len(visible):
-            raise LaunchError(f"--nproc_per_node {nproc}: there are only {len(visible)} GPUs ({','.join(visible)})")
+            raise LaunchError(f"--nproc_per_node {nproc}: only {len(visible)} GPUs are available ({','.join(visible)})")
         return list(visible[:nproc])
     unknown = [gpu for gpu in gpus if gpu not in visible]
     if unknown:
-        why = " in CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in given else ""
-        raise LaunchError(f"--gpus {','.join(gpus)}: no GPU {','.join(unknown)}; there are {','.join(visible)}{why}")
+        source = "CUDA_VISIBLE_DEVICES has" if "CUDA_VISIBLE_DEVICES" in environ else "this machine has"
+        raise LaunchError(
+            f"--gpus {','.join(gpus)}: GPU {','.join(unknown)} does not exist; {source} {','.join(visible)}"
+        )
     return list(gpus)

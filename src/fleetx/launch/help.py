@@ -1,44 +1,57 @@
-"""How fleetrun explains itself: the page of --help, and why some options of its relatives are not there."""
+"""The text of `fleetrun --help`, and why some options of other launchers are not supported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+# \b keeps click from rewrapping a paragraph.
+SUMMARY = """\
+Run SCRIPT in every worker process, echo the output of worker 0, and report which worker failed first.
 
-import click
-
-EXAMPLES = """\
-  fleetrun train.py                                   one worker on each GPU, or one on the CPU
+\b
+Examples:
+  fleetrun train.py                                   one worker per GPU, or one on the CPU
   fleetrun --gpus 0,1,2,3 --log_dir log train.py      four workers
-  fleetrun --device cpu --gpus 0,1 train.py --lr 0.1  the same with two workers on the CPU
-  fleetrun --ips 10.0.0.1,10.0.0.2 train.py           on both machines
-  fleetrun --nnodes 2 --master 10.0.0.1:6069 --rank 0 train.py    on the first; --rank 1 on the second
+  fleetrun --device cpu --gpus 0,1 train.py --lr 0.1  two workers on the CPU
+  fleetrun --ips 10.0.0.1,10.0.0.2 train.py           two nodes; run this on both
+  fleetrun --nnodes 2 --master 10.0.0.1:6069 --rank 0 train.py
+                                                      the same; --rank 1 on the second node
 """
 
-VARIABLES = """\
-  RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_*   as torchrun does
-  PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_RANK_IN_NODE
-  CUDA_VISIBLE_DEVICES FLAGS_selected_gpus    on GPUs: the chosen ones, and the index of this worker's own
-  FLEETX_DEVICE                               cpu or cuda
-  FLEETX_PADDLE_API                           fleetx or paddle, where --paddle-api says so
-  OMP_NUM_THREADS                             cores of this machine / its workers, unless set
-  GLOO_SOCKET_IFNAME                          the interface of this node's address, lo on one node; unless set
+EPILOG = """\
+\b
+Variables set in every worker:
+  RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_*
+                            the same as with torchrun
+  PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT
+  PADDLE_RANK_IN_NODE       the same as with Paddle's launcher
+  CUDA_VISIBLE_DEVICES      with GPUs: the selected ones
+  FLAGS_selected_gpus       with GPUs: the index of this worker's own
+  FLEETX_DEVICE             cpu or cuda
+  FLEETX_PADDLE_API         fleetx or paddle, if --paddle-api is given
+  OMP_NUM_THREADS           unless already set: cores of this machine / workers on it
+  GLOO_SOCKET_IFNAME        unless already set: the network interface of this node, lo on a single node
+
+\b
+Variables that fleetrun reads:
+  FLEETX_DEVICE             default for --device
+  FLEETX_PADDLE_API         default for --paddle-api
+  FLAGS_START_PORT          first port in PADDLE_TRAINER_ENDPOINTS
+                            [default: free ports on a single node, 6070 on several]
+  CUDA_VISIBLE_DEVICES      the GPUs to select from
+
+\b
+Exit code:
+  0 if every worker succeeded, 1 if one failed, 2 if the command line is wrong,
+  128 + N if fleetrun was stopped by signal N
 """
 
-READ = """\
-  FLEETX_DEVICE           the default of --device
-  FLEETX_PADDLE_API       the default of --paddle-api
-  FLAGS_START_PORT        first port of PADDLE_TRAINER_ENDPOINTS [free ports on one node, 6070 on many]
-  CUDA_VISIBLE_DEVICES    the GPUs that may be chosen from
-"""
+_PARAMETER_SERVER = "fleetx has no parameter servers, every worker trains; remove this option"
+_ELASTIC = "the number of nodes is fixed during a run; use --ips or --nnodes, and --max_restarts to survive failures"
+_RENDEZVOUS = "use --master HOST:PORT for the rendezvous and --rank for the rank of this node"
+_STREAMS = "stdout and stderr of worker N always go to workerlog.N in --log_dir, and those of worker 0 are echoed"
+_XPU = "XPUs are not supported; use --gpus or --device cpu"
 
-_PARAMETER_SERVER = "fleetx has no parameter servers, every worker trains; leave it out"
-_ELASTIC = "the number of nodes is fixed for a run; use --ips or --nnodes, and --max_restarts for failures"
-_MEETING = "the nodes meet at --master HOST:PORT, and --rank tells which one this is"
-_STREAMS = "both streams of worker N go to workerlog.N in --log_dir, and worker 0 is echoed"
-
-# Without dashes, with underscores. Paddle's launchers (2.0 to 2.4) and torchrun have these.
-REFUSED = {
+# Options of Paddle's launchers (2.0 to 2.4) and of torchrun.
+UNSUPPORTED = {
     **dict.fromkeys(
         ("servers", "workers", "heter_workers", "server_num", "worker_num", "heter_worker_num", "http_port"),
         _PARAMETER_SERVER,
@@ -47,52 +60,18 @@ REFUSED = {
         ("elastic_server", "elastic_level", "elastic_timeout", "np", "scale", "force", "host", "job_id"), _ELASTIC
     ),
     **dict.fromkeys(
-        ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr", "master_port", "node_rank"), _MEETING
+        ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr", "master_port", "node_rank"),
+        _RENDEZVOUS,
     ),
     **dict.fromkeys(("tee", "redirects", "local_ranks_filter"), _STREAMS),
-    "run_mode": "there is only the collective mode; leave it out",
-    "standalone": "one node is the default; leave it out",
-    "xpus": "there are no XPUs here; use --gpus or --device cpu",
-    "selected_xpus": "there are no XPUs here; use --gpus or --device cpu",
-    "backend": "the backend follows from the device: gloo on cpu, nccl on cuda",
+    **dict.fromkeys(("xpus", "selected_xpus"), _XPU),
+    "run_mode": "collective is the only mode; remove this option",
+    "standalone": "a single node is the default; remove this option",
+    "backend": "the backend depends on the device: gloo on cpu, nccl on cuda",
     "start_port": "set FLAGS_START_PORT instead",
-    "log_level": "fleetrun says only what matters; for torchelastic's own words set LOGLEVEL=INFO",
-    "legacy": "there is only one launcher; leave it out",
-    "no_python": "SCRIPT is run by Python; start other programs from within a script",
-    "nproc": "did you mean --nproc_per_node?",
-    "monitor_interval": "the end of a worker is noticed at once; leave it out",
-    "start_method": "every worker is a process of its own; leave it out",
+    "log_level": "fleetrun has no log levels; to see torchelastic's log messages, set LOGLEVEL=INFO",
+    "legacy": "there is only one launcher; remove this option",
+    "no_python": "SCRIPT is always run by Python; start other programs from a script",
+    "monitor_interval": "fleetrun notices immediately when a worker exits; remove this option",
+    "start_method": "every worker is a separate process; remove this option",
 }
-
-
-class Option(click.Option):
-    """An option that belongs to a group, and whose older spellings stay out of the help."""
-
-    def __init__(self, names: Sequence[str], *, group: str, **settings: Any):
-        super().__init__(names, **settings)
-        self.group = group
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        shown = self.opts if self.is_flag else self.opts[:1]
-        value = "" if self.is_flag else f" {self.make_metavar(ctx)}"
-        return ", ".join(shown) + value, self.help or ""
-
-
-class Command(click.Command):
-    """A click command whose options come in groups, with examples before them and variables after."""
-
-    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write_usage(ctx.command_path, "[OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]...")
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(f"\nExamples:\n{EXAMPLES}")
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.params:
-            if isinstance(parameter, Option):
-                groups.setdefault(parameter.group, []).append(parameter.get_help_record(ctx))
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-        formatter.write(f"\nEvery worker finds in its environment:\n{VARIABLES}")
-        formatter.write(f"\nfleetrun itself reads:\n{READ}")
-        formatter.write("\nExit code: 0; 1 if a worker failed; 2 for a mistake on the command line; 128 + signal.\n")

@@ -1,4 +1,4 @@
-"""What was asked for (Job), and what the workers of one attempt are told about each other (World)."""
+"""The checked command line (Job), and what the workers of one attempt share (Attempt)."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked command line. Nothing in it needs to be questioned again."""
+    """A checked command line: no later step needs to check it again."""
 
     target: str  # path of the script, or name of the module
     module: bool
     arguments: tuple[str, ...]
     device: str  # cpu | cuda
-    gpus: tuple[str, ...]  # ids or UUIDs, one a worker; empty on the CPU
+    gpus: tuple[str, ...]  # indices or UUIDs, one per worker; empty on the CPU
     workers: int  # on this node
-    threads: int | None  # OMP_NUM_THREADS of a worker; None: the user has set it
+    threads: int | None  # OMP_NUM_THREADS of a worker; None if the user has set it
     nodes: int
     rank: int  # of this node
-    address: str | None  # of this node, if --ips names it
-    master: tuple[str, int] | None  # where many nodes meet; None on one node
-    paddle_api: str | None  # fleetx | paddle; None: Paddle if it is installed
+    address: str | None  # of this node, if --ips is given
+    master: tuple[str, int] | None  # where several nodes rendezvous; None on a single node
+    paddle_api: str | None  # fleetx | paddle; None for Paddle if it is installed
     log_dir: Path
     max_restarts: int
     stop_timeout: int  # seconds between asking a worker to stop and killing it
     join_timeout: int  # seconds to wait for the other nodes
 
     @property
-    def alone(self) -> bool:
+    def single_node(self) -> bool:
         return self.nodes == 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """One attempt: where its workers meet and which endpoint each of them has."""
+class Attempt:
+    """One start of all workers: where they rendezvous and the endpoint of each."""
 
-    attempt: int  # 0, then 1 for the first restart ...
+    number: int  # 0, then 1 for the first restart, ...
     run_id: str
     master_addr: str
     master_port: int
-    endpoints: tuple[str, ...]  # host:port by rank, of all nodes
+    endpoints: tuple[str, ...]  # host:port of every rank, on all nodes

@@ -1,29 +1,100 @@
-"""The command line of fleetrun: from words to a Job, or to one line that says what is wrong with them."""
+"""The command line of fleetrun: turn it into a Job, or raise a one-line error."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import LaunchError
 from fleetx.launch import devices, environment, nodes
-from fleetx.launch.help import REFUSED, Command, Option
+from fleetx.launch.help import EPILOG, SUMMARY, UNSUPPORTED
 from fleetx.launch.job import Job
 
-BAD_INPUT = 2
+_positive, _not_negative = click.IntRange(min=1), click.IntRange(min=0)
+
+# Also accepted: dashes instead of underscores, and these older names.
+ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts"}
+
+OPTIONS = {
+    "Workers": [
+        click.Option(["--gpus"], metavar="0,1,2,3", help=(
+            "Run one worker on each of these GPUs. With --device cpu, run the same number of workers on the CPU. "
+            "[default: all]")),
+        click.Option(["--nproc_per_node"], type=_positive, metavar="N", help=(
+            "Number of workers on this node. [default: one per GPU, or 1 on the CPU]")),
+        click.Option(["--device"], type=click.Choice([devices.CPU, devices.CUDA]), help=(
+            "Device to train on. [default: $FLEETX_DEVICE if set, else cuda if there are GPUs, else cpu]")),
+        click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is the name of a module, as in `python -m`."),
+        click.Option(["--paddle-api"], type=click.Choice(["fleetx", "paddle"]), envvar="FLEETX_PADDLE_API", help=(
+            "What `import paddle` in SCRIPT loads: fleetx.static, or Paddle itself. "
+            "[default: Paddle if it is installed]")),
+    ],
+    "Multiple nodes": [
+        click.Option(["--ips"], metavar="a,b", help=(
+            "Addresses of all nodes, in the same order on every node. The first is node 0.")),
+        click.Option(["--nnodes"], type=_positive, metavar="N", help=(
+            "Number of nodes, without --ips. Requires --master and --rank.")),
+        click.Option(["--master"], metavar="HOST:PORT", help=(
+            "Address of node 0, where the nodes rendezvous. [default with --ips: the first of them, port 6069]")),
+        click.Option(["--rank"], type=_not_negative, metavar="R", help=(
+            "Rank of this node, from 0. [default with --ips: the position of its address]")),
+        click.Option(["--join_timeout"], type=_positive, default=600, show_default=True, metavar="S", help=(
+            "Seconds to wait for the other nodes.")),
+    ],
+    "Logs and failures": [
+        click.Option(["--log_dir"], default="log", show_default=True, metavar="DIR", help=(
+            "Directory for workerlog.N, N = 0, 1, ... on each node. Logs of an earlier run are deleted.")),
+        click.Option(["--max_restarts"], type=_not_negative, default=0, show_default=True, metavar="N", help=(
+            "How many times to restart all workers after a failure.")),
+        click.Option(["--stop_timeout"], type=_not_negative, default=5, show_default=True, metavar="S", help=(
+            "Seconds that a worker has to exit after it failed or was asked to stop, before it is killed.")),
+    ],
+}  # fmt: skip
+
+
+class _Command(click.Command):
+    """A click command whose help lists the options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, options in OPTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
+
+
+def _canonical(name: str) -> str:
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+_command = _Command(
+    "fleetrun",
+    help=SUMMARY,
+    epilog=EPILOG,
+    params=[
+        *(option for options in OPTIONS.values() for option in options),
+        click.Argument(["script"]),
+        click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
+    ],
+    callback=lambda **options: options,
+    context_settings={
+        "max_content_width": 110,
+        "allow_interspersed_args": False,
+        "token_normalize_func": _canonical,
+    },
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     code = _main(sys.argv[1:] if arguments is None else list(arguments))
     if arguments is None and "torch" in sys.modules:
-        # We are a process of our own, and Python would take 0.4 s to take torch apart.
+        # This is our own process: skip Python's shutdown, which takes 0.4 s once torch is loaded.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -32,247 +103,145 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    code_of_error = 2
     try:
-        job = parse(arguments, given=os.environ)
+        job = parse(arguments, environ=os.environ)
         if job is None:
             return 0
         from fleetx.launch.logs import Logs
+        from fleetx.launch.start import run
 
         logs = Logs(job)
-    except LaunchError as error:
-        print(f"fleetrun: {error}", file=sys.stderr)
-        return BAD_INPUT
-    from fleetx.launch.start import run
-
-    try:
+        code_of_error = 1
         return run(job, logs=logs)
     except LaunchError as error:
         print(f"fleetrun: {error}", file=sys.stderr)
-        return 1
+        return code_of_error
 
 
-def parse(arguments: list[str], *, given: Mapping[str, str]) -> Job | None:
-    """None: only help was asked for, and given."""
+def parse(arguments: list[str], *, environ: Mapping[str, str]) -> Job | None:
+    """Check the command line. Returns None if it asked for the help, which has then been printed."""
     try:
-        words = command.main(arguments, prog_name="fleetrun", standalone_mode=False)
+        options = _command.main(arguments, prog_name="fleetrun", standalone_mode=False)
     except click.NoSuchOption as error:
         raise LaunchError(_unknown(error.option_name)) from None
     except click.ClickException as error:
         raise LaunchError(f"{error.format_message().rstrip('.')}; see fleetrun --help") from None
-    return None if words == 0 or words is None else _job(given=given, **words)
+    return _job(environ=environ, **options) if isinstance(options, dict) else None
 
 
 def _unknown(name: str) -> str:
-    plain = name.replace("-", "_").removeprefix("__")
-    if plain in REFUSED:
-        return f"{name}: {REFUSED[plain]}"
-    known = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"no option {name}{f'; did you mean {near[0]}?' if near else '; see fleetrun --help'}"
+    if reason := UNSUPPORTED.get(name.removeprefix("--")):
+        return f"{name}: {reason}"
+    known = [option.opts[-1] for options in OPTIONS.values() for option in options]
+    hint = did_you_mean(name, known, otherwise="see fleetrun --help", quote=False)
+    return f"unknown option {name}; {hint}"
 
 
-def _option(*names: str, group: str, help: str, **settings: Any) -> Callable[[Any], Any]:
-    return click.option(*names, cls=Option, group=group, help=help, **settings)
-
-
-def _both(name: str) -> tuple[str, str]:
-    return f"--{name}", f"--{name.replace('_', '-')}"
-
-
-@click.command(cls=Command, context_settings={"max_content_width": 110, "allow_interspersed_args": False})
-@_option(
-    "--gpus",
-    "--selected_gpus",
-    "--devices",
-    "gpus",
-    metavar="0,1,2,3",
-    group="Workers",
-    help="One worker on each of these GPUs. With --device cpu, as many workers on the CPU. [default: all]",
-)
-@_option(
-    *_both("nproc_per_node"),
-    type=click.IntRange(min=1),
-    metavar="N",
-    group="Workers",
-    help="Number of workers on this node. [default: one a GPU, or 1 on the CPU]",
-)
-@_option(
-    "--device",
-    type=click.Choice([devices.CPU, devices.CUDA]),
-    group="Workers",
-    help="Where to compute. [default: $FLEETX_DEVICE, else cuda if there are GPUs, else cpu]",
-)
-@_option("-m", "--module", is_flag=True, group="Workers", help="SCRIPT is the name of a module, as in `python -m`.")
-@_option(
-    "--paddle-api",
-    "--paddle_api",
-    type=click.Choice(["fleetx", "paddle"]),
-    envvar="FLEETX_PADDLE_API",
-    group="Workers",
-    help="What `import paddle` gives SCRIPT: fleetx.static, or Paddle itself. [default: Paddle if it is installed]",
-)
-@_option(
-    "--ips", metavar="a,b", group="Many nodes", help="Addresses of all nodes, the same on each; they meet at the first."
-)
-@_option(
-    "--nnodes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    group="Many nodes",
-    help="Number of nodes, if --ips does not tell; needs --master and --rank.",
-)
-@_option(
-    "--master",
-    metavar="HOST:PORT",
-    group="Many nodes",
-    help="Where the nodes meet; on node 0. [default with --ips: the first, at port 6069]",
-)
-@_option(
-    "--rank",
-    type=click.IntRange(min=0),
-    metavar="R",
-    group="Many nodes",
-    help="Which node this is, from 0. [default with --ips: found by its address]",
-)
-@_option(
-    *_both("join_timeout"),
-    type=click.IntRange(min=1),
-    default=600,
-    metavar="S",
-    group="Many nodes",
-    help="Seconds to wait for the other nodes. [default: 600]",
-)
-@_option(
-    *_both("log_dir"),
-    default="log",
-    metavar="DIR",
-    group="Logs and failures",
-    help="Where workerlog.N goes, N = 0, 1 ... on each node; fresh for each run. [default: log]",
-)
-@_option(
-    *_both("max_restarts"),
-    "--max_restart",
-    "max_restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    group="Logs and failures",
-    help="How often all workers are started again after a failure. [default: 0]",
-)
-@_option(
-    *_both("stop_timeout"),
-    type=click.IntRange(min=0),
-    default=5,
-    metavar="S",
-    group="Logs and failures",
-    help="Seconds a worker has to end after it failed or was asked to stop. [default: 5]",
-)
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(**words: Any) -> dict[str, Any]:
-    """Start SCRIPT on every worker, echo worker 0, and say what failed first."""
-    return words
-
-
-def _job(*, given: Mapping[str, str], script: str, arguments: tuple[str, ...], module: bool, **words: Any) -> Job:
+def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...], module: bool, **options: Any) -> Job:
     if not module:
         _check_script(script)
-    environment.first_port()  # a wrong $FLAGS_START_PORT is better heard of now
-    gpus = None if words["gpus"] is None else _gpu_names(words["gpus"])
-    nproc: int | None = words["nproc_per_node"]
+    environment.first_port()  # report a bad $FLAGS_START_PORT before anything starts
+    gpus = None if options["gpus"] is None else _gpu_names(options["gpus"])
+    nproc: int | None = options["nproc_per_node"]
     if gpus is not None and nproc is not None and nproc != len(gpus):
         raise LaunchError(
-            f"--nproc_per_node {nproc} does not match the {len(gpus)} of --gpus {','.join(gpus)}; give one"
+            f"--nproc_per_node {nproc} does not match --gpus {','.join(gpus)}, which lists {len(gpus)}; "
+            f"give only one of the two"
         )
-    count, rank, address, master = _place(words)
+    node_count, rank, address, master = _node_layout(options)
 
-    visible = devices.visible_gpus(installed=devices.installed_gpus(), given=given)
-    device = devices.device_of(words["device"], gpus=gpus, visible=visible, given=given)
+    visible = devices.visible_gpus(installed=devices.installed_gpus(), environ=environ)
+    device = devices.device_of(options["device"], gpus=gpus, visible=visible, environ=environ)
     if device == devices.CUDA:
-        used = devices.gpus_of(gpus, nproc=nproc, visible=visible, given=given)
-        workers = len(used)
+        selected = devices.gpus_of(gpus, nproc=nproc, visible=visible, environ=environ)
+        workers = len(selected)
     else:
-        used = []
+        selected = []
         workers = len(gpus) if gpus is not None else (nproc or 1)
     return Job(
         target=script,
         module=module,
         arguments=arguments,
         device=device,
-        gpus=tuple(used),
+        gpus=tuple(selected),
         workers=workers,
-        threads=None if given.get("OMP_NUM_THREADS") else environment.threads_of_a_worker(workers),
-        nodes=count,
+        threads=None if environ.get("OMP_NUM_THREADS") else environment.threads_per_worker(workers),
+        nodes=node_count,
         rank=rank,
         address=address,
         master=master,
-        paddle_api=words["paddle_api"],
-        log_dir=Path(words["log_dir"]),
-        max_restarts=words["max_restarts"],
-        stop_timeout=words["stop_timeout"],
-        join_timeout=words["join_timeout"],
+        paddle_api=options["paddle_api"],
+        log_dir=Path(options["log_dir"]),
+        max_restarts=options["max_restarts"],
+        stop_timeout=options["stop_timeout"],
+        join_timeout=options["join_timeout"],
     )
 
 
 def _check_script(script: str) -> None:
     path = Path(script)
     if path.is_dir():
-        raise LaunchError(f"{script} is a directory; name a script, or a module with -m")
+        raise LaunchError(f"{script} is a directory; give a script, or a module with -m")
     if not path.exists():
-        hint = f" (for a module: fleetrun -m {script})" if "/" not in script and not script.endswith(".py") else ""
-        raise LaunchError(f"no script {script} in {Path.cwd()}{hint}")
+        hint = f"; to run a module: fleetrun -m {script}" if "/" not in script and not script.endswith(".py") else ""
+        raise LaunchError(f"script {script} does not exist in {Path.cwd()}{hint}")
     if not os.access(path, os.R_OK):
-        raise LaunchError(f"{script} cannot be read")
+        raise LaunchError(f"script {script} cannot be read: permission denied")
 
 
-def _listed(option: str, text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if "" in parts:
-        raise LaunchError(f"{option} {text!r}: expected a list such as {'0,1' if option == '--gpus' else 'a,b'}")
-    twice = sorted({part for part in parts if parts.count(part) > 1})
-    if twice:
-        raise LaunchError(f"{option} {text}: {', '.join(twice)} is there twice")
-    return parts
+def _split_list(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if "" in items:
+        example = "0,1" if option == "--gpus" else "10.0.0.1,10.0.0.2"
+        raise LaunchError(f"{option} {text!r}: must be a comma-separated list such as {example}")
+    duplicates = sorted({item for item in items if items.count(item) > 1})
+    if duplicates:
+        raise LaunchError(f"{option} {text}: {', '.join(duplicates)} is listed more than once")
+    return items
 
 
 def _gpu_names(text: str) -> list[str]:
-    gpus = _listed("--gpus", text)
+    gpus = _split_list("--gpus", text)
     for gpu in gpus:
-        if not gpu.isdigit() and not gpu.startswith(("GPU-", "MIG-")):  # those are NVIDIA's UUIDs
-            raise LaunchError(f"--gpus {text}: {gpu} is not the number of a GPU")
+        if not gpu.isdigit() and not gpu.startswith(("GPU-", "MIG-")):  # NVIDIA's UUIDs
+            raise LaunchError(f"--gpus {text}: {gpu} is not a GPU index such as 0")
     return gpus
 
 
-def _place(words: Mapping[str, Any]) -> tuple[int, int, str | None, tuple[str, int] | None]:
-    """(number of nodes, rank of this one, its address, where they meet)"""
-    nnodes, rank = words["nnodes"], words["rank"]
-    master = None if words["master"] is None else _host_and_port(words["master"])
-    ips = None if words["ips"] is None else _listed("--ips", words["ips"])
+def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tuple[str, int] | None]:
+    """(number of nodes, rank of this node, its address, rendezvous address)"""
+    nnodes, rank = options["nnodes"], options["rank"]
+    master = None if options["master"] is None else _host_and_port(options["master"])
+    ips = None if options["ips"] is None else _split_list("--ips", options["ips"])
     if ips is not None:
         if nnodes is not None and nnodes != len(ips):
-            raise LaunchError(f"--nnodes {nnodes} does not match the {len(ips)} of --ips {','.join(ips)}; give one")
+            raise LaunchError(
+                f"--nnodes {nnodes} does not match --ips {','.join(ips)}, which lists {len(ips)}; "
+                f"give only one of the two"
+            )
         nnodes = len(ips)
     elif nnodes is None:
         for option in ("rank", "master"):
-            if words[option] is not None:
-                raise LaunchError(f"--{option} needs --nnodes (or --ips): it is for a run on many nodes")
+            if options[option] is not None:
+                raise LaunchError(f"--{option} is for several nodes and requires --nnodes or --ips")
         nnodes = 1
     if rank is not None and rank >= nnodes:
-        raise LaunchError(f"--rank {rank}: there are {nnodes} nodes, so the last has rank {nnodes - 1}")
+        raise LaunchError(f"--rank {rank}: must be less than the number of nodes, {nnodes}")
     if ips is None:
-        missing = [f"--{option}" for option in ("master", "rank") if words[option] is None]
+        missing = [f"--{option}" for option in ("master", "rank") if options[option] is None]
         if nnodes > 1 and missing:
-            raise LaunchError(f"--nnodes {nnodes} needs {' and '.join(missing)} (or name all nodes with --ips)")
+            raise LaunchError(f"--nnodes {nnodes} requires {' and '.join(missing)} (or list all nodes with --ips)")
         return nnodes, rank or 0, None, master if nnodes > 1 else None
     if rank is None:
-        rank = nodes.rank_among(ips)
-    meeting_port = (environment.first_port() or environment.FIRST_PORT) - 1
-    return nnodes, rank, ips[rank], (master or (ips[0], meeting_port)) if nnodes > 1 else None
+        rank = nodes.rank_in(ips)
+    default_port = (environment.first_port() or environment.FIRST_PORT) - 1
+    return nnodes, rank, ips[rank], (master or (ips[0], default_port)) if nnodes > 1 else None
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise LaunchError(f"--master {text}: expected HOST:PORT, with a port from 1 to 65535")
+        raise LaunchError(f"--master {text}: must be HOST:PORT, with a port from 1 to 65535")
     return host, int(port)

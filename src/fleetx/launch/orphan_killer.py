@@ -1,58 +1,68 @@
-"""A small process that waits for fleetrun to end and, if nobody could say goodbye, kills what fleetrun had started.
+"""A small process that waits for fleetrun to end and, if it was killed, kills what it had started.
 
-The kernel kills the workers of a fleetrun that dies (see runner.py), but not the workers' own children: data loaders
-and the like would live on. The guard is forked before anything else happens, holds the reading end of a pipe, and
-acts when the pipe closes, which is what every death of fleetrun has in common.
+If fleetrun dies, the kernel kills its workers (see runner.py), but not their children, such as data loader processes.
+The orphan killer reads from a pipe that closes when fleetrun ends, for whatever reason, and then acts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 
-class Guard:
-    """Knows the process groups that must not outlive this process, and a directory to remove."""
+class OrphanKiller:
+    """Kills the registered process groups if this process dies before `dismiss`.
 
-    def __init__(self, directory: str):
-        reading, self._pipe = os.pipe()
+    `directory` is for the error files of the workers, and is removed at the end.
+
+    It is a fork. If torch is already loaded (as in `fleetx plan`), its OpenMP threads do not exist in the child, so a
+    parallel torch operation there could hang. The child never calls torch, so this does not matter.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="fleetrun-"))
+        read_end, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             with contextlib.suppress(BaseException):
-                _watch(reading, directory)
+                _watch(read_end, self.directory)
             os._exit(0)
-        os.close(reading)
+        os.close(read_end)
 
-    def protect(self, groups: Iterable[int]) -> None:
-        self._tell("+", groups)
+    def register(self, groups: Iterable[int]) -> None:
+        self._send("+", groups)
 
-    def release(self, groups: Iterable[int]) -> None:
-        self._tell("-", groups)
+    def unregister(self, groups: Iterable[int]) -> None:
+        self._send("-", groups)
 
     def dismiss(self) -> None:
-        self._tell(".", [0])
+        self._send(".", [0])
         os.close(self._pipe)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _tell(self, sign: str, groups: Iterable[int]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the kernel still watches the workers
+    def _send(self, sign: str, groups: Iterable[int]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the orphan killer was killed; the kernel still kills the workers
             for group in groups:
                 os.write(self._pipe, f"{sign}{group}\n".encode())
 
 
-def _watch(reading: int, directory: str) -> None:
+def _watch(read_end: int, directory: Path) -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(name, signal.SIG_IGN)
     os.setsid()
-    # Whoever reads fleetrun's output to its end must not wait for the guard; nor may the guard hold its own pipe open.
-    nothing = os.open(os.devnull, os.O_RDWR)
+    # Close fleetrun's output, or its readers would wait for us, and our copy of the pipe's write end.
+    null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    pipe = os.dup2(reading, 3) if reading != 3 else 3
+        os.dup2(null, stream)
+    pipe = os.dup2(read_end, 3) if read_end != 3 else 3
     os.closerange(4, 4096)
 
     groups: set[int] = set()
@@ -65,24 +75,22 @@ def _watch(reading: int, directory: str) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    while left := _heirs_of(directory):  # they may have left their group, and one may be born while we look
-        for process in left:
+    while orphans := _descendants(directory):  # they may have left their group; repeat for those started meanwhile
+        for process in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
-    import shutil
-
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _heirs_of(directory: str) -> list[int]:
-    """The processes that inherited a worker's environment, which names an error file in `directory`."""
+def _descendants(directory: Path) -> list[int]:
+    """Processes that inherited a worker's environment, recognised by its error file in `directory`."""
     mark = f"TORCHELASTIC_ERROR_FILE={directory}/".encode()
-    heirs = []
+    processes = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         with contextlib.suppress(OSError):
             if name.isdigit():
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if mark in file.read():
-                        heirs.append(int(name))
-    return heirs
+                        processes.append(int(name))
+    return processes

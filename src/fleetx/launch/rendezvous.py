@@ -1,8 +1,8 @@
 """A fresh store for every attempt.
 
-torchrun keeps one store for all attempts. After a restart a rank may then read its peer's old address in it: 21 of 28
-restarts with gloo failed so (torch 2.13). Here each attempt has its own TCPStore on its own port. The agent holds it,
-so it survives any worker, and it listens on one address, where torchrun's listens on all.
+torchrun uses one store for all attempts, so that after a restart a rank may read the old address of a peer: with gloo,
+21 of 28 restarts failed this way (torch 2.13). Here every attempt has its own TCPStore on its own port. The agent hosts
+it, so it survives any worker. It listens on one address; torchrun's listens on all.
 """
 
 from __future__ import annotations
@@ -14,39 +14,32 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from fleetx.launch.job import Job, World
+from fleetx.launch.job import Attempt, Job
 from fleetx.launch.report import Failure
-from fleetx.launch.sockets import LOOPBACK, port_of, world_of_one_node
+from fleetx.launch.sockets import LOOPBACK, port_of, single_node_attempt
 
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
-def serve(listener: socket.socket, *, host: str) -> TCPStore:
-    """A store that answers on `listener`, which was bound by us. Who connected before this waits in its queue."""
+def host_store(listener: socket.socket, *, host: str) -> TCPStore:
+    """Host a store on `listener`. Clients that connected earlier have been waiting in its queue."""
     port = port_of(listener)
+    descriptor = listener.detach()
     return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=STORE_TIMEOUT,
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=descriptor
     )
 
 
-class Rendezvous(RendezvousHandler):
-    """What torchelastic asks a rendezvous for, and the few words more that fleetrun's agent needs."""
+class FleetrunRendezvous(RendezvousHandler):
+    """torchelastic's rendezvous interface, plus what fleetrun's agent needs."""
 
-    world: World  # of the current attempt
+    attempt: Attempt  # the current one
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        raise NotImplementedError
+    def add_failures(self, failures: Sequence[Failure]) -> None:
+        """Keep failures of this node to report them to the other nodes."""
 
-    def share(self, failures: Sequence[Failure]) -> None:
-        """Tell the other nodes what failed here."""
-
-    def all_done(self) -> bool:
-        """The workers here have succeeded; have those of all nodes?"""
+    def all_nodes_done(self) -> bool:
+        """Report that the workers of this node have succeeded; returns whether those of all nodes have."""
         return True
 
     def get_backend(self) -> str:
@@ -66,25 +59,25 @@ class Rendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return self.world.run_id if hasattr(self, "world") else ""
+        return self.attempt.run_id if hasattr(self, "attempt") else ""
 
     def shutdown(self) -> bool:
         return True
 
 
-class OneNode(Rendezvous):
-    """One node needs nobody's leave: the first world is made, and its workers run, before torch is imported."""
+class SingleNodeRendezvous(FleetrunRendezvous):
+    """A single node need not wait for others: its first workers start before torch is imported."""
 
-    def __init__(self, job: Job, *, world: World, listener: socket.socket):
+    def __init__(self, job: Job, *, attempt: Attempt, listener: socket.socket):
         self._job = job
-        self.world = world
+        self.attempt = attempt
         self._listener: socket.socket | None = listener
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._listener is None:
-            self.world, self._listener = world_of_one_node(
-                self._job, attempt=self.world.attempt + 1, run_id=self.world.run_id
+            self.attempt, self._listener = single_node_attempt(
+                self._job, number=self.attempt.number + 1, run_id=self.attempt.run_id
             )
-        store = serve(self._listener, host=LOOPBACK)
+        store = host_store(self._listener, host=LOOPBACK)
         self._listener = None
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.world.master_port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.attempt.master_port))

@@ -1,4 +1,4 @@
-"""What went wrong first."""
+"""The failure report: which worker failed first, and how."""
 
 from __future__ import annotations
 
@@ -6,96 +6,88 @@ import json
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fleetx.launch.job import Job
 from fleetx.launch.logs import Logs, tail
-from fleetx.launch.workers import RUNNER, Crew, Worker
+from fleetx.launch.workers import RUNNER, LocalWorkers, Worker
 
-# How a rank speaks whose peer has gone: a failure that says so is never the cause if there is another one.
+# Errors of a rank whose peer is gone: never the cause if there is another failure.
 _LOST_PEER = re.compile(
     r"gloo/(transport|rendezvous)|Connection (closed|reset) by peer|Dist(Network|Store|Backend)Error|nccl\w+Error"
     r"|remote process exited|TCPStore|Application timeout caused pair closure"
 )
-_LINES = 30  # of a traceback; the rest is in the log
+_MAX_LINES = 30  # of a traceback; the rest is in the log
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One worker that failed. Goes between nodes as JSON."""
+    """One worker that failed. Nodes exchange these as JSON."""
 
     rank: int
     node: int
     attempt: int
     exit_code: int  # negative: the signal
-    time: float  # of the exception or, without one, of the end
-    what: str  # last line of the exception; empty without one
+    time: float  # of the exception, or of the exit if there was none
+    error: str  # last line of the traceback; empty if there was no exception
     traceback: str
-    tail: tuple[str, ...]  # last lines of the log, where there is no traceback
+    tail: list[str]  # last lines of the log, if there is no traceback
     log: str
-    follows: bool  # it only lost its peers, or was being stopped
+    secondary: bool  # it only lost its peers, or was being stopped
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def summary(self) -> str:
+        return f"rank {self.rank}: {self.reason()}"
 
-    @classmethod
-    def from_json(cls, text: str) -> Failure:
-        values = json.loads(text)
-        return cls(**{**values, "tail": tuple(values["tail"])})
-
-    def brief(self) -> str:
-        """Who and how, on one line."""
-        if self.what:
-            return f"rank {self.rank}: {_clip(self.what)} ({_code(self.exit_code)})"
-        return f"rank {self.rank}: {_code(self.exit_code)}"
+    def reason(self) -> str:
+        code = _describe(self.exit_code)
+        return f"{_clip(self.error)} ({code})" if self.error else code
 
 
-def failures_of(crew: Crew, *, job: Job, logs: Logs) -> list[Failure]:
-    """The workers of this node that failed, the likeliest cause first."""
-    found = [failure for worker in crew.workers if (failure := _failure_of(worker, crew=crew, job=job, logs=logs))]
-    return in_order(found)
+def failures_of(workers: LocalWorkers, *, job: Job, logs: Logs) -> list[Failure]:
+    """The workers of this node that failed, the most likely cause first."""
+    failures = (_failure_of(worker, workers=workers, job=job, logs=logs) for worker in workers)
+    return first_cause_first(failure for failure in failures if failure)
 
 
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """By attempt; within one, what only follows comes last, and the earlier of two failures is the cause."""
-    return sorted(failures, key=lambda failure: (failure.attempt, failure.follows, failure.time, failure.rank))
+def first_cause_first(failures: Iterable[Failure]) -> list[Failure]:
+    """Sort by attempt; within an attempt, primary failures come before secondary ones, then by time."""
+    return sorted(failures, key=lambda failure: (failure.attempt, failure.secondary, failure.time, failure.rank))
 
 
-def _failure_of(worker: Worker, *, crew: Crew, job: Job, logs: Logs) -> Failure | None:
-    # A record counts even if the process has not ended by itself: an exception may take its time to end a process,
-    # and a peer that loses its connection meanwhile may be gone sooner.
-    end = worker.end
-    record = _read(worker.record) or (_read(worker.error_file) if end and end.exit_code else None)
-    stopped_at = crew.stopped_at or float("inf")
+def _failure_of(worker: Worker, *, workers: LocalWorkers, job: Job, logs: Logs) -> Failure | None:
+    # A record counts even if the process has not exited: after an exception that can take a while, and a peer that
+    # lost its connection may exit sooner.
+    record = _read(worker.record) or (_read(worker.error_file) if worker.exit_code else None)
+    stopped_at = workers.stopped_at or float("inf")
     if record:
         ours = record.get("fleetx", {})
         message: dict[str, Any] = record["message"]
-        if not isinstance(message, dict):  # torchelastic has a second, older form
+        if not isinstance(message, dict):  # an older format of torchelastic
             message = {"message": str(message)}
         extra = message.get("extraInfo", {})
-        what, traceback = str(message.get("message", "")), str(extra.get("py_callstack", ""))
-        moment = float(ours.get("time", extra.get("timestamp", 0)))
-        exit_code = int(ours.get("exit_code", end.exit_code if end else 1))
+        error, traceback = str(message.get("message", "")), str(extra.get("py_callstack", ""))
+        time = float(ours.get("time", extra.get("timestamp", 0)))
+        exit_code = int(ours.get("exit_code", worker.exit_code or 1))
         if ours.get("kind") == "SystemExit":
-            what = f"sys.exit({what.removeprefix('SystemExit').removeprefix(': ')}){_place(traceback)}"
-    elif end and end.exit_code != 0 and end.time <= stopped_at:
-        what, traceback, moment, exit_code = "", "", end.time, end.exit_code
+            error = f"sys.exit({error.removeprefix('SystemExit').removeprefix(': ')}){_location(traceback)}"
+    elif worker.exit_code and worker.exit_time <= stopped_at:
+        error, traceback, time, exit_code = "", "", worker.exit_time, worker.exit_code
     else:
         return None
     log = logs.path(worker.local_rank)
     return Failure(
         rank=job.rank * job.workers + worker.local_rank,
         node=job.rank,
-        attempt=crew.world.attempt,
+        attempt=workers.attempt.number,
         exit_code=exit_code,
-        time=moment,
-        what=what,
+        time=time,
+        error=error,
         traceback=traceback,
-        tail=() if traceback else tuple(line for line in tail(log, lines=12) if str(RUNNER) not in line),
+        tail=[] if traceback else [line for line in tail(log, lines=12) if str(RUNNER) not in line],
         log=str(log),
-        follows=moment > stopped_at or bool(_LOST_PEER.search(traceback)),
+        secondary=time > stopped_at or bool(_LOST_PEER.search(traceback)),
     )
 
 
@@ -107,13 +99,13 @@ def _read(path: Path) -> dict | None:
         return None
 
 
-def _place(traceback: str) -> str:
-    """at file:line of the innermost frame."""
+def _location(traceback: str) -> str:
+    """` at file:line` of the innermost frame."""
     frames = re.findall(r'File "(.+?)", line (\d+)', traceback)
     return f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
-def _code(exit_code: int) -> str:
+def _describe(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -127,30 +119,30 @@ def _clip(text: str, *, width: int = 120) -> str:
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
-def message(failures: Sequence[Failure], *, job: Job) -> str:
-    """The first cause, whole; of what came after it, a line each. `failures` are in order."""
-    cause, *rest = failures
-    where = "" if job.alone else f" on node {cause.node}"
-    tries = f" in attempt 1 of {rest[-1].attempt + 1}" if rest and rest[-1].attempt else ""
-    lines = [f"fleetrun: the first cause{where}{tries} is {cause.brief()}"]
-    if cause.traceback:
-        lines += [f"    {line}" for line in _shortened(cause.traceback.rstrip().splitlines())]
-    elif cause.tail:
-        lines += ["  the end of its log:", *(f"    {line}" for line in cause.tail)]
-    if cause.exit_code == -signal.SIGKILL:
-        lines.append("  nobody sent that signal? then it was likely the kernel, out of memory: see `dmesg`")
-    lines.append(f"  its log: {cause.log}")
-    same = [failure for failure in rest if failure.attempt == cause.attempt]
-    lines += [f"  after it, {failure.brief()}" for failure in same[:3]]
+def failure_report(failures: Sequence[Failure], *, job: Job) -> str:
+    """The first failure in full, and one line for each of the others. `failures` are sorted."""
+    first, *rest = failures
+    node = "" if job.single_node else f" on node {first.node}"
+    attempts = f" in attempt {first.attempt + 1} of {rest[-1].attempt + 1}" if rest and rest[-1].attempt else ""
+    lines = [f"fleetrun: rank {first.rank}{node} failed first{attempts}: {first.reason()}"]
+    if first.traceback:
+        lines += [f"    {line}" for line in _shorten(first.traceback.rstrip().splitlines())]
+    elif first.tail:
+        lines += ["  end of its log:", *(f"    {line}" for line in first.tail)]
+    if first.exit_code == -signal.SIGKILL:
+        lines.append("  if you did not send this signal, the kernel may have run out of memory: see `dmesg`")
+    lines.append(f"  log: {first.log}")
+    same = [failure for failure in rest if failure.attempt == first.attempt]
+    lines += [f"  then {failure.summary()}" for failure in same[:3]]
     if len(same) > 3:
         lines.append(f"  and {len(same) - 3} more")
-    first_of_later = {failure.attempt: failure for failure in reversed(rest) if failure.attempt != cause.attempt}
-    lines += [f"  attempt {number + 1}: {first_of_later[number].brief()}" for number in sorted(first_of_later)]
+    first_of_later = {failure.attempt: failure for failure in reversed(rest) if failure.attempt != first.attempt}
+    lines += [f"  attempt {number + 1}: {first_of_later[number].summary()}" for number in sorted(first_of_later)]
     return "\n".join(lines)
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    if len(lines) <= _LINES:
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= _MAX_LINES:
         return lines
-    head, end = 6, _LINES - 7
-    return [*lines[:head], f"... {len(lines) - head - end} lines, all of them in the log ...", *lines[-end:]]
+    head, end = 6, _MAX_LINES - 7
+    return [*lines[:head], f"... {len(lines) - head - end} lines omitted, see the log ...", *lines[-end:]]

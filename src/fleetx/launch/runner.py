@@ -1,38 +1,39 @@
-"""What a worker starts in: python -u runner.py PARENT LOG script|module TARGET ARGUMENTS...
+"""The entry point of a worker: python -u runner.py PARENT LOG script|module TARGET ARGUMENTS...
 
-It ties the worker to its launcher, sends its output to its log, runs the user's code as `__main__` and, if that ends
-in an exception, leaves a record of it beside $TORCHELASTIC_ERROR_FILE, as torchelastic's `@record` would in it.
+It makes the worker die with its launcher, redirects its output to its log and runs the user's code as `__main__`. If
+that raises an exception, it writes a record of it next to $TORCHELASTIC_ERROR_FILE, in the format of torchelastic's
+`@record`.
 
-Only what costs nothing is imported before the user's first line, and nothing of fleetx: this file is run by its path,
-not as a module.
+This file is run by its path, not as a module. Before the user's first line it imports only modules that cost nothing,
+and nothing from fleetx.
 """
 
 import os
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # the directory of this file, whose names must shadow nobody's
+    del sys.path[0]  # the directory of this file, which must not shadow other modules
 
 from types import CodeType, ModuleType, TracebackType
 
 WORKER = os.getpid()
 PADDLE_API = "FLEETX_PADDLE_API"
-# Not the file itself: the user's own `@record` may write that one, and go on.
+# Not the error file itself: the user's own `@record` may write that one without ending the process.
 RECORD = f"{path}.last" if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` ends, however it ends."""
+    """Have the kernel kill this process when `parent` ends, for whatever reason."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != parent:  # it died before the kernel could be asked
+    if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
 
 
-def write_to(log: str) -> None:
-    """Send both streams to `log`, in one order; O_APPEND, so that nothing is overwritten."""
+def redirect_to(log: str) -> None:
+    """Send stdout and stderr to `log`, in order; O_APPEND, so that nothing is overwritten."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -40,7 +41,7 @@ def write_to(log: str) -> None:
 
 
 def code_of_script(path: str) -> tuple[CodeType, dict[str, object]]:
-    """(code, attributes of `__main__`) of a file, as `python path` sees it."""
+    """(code, attributes of `__main__`) of a file, as for `python path`."""
     import io
 
     full = os.path.abspath(path)
@@ -52,7 +53,7 @@ def code_of_script(path: str) -> tuple[CodeType, dict[str, object]]:
 
 
 def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
-    """(code, attributes of `__main__`) of a module, as `python -m name` sees it."""
+    """(code, attributes of `__main__`) of a module, as for `python -m name`."""
     import importlib.util
 
     if not sys.flags.safe_path:
@@ -62,7 +63,7 @@ def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
         spec = importlib.util.find_spec(f"{name}.__main__")
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec else None
     if spec is None or code is None:
-        raise ImportError(f"no module named {name!r} that could be run")
+        raise ImportError(f"no module named {name!r} that can be run")
     sys.argv[0] = spec.origin or name
     return code, {
         "__file__": spec.origin,
@@ -74,9 +75,10 @@ def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
 
 
 class PaddleScripts:
-    """Lets `import paddle` find fleetx.static. Nothing of fleetx is loaded before a script imports it.
+    """An import hook that makes `import paddle` load fleetx.static.
 
-    It is the loader too: others may ask whether paddle is there, and get no further than that.
+    It is finder and loader, so that fleetx is loaded only by a real import, not by a library that checks whether paddle
+    is installed.
     """
 
     @staticmethod
@@ -102,12 +104,12 @@ class PaddleScripts:
 
 
 def serve_paddle_scripts() -> None:
-    """Before everything else that could find paddle, or after it."""
-    wanted = os.environ.get(PADDLE_API) or None
-    if wanted not in (None, "fleetx", "paddle"):
-        sys.exit(f"{PADDLE_API}={wanted}: must be fleetx or paddle")
-    if wanted != "paddle":
-        sys.meta_path.insert(0 if wanted else len(sys.meta_path), PaddleScripts)  # type: ignore[arg-type]
+    """Install the import hook: before the other finders if fleetx is requested, else after them."""
+    api = os.environ.get(PADDLE_API) or None
+    if api not in (None, "fleetx", "paddle"):
+        sys.exit(f"{PADDLE_API}={api}: must be fleetx or paddle")
+    if api != "paddle":
+        sys.meta_path.insert(0 if api else len(sys.meta_path), PaddleScripts)  # type: ignore[arg-type]
 
 
 def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -117,8 +119,8 @@ def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def record(error: BaseException, *, exit_code: int) -> None:
-    """Tell the launcher about `error`: torchelastic's error file, with what that lacks under `fleetx`."""
-    if RECORD is None or os.getpid() != WORKER:  # a child that was forked comes by here as well, but is not the worker
+    """Report `error` to the launcher, in torchelastic's format, with additions under `fleetx`."""
+    if RECORD is None or os.getpid() != WORKER:  # a forked child is not the worker
         return
     try:
         import json
@@ -128,29 +130,29 @@ def record(error: BaseException, *, exit_code: int) -> None:
         now = time.time()
         try:
             message = f"{type(error).__name__}: {error}".rstrip(": ")
-        except Exception:  # its own __str__ raises
+        except Exception:  # from its own __str__
             message = type(error).__name__
         stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         data = {
-            # torchelastic's timestamp counts seconds: too coarse to tell which of two ranks failed first
+            # torchelastic's timestamp is in whole seconds, too coarse to tell which of two ranks failed first
             "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}},
             "fleetx": {"time": now, "exit_code": exit_code, "kind": type(error).__name__},
         }
         with open(f"{RECORD}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(data, file)
-        os.replace(f"{RECORD}.part", RECORD)  # whole or not at all
+        os.replace(f"{RECORD}.part", RECORD)  # so that the launcher never reads half a record
     except Exception:
-        pass  # a full disk, a json.py beside the script: the log still has the error, and must not lose it to ours
+        pass  # a full disk, a json.py next to the script: do not hide the user's error, which is still logged
 
 
-def interrupted(error: BaseException) -> None:
-    """Ctrl-C needs no traceback, only the place."""
-    place, traceback = "", error.__traceback__
+def print_interrupted(error: BaseException) -> None:
+    """After Ctrl-C, print only where the script was, not a traceback."""
+    location, traceback = "", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        place = f" at {code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
+        location = f" at {code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
         traceback = traceback.tb_next
-    print(f"interrupted{place}", file=sys.stderr)
+    print(f"interrupted{location}", file=sys.stderr)
 
 
 def exit_code_of(exit_: SystemExit) -> int:
@@ -162,26 +164,24 @@ def exit_code_of(exit_: SystemExit) -> int:
 def run(kind: str, target: str) -> None:
     import faulthandler
 
-    faulthandler.enable()  # a crash in C leaves its Python stack in the log
+    faulthandler.enable()  # writes the Python stack to the log if C code crashes
     try:
         code, attributes = (code_of_module if kind == "module" else code_of_script)(target)
         main = ModuleType("__main__")
         main.__dict__.update({"__builtins__": __builtins__, "__package__": None, "__cached__": None, **attributes})
-        sys.modules["__main__"] = main  # pickle and multiprocessing look for the user's names there
+        sys.modules["__main__"] = main  # where pickle and multiprocessing look up the user's names
         exec(code, main.__dict__)
-    except SystemExit as error:
-        error.__traceback__ = without_our_frames(error.__traceback__)
-        if exit_code_of(error) != 0:
-            record(error, exit_code=exit_code_of(error))
-        raise
-    except KeyboardInterrupt as error:
-        error.__traceback__ = without_our_frames(error.__traceback__)
-        record(error, exit_code=130)
-        interrupted(error)
-        sys.exit(130)
     except BaseException as error:
         error.__traceback__ = without_our_frames(error.__traceback__)
-        getattr(sys.excepthook, "annotate", lambda error: None)(error)  # comm/peers.py, if it is in use
+        if isinstance(error, SystemExit):
+            if code_of_exit := exit_code_of(error):
+                record(error, exit_code=code_of_exit)
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            record(error, exit_code=130)
+            print_interrupted(error)
+            sys.exit(130)
+        getattr(sys.excepthook, "annotate", lambda error: None)(error)  # set by fleetx.comm.peers, if loaded
         record(error, exit_code=1)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
@@ -190,7 +190,7 @@ def run(kind: str, target: str) -> None:
 if __name__ == "__main__":
     _, parent, log, kind, target, *arguments = sys.argv
     die_with(int(parent))
-    write_to(log)
+    redirect_to(log)
     serve_paddle_scripts()
     sys.argv = [target, *arguments]
     run(kind, target)

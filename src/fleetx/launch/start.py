@@ -1,163 +1,157 @@
-"""The order of a run."""
+"""The sequence of a run."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from pathlib import Path
 from types import FrameType
 
-from fleetx.launch.job import Job, World
+from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Echo, Logs
-from fleetx.launch.orphan_killer import Guard
-from fleetx.launch.sockets import world_of_one_node
-from fleetx.launch.workers import Crew, adopt_orphans
+from fleetx.launch.orphan_killer import OrphanKiller
+from fleetx.launch.sockets import single_node_attempt
+from fleetx.launch.workers import LocalWorkers, adopt_orphans
 
-_DEADLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Stopped(BaseException):
-    """A signal asks fleetrun to end, at a moment when torchelastic is not there to hear it."""
+class StopRequested(BaseException):
+    """A signal asked fleetrun to stop while torchelastic was not handling signals."""
 
     def __init__(self, sigval: signal.Signals):
         self.sigval = sigval
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(f"fleetrun: {text}", file=sys.stderr, flush=True)
 
 
 def run(job: Job, *, logs: Logs) -> int:
-    """Start everything, wait, tidy up; returns the exit code."""
-    errors = Path(tempfile.mkdtemp(prefix="fleetrun-"))
-    guard = Guard(str(errors))
+    """Start everything, wait, clean up. Returns the exit code."""
+    killer = OrphanKiller()
     adopt_orphans()
     try:
-        return Launch(job, logs=logs, errors=errors, guard=guard).run()
+        return Launch(job, logs=logs, killer=killer).run()
     finally:
-        guard.dismiss()
-        shutil.rmtree(errors, ignore_errors=True)
+        killer.dismiss()
 
 
 class Launch:
-    def __init__(self, job: Job, *, logs: Logs, errors: Path, guard: Guard):
+    def __init__(self, job: Job, *, logs: Logs, killer: OrphanKiller):
         self.job = job
         self.logs = logs
-        self.given = dict(os.environ)  # before we tune our own for torch
-        self.errors = errors
-        self.guard = guard
-        self.crew: Crew | None = None
+        self.environ = dict(os.environ)  # for the workers, before we change our own for torch
+        self.killer = killer
+        self.workers: LocalWorkers | None = None
 
     def run(self) -> int:
         _raise_on_signals()
         echo = None
         try:
-            say(self._banner())
+            print_status(self._banner())
             echo = Echo(self.logs.path(0))
-            code, last_words = self._attempts()
-            echo.stop()  # all of it, however slow the terminal; Ctrl-C is still heard
+            code, message = self._run_agent()
+            echo.stop()  # copy everything, however slow the terminal; Ctrl-C can still interrupt this
         except BaseException as error:
-            sigval = getattr(error, "sigval", None)  # of Stopped, or of torchelastic's SignalException
+            sigval = getattr(error, "sigval", None)  # of StopRequested, or of torchelastic's SignalException
             if sigval is None:
                 raise
             self._stop(sigval)
-            code, last_words = 128 + sigval, f"fleetrun: stopped by {sigval.name}"
+            code, message = 128 + sigval, f"fleetrun: stopped by {sigval.name}"
         finally:
-            for name in _DEADLY:
-                signal.signal(name, signal.SIG_IGN)  # what follows is short, and must not stop halfway
-            if self.crew and self.crew.alive():
-                self.crew.kill()
+            for name in _STOP_SIGNALS:
+                signal.signal(name, signal.SIG_IGN)  # the rest is short and must not be interrupted
+            if self.workers and self.workers.alive():
+                self.workers.kill()
             if echo:
                 echo.stop(seconds=5)
-        if last_words:
-            print(last_words, file=sys.stderr, flush=True)
+        if message:
+            print(message, file=sys.stderr, flush=True)
         return code
 
-    def start(self, world: World) -> Crew:
-        """The workers of one attempt; those of the first attempt on one node are running already."""
-        if self.crew is None or self.crew.world != world:
-            self.crew = Crew(
-                self.job, world=world, logs=self.logs, errors=self.errors, guard=self.guard, given=self.given
+    def start(self, attempt: Attempt) -> LocalWorkers:
+        """Start the workers of an attempt. On a single node, those of the first attempt are already running."""
+        if self.workers is None or self.workers.attempt != attempt:
+            self.workers = LocalWorkers(
+                self.job, attempt=attempt, logs=self.logs, killer=self.killer, environ=self.environ
             )
-            self.crew.start()
-        return self.crew
+            self.workers.start()
+        return self.workers
 
     def _stop(self, sigval: signal.Signals) -> None:
-        """As gently as --stop_timeout allows; a second signal means now."""
+        """Give the workers --stop_timeout seconds; a second signal kills them immediately."""
         try:
-            if self.crew:
-                self.crew.stop(sigval, seconds=self.job.stop_timeout)
+            if self.workers:
+                self.workers.stop(sigval, seconds=self.job.stop_timeout)
         except BaseException as error:
             if not hasattr(error, "sigval"):
                 raise
 
-    def _attempts(self) -> tuple[int, str]:
-        """(exit code, what to say at the end)"""
+    def _run_agent(self) -> tuple[int, str]:
+        """(exit code, message to print at the end)"""
         job = self.job
-        if job.alone:
-            world, listener = world_of_one_node(job, attempt=0, run_id=os.urandom(6).hex())
-            # The import of torch below takes seconds. The workers need not wait for it: who asks for the store before
-            # it answers stands in the queue of its socket.
-            self.start(world)
-        # For our own process only: the workers have the environment as it was given.
+        if job.single_node:
+            attempt, listener = single_node_attempt(job, number=0, run_id=os.urandom(6).hex())
+            # Importing torch takes seconds, and the workers need not wait for it: if one connects to the store before
+            # the store is up, the connection waits in the socket's queue.
+            self.start(attempt)
+        # For this process only: the workers get the original environment.
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from fleetx.launch.agent import Agent, check_torch, quiet
-        from fleetx.launch.multi_node import Meeting, NodeFailedError
-        from fleetx.launch.rendezvous import OneNode, Rendezvous
-        from fleetx.launch.report import in_order, message
+        from fleetx.launch.agent import Agent, check_torch, silence_torchelastic
+        from fleetx.launch.multi_node import MultiNodeRendezvous, NodeFailedError
+        from fleetx.launch.rendezvous import FleetrunRendezvous, SingleNodeRendezvous
+        from fleetx.launch.report import failure_report, first_cause_first
 
-        quiet()
+        silence_torchelastic()
         check_torch(job)
-        meeting = None if job.alone else Meeting(job, say=say)
-        rendezvous: Rendezvous = meeting or OneNode(job, world=world, listener=listener)
-        agent = Agent(job, rendezvous=rendezvous, logs=self.logs, start=self.start, say=say)
+        cluster = None if job.single_node else MultiNodeRendezvous(job, print_status=print_status)
+        rendezvous: FleetrunRendezvous = cluster or SingleNodeRendezvous(job, attempt=attempt, listener=listener)
+        agent = Agent(job, rendezvous=rendezvous, logs=self.logs, start=self.start, print_status=print_status)
         reason = ""
         try:
             failed = agent.run().is_failed()
         except NodeFailedError as error:
             failed, reason = True, str(error)
         except BaseException as error:
-            if meeting:
+            if cluster:
                 sigval = getattr(error, "sigval", None)
-                meeting.give_up(f"stopped by {sigval.name}" if sigval else str(error))
-                meeting.leave(failed=False)
+                cluster.abort(f"stopped by {sigval.name}" if sigval else str(error))
+                cluster.leave(failed=False)
             raise
         failures = agent.failures
-        if meeting:
+        if cluster:
             if failed and not reason:
-                meeting.give_up("a worker failed")
-            failures = failures + meeting.leave(failed=failed)
+                cluster.abort("a worker failed")
+            failures = failures + cluster.leave(failed=failed)
         if not failed:
             return 0, ""
         if failures:
-            return 1, message(in_order(failures), job=job)
-        return 1, f"fleetrun: stopped, because another node gave up: {reason}"
+            return 1, failure_report(first_cause_first(failures), job=job)
+        return 1, f"fleetrun: stopped because another node stopped: {reason}"
 
     def _banner(self) -> str:
         job = self.job
         size = job.workers * job.nodes
-        what = f"{size} worker{'s' if size > 1 else ''} on {job.device}"
+        text = f"{size} worker{'s' if size > 1 else ''} on {job.device}"
         if job.gpus:
-            what += f" {','.join(job.gpus)}"
-        nodes = "" if job.alone else f", node {job.rank} of {job.nodes}"
-        threads = (
-            f", {job.threads} thread{'s' if job.threads > 1 else ''} each (OMP_NUM_THREADS)" if job.threads else ""
-        )
-        return f"{what}{nodes}{threads}, logs in {self.logs.directory}/workerlog.*"
+            text += f" {','.join(job.gpus)}"
+        if not job.single_node:
+            text += f", node {job.rank} of {job.nodes}"
+        if job.threads:
+            text += f", {job.threads} thread{'s' if job.threads > 1 else ''} each (OMP_NUM_THREADS)"
+        return f"{text}, logs in {self.logs.directory}/workerlog.*"
 
 
 def _raise_on_signals() -> None:
-    """Until torchelastic takes over. Under nohup the end of the terminal stays ignored, by torchelastic as well."""
+    """Raise StopRequested on signals until torchelastic handles them. Under nohup, both ignore SIGHUP."""
 
     def stop(number: int, _: FrameType | None) -> None:
-        raise Stopped(signal.Signals(number))
+        raise StopRequested(signal.Signals(number))
 
-    hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    heard = [name for name in _DEADLY if not (name is signal.SIGHUP and hangup_ignored)]
-    for name in heard:
+    sighup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = [name for name in _STOP_SIGNALS if not (name is signal.SIGHUP and sighup_ignored)]
+    for name in handled:
         signal.signal(name, stop)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(name.name for name in heard)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(name.name for name in handled)

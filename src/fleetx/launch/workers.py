@@ -1,4 +1,4 @@
-"""The processes of one attempt: start them, see which ends first, stop them, leave nothing behind."""
+"""The worker processes of one attempt: start them, notice which exits first, stop them, leave nothing running."""
 
 from __future__ import annotations
 
@@ -9,126 +9,118 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fleetx.errors import LaunchError
-from fleetx.launch import environment
-from fleetx.launch.job import Job, World
+from fleetx.launch.environment import worker_environment
+from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Logs
-from fleetx.launch.orphan_killer import Guard
+from fleetx.launch.orphan_killer import OrphanKiller
 
 RUNNER = Path(__file__).with_name("runner.py")
-LAST_WORD = 5.0  # seconds to wait for what was killed with SIGKILL: a process in a driver may not hear even that
+KILL_TIMEOUT = 5.0  # seconds to wait after SIGKILL: a process inside a driver call may not react even to that
 
 
 def adopt_orphans() -> None:
-    """Make the kernel hand the orphans of our workers to us instead of to init, so that we can find and end them."""
+    """Make the kernel reparent the orphans of our workers to us instead of init, so that we can find and kill them."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """How and when a worker ended."""
-
-    exit_code: int  # as subprocess has it: -9 for SIGKILL
-    time: float
-
-
 class Worker:
-    """One process, leader of a group of its own. torchelastic calls this a SubprocessHandler: `proc` and `close`."""
+    """One process, the leader of its own group. `proc` and `close` are torchelastic's interface SubprocessHandler."""
 
     def __init__(self, job: Job, *, local_rank: int, variables: Mapping[str, str], log: Path, error_file: Path):
         self.local_rank = local_rank
-        self.error_file = error_file  # torchelastic's, for the user's own `@record`
-        self.record = error_file.with_name(f"{error_file.name}.last")  # the runner's: what ended the script
-        self.end: End | None = None
+        self.error_file = error_file  # written by torchelastic's `@record`, if the user's script uses it
+        self.record = error_file.with_name(f"{error_file.name}.last")  # written by the runner
+        self.exit_code: int | None = None  # as in subprocess: -9 for SIGKILL
+        self.exit_time = 0.0
         self.failing_since: float | None = None
         kind = "module" if job.module else "script"
         runner = [sys.executable, "-u", str(RUNNER), str(os.getpid()), str(log.resolve()), kind]
         try:
             self.proc = subprocess.Popen([*runner, job.target, *job.arguments], env=variables, start_new_session=True)
         except OSError as error:
-            raise LaunchError(f"worker {local_rank} could not be started ({error.strerror})") from None
+            raise LaunchError(f"cannot start worker {local_rank} ({error.strerror})") from None
         try:
-            self.descriptor: int | None = os.pidfd_open(self.proc.pid)
+            self.pidfd: int | None = os.pidfd_open(self.proc.pid)
         except (AttributeError, OSError):
-            self.descriptor = None  # an old kernel: `Crew.wait` looks often instead
+            self.pidfd = None  # an old kernel: LocalWorkers.wait polls instead
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
-            # A stopped process takes no other signal; without this it would cost the whole grace.
+            # A stopped process handles no other signal, and would use up the whole --stop_timeout.
             os.killpg(self.proc.pid, signal.SIGCONT)
 
-    def look(self) -> bool:
-        """Whether it has ended; the first look that finds so remembers when."""
-        if self.end is None and (code := self.proc.poll()) is not None:
-            self.end = End(exit_code=code, time=time.time())
-            if self.descriptor is not None:
-                os.close(self.descriptor)
-        return self.end is not None
+    def poll(self) -> bool:
+        """Whether it has exited; the first call that finds so records the time."""
+        if self.exit_code is None and (code := self.proc.poll()) is not None:
+            self.exit_code, self.exit_time = code, time.time()
+            if self.pidfd is not None:
+                os.close(self.pidfd)
+        return self.exit_code is not None
 
 
-class Crew:
+class LocalWorkers:
     """All workers of one attempt on this node."""
 
-    def __init__(self, job: Job, *, world: World, logs: Logs, errors: Path, guard: Guard, given: Mapping[str, str]):
+    def __init__(self, job: Job, *, attempt: Attempt, logs: Logs, killer: OrphanKiller, environ: Mapping[str, str]):
         self.job = job
-        self.world = world
-        self.stopped_at: float | None = None  # when we began to stop them: what ends later is no cause
-        self.workers: list[Worker] = []
-        self._logs, self._errors, self._guard, self._given = logs, errors, guard, given
+        self.attempt = attempt
+        self.stopped_at: float | None = None  # when we began to stop them: a later exit is not the cause
+        self._workers: list[Worker] = []
+        self._logs, self._killer, self._environ = logs, killer, environ
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
 
     def start(self) -> None:
-        if self.world.attempt:
-            self._logs.separate(f"restart {self.world.attempt} of {self.job.max_restarts}")
+        number = self.attempt.number
+        if number:
+            self._logs.write_separator(f"restart {number} of {self.job.max_restarts}")
         for local_rank in range(self.job.workers):
-            error_file = self._errors / f"{self.world.attempt}-{local_rank}.json"
-            variables = environment.of_worker(
-                self.job, world=self.world, local_rank=local_rank, error_file=error_file, given=self._given
+            error_file = self._killer.directory / f"{number}-{local_rank}.json"
+            variables = worker_environment(
+                self.job, attempt=self.attempt, local_rank=local_rank, error_file=error_file, environ=self._environ
             )
             log = self._logs.path(local_rank)
             worker = Worker(self.job, local_rank=local_rank, variables=variables, log=log, error_file=error_file)
-            self._guard.protect([worker.proc.pid])
-            self.workers.append(worker)
+            self._killer.register([worker.proc.pid])
+            self._workers.append(worker)
 
     def alive(self) -> list[Worker]:
-        return [worker for worker in self.workers if not worker.look()]
+        return [worker for worker in self if not worker.poll()]
 
     def wait(self, seconds: float) -> None:
-        """Return when a worker ends, or after `seconds`. At once if one ended that nobody has looked at yet."""
+        """Return when a worker exits, or after `seconds`; immediately if one exited since the last call."""
         deadline = time.monotonic() + seconds
-        running = [worker for worker in self.workers if worker.end is None]
-        descriptors = [worker.descriptor for worker in running if worker.descriptor is not None]
-        if running and len(descriptors) == len(running):
+        running = [worker for worker in self if worker.exit_code is None]
+        pidfds = [worker.pidfd for worker in running if worker.pidfd is not None]
+        if running and len(pidfds) == len(running):
             poller = select.poll()
-            for descriptor in descriptors:
-                poller.register(descriptor, select.POLLIN)
+            for pidfd in pidfds:
+                poller.register(pidfd, select.POLLIN)
             poller.poll(seconds * 1000)
         else:
             while all(worker.proc.poll() is None for worker in running) and time.monotonic() < deadline:
                 time.sleep(min(0.02, seconds))
         for worker in running:
-            worker.look()
-        self._bury_the_adopted()
-        self._end_the_failing()
+            worker.poll()
+        self._reap_adopted()
+        self._kill_hanging()
 
     def stop(self, death_sig: signal.Signals, *, seconds: float) -> None:
-        """Ask all to end, give them `seconds`, kill the rest, and then whatever they had started themselves.
+        """Send `death_sig` to all, wait `seconds`, then kill what is left and everything the workers had started.
 
-        A crew that has succeeded is left alone, and so is what its scripts left running on purpose.
+        If all workers have succeeded, this is a no-op: what their scripts left running was left on purpose.
         """
         alive = self.alive()
-        if (
-            not alive
-            and self.stopped_at is None
-            and all(worker.end and worker.end.exit_code == 0 for worker in self.workers)
-        ):
+        if not alive and self.stopped_at is None and all(worker.exit_code == 0 for worker in self):
             return
         self.stopped_at = self.stopped_at or time.time()
         for worker in alive:
@@ -139,40 +131,40 @@ class Crew:
     def kill(self) -> None:
         for worker in self.alive():
             worker.close(signal.SIGKILL)
-        self._wait_for_all(LAST_WORD)
-        kill_descendants(spare={self._guard.pid, *(worker.proc.pid for worker in self.alive())})
-        self._guard.release(worker.proc.pid for worker in self.workers)
+        self._wait_for_all(KILL_TIMEOUT)
+        kill_descendants(exclude={self._killer.pid, *(worker.proc.pid for worker in self.alive())})
+        self._killer.unregister(worker.proc.pid for worker in self)
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self.alive() and (left := deadline - time.monotonic()) > 0:
             self.wait(min(left, 0.1))
 
-    def _end_the_failing(self) -> None:
-        """A main thread that raised may leave its process waiting for some other thread, for ever."""
-        for worker in self.workers:
-            if worker.end is None and worker.record.exists():
+    def _kill_hanging(self) -> None:
+        """Kill workers whose main thread raised long ago: the process may be waiting forever for another thread."""
+        for worker in self:
+            if worker.exit_code is None and worker.record.exists():
                 worker.failing_since = worker.failing_since or time.monotonic()
                 if time.monotonic() - worker.failing_since > self.job.stop_timeout:
                     worker.close(signal.SIGKILL)
 
-    def _bury_the_adopted(self) -> None:
-        """Orphans that end while the workers still run would stay zombies: nobody else waits for them."""
-        mine = {worker.proc.pid for worker in self.workers} | {self._guard.pid}
+    def _reap_adopted(self) -> None:
+        """Wait for adopted orphans that have exited, which would otherwise stay zombies."""
+        ours = {worker.proc.pid for worker in self} | {self._killer.pid}
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid not in mine:
-                os.waitpid(found.si_pid, 0)
+            while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in ours:
+                os.waitpid(child.si_pid, 0)
 
 
-def kill_descendants(*, spare: set[int]) -> None:
-    """Kill every process below this one except `spare`: children of workers, also those that left their group."""
-    import psutil  # 25 ms that only the end of a failed run pays
+def kill_descendants(*, exclude: set[int]) -> None:
+    """Kill every process below this one, including children of workers that left their group."""
+    import psutil  # takes 25 ms, and only a failed run needs it
 
-    for _ in range(3):  # one that was being born during the first round
-        left = [process for process in psutil.Process().children(recursive=True) if process.pid not in spare]
-        if not left:
+    for _ in range(3):  # a process may be started during the first pass
+        found = [process for process in psutil.Process().children(recursive=True) if process.pid not in exclude]
+        if not found:
             return
-        for process in left:
+        for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=LAST_WORD)
+        psutil.wait_procs(found, timeout=KILL_TIMEOUT)

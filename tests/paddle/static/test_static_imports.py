@@ -16,7 +16,7 @@ import fleetx
 from fleetx import UsageError
 from fleetx.errors import LaunchError
 from fleetx.launch import environment, runner
-from fleetx.launch.job import World
+from fleetx.launch.job import Attempt
 from fleetx.launch.options import parse
 from fleetx.paddle import api as home
 from fleetx.paddle.static import imports, install
@@ -175,13 +175,15 @@ def test_without_either_nothing_is_found(tmp_path):
 def test_the_option_reaches_the_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    world = World(attempt=0, run_id="r", master_addr="127.0.0.1", master_port=1, endpoints=("127.0.0.1:1",))
+    attempt = Attempt(number=0, run_id="r", master_addr="127.0.0.1", master_port=1, endpoints=("127.0.0.1:1",))
     for words, expected in (([], None), (["--paddle-api", "fleetx"], "fleetx"), (["--paddle_api", "paddle"], "paddle")):
-        job = parse(["--device", "cpu", *words, "train.py"], given={})
-        found = environment.of_worker(job, world=world, local_rank=0, error_file=tmp_path / "e", given={})
+        job = parse(["--device", "cpu", *words, "train.py"], environ={})
+        found = environment.worker_environment(
+            job, attempt=attempt, local_rank=0, error_file=tmp_path / "e", environ={}
+        )
         assert found.get("FLEETX_PADDLE_API") == expected
     with pytest.raises(LaunchError, match="'tensorflow' is not one of 'fleetx', 'paddle'"):
-        parse(["--paddle-api", "tensorflow", "train.py"], given={})
+        parse(["--paddle-api", "tensorflow", "train.py"], environ={})
 
 
 SPAWNS = """
