@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Sizes in bytes as people write them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ UNITS = {"": 1, "b": 1} | {f"{letter}{kind}": base ** (power + 1)
          for power, letter in enumerate("kmgt")}  # fmt: skip
 
 
-def parse(text: str) -> int:
-    """'6GiB', '800 MB', '1.5g'. Raises ValueError."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if not found or found[2].lower() not in UNITS:
+def parse_bytes(text: str) -> int:
+    """Parse '6GiB', '800 MB' or '1.5g'. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    size = float(match[1]) * UNITS.get(match[2].lower(), 0) if match else 0
+    if size < 1 or (match and not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is not a number of bytes such as '6GiB' or '800MB'")
-    bytes_ = float(found[1]) * UNITS[found[2].lower()]
-    if bytes_ < 1 or (not found[2] and "." in found[1]):
-        raise ValueError(f"{text!r} is not a number of bytes such as '6GiB' or '800MB'")
-    return int(bytes_)
+    return int(size)
 
 
-def words(bytes_: float) -> str:
+def format_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
-        if abs(bytes_) < 1024:
-            return f"{bytes_:.0f} B" if unit == "B" else f"{bytes_:.1f} {unit}"
-        bytes_ /= 1024
-    return f"{bytes_:.3f} GiB"
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.3f} GiB"

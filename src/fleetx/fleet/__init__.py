@@ -43,7 +43,7 @@ from fleetx.strategy.explain import Explanation
 from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
-    from fleetx.measure.largest_batch import Batch
+    from fleetx.measure.largest_batch import LargestBatch
     from fleetx.planner import Chosen
 
 __all__ = [
@@ -258,7 +258,7 @@ def largest_batch(
     global_batch: int | None = None,
     ranks: int | None = None,
     trial: bool = True,
-) -> Batch:
+) -> LargestBatch:
     """The largest batch that fits into `memory` (such as "8GiB"), for a model that is not distributed yet.
 
     sample: a batch of any size. A dict is passed to the model as keyword arguments, a tuple or list as positional
@@ -267,7 +267,7 @@ def largest_batch(
     global_batch: choose the batch so that global_batch = micro x merge x ranks.
     trial: check the prediction by one real step in a child process.
     """
-    from fleetx.fleet.largest_batch import of_strategy  # few scripts need it
+    from fleetx.fleet.batch_size import of_strategy  # few scripts need it
 
     world = current().world
     size = ranks or (world.size if world is not None else 1)

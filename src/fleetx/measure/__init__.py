@@ -1,1 +1,1 @@
-"""Bytes: predicted on tensors without data (trace), measured on real ones (measure), written and read (sizes)."""
+"""Memory and time of a training step, predicted on tensors without data or measured on real ones."""

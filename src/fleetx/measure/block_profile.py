@@ -1,7 +1,7 @@
-"""Takes a model apart into blocks, and finds out what each costs: bytes on tensors without data, seconds on real ones.
+"""Splits a model into blocks and finds the cost of each: bytes on tensors without data, seconds on real ones.
 
-Only one block at a time is run for real, and of blocks that are alike only one: a model that would not fit into memory
-can be probed.
+Only one block at a time runs for real, and of several identical blocks only one: even a model that does not fit into
+memory can be profiled.
 """
 
 from __future__ import annotations
@@ -23,307 +23,301 @@ from torch.autograd.graph import Node
 from fleetx.base.module_names import named_modules
 from fleetx.base.trees import map_tensors, tensors_of, without_caches
 from fleetx.base.wrapping import Layer, unwrap, wrap
-from fleetx.measure.fake_step import Fakes, Step, random_kept, without_hooks
-from fleetx.measure.op_scratch import Insides, made_up
+from fleetx.measure.fake_step import FakeStep, TrainingStep, preserve_rng, without_hooks
+from fleetx.measure.op_scratch import OpScratch, random_tensor, with_scratch
+from fleetx.measure.step_key import shapes_of
 from fleetx.measure.tracker import Tracker, bytes_of
 
+MAX_BLOCKS = 240  # the solver takes a second for so many
+NEGLIGIBLE = 0.01  # of all saved bytes: a module is only split if the code between its children saves less
+REPEATS, ENOUGH = 4, 0.3  # runs of a block; after so many seconds, two runs will do
+
 
 @dataclass(frozen=True)
-class Block:
-    """What a probe found of one call. Times in seconds, the rest in bytes."""
+class BlockCost:
+    """The cost of one call of a block, in seconds and bytes."""
 
     name: str
-    forward: float
+    forward: float  # seconds
     backward: float
-    input: int  # what a segment that begins here holds
-    takes: int  # of its input, what is kept for its backward and was not kept before
-    saved: int  # what is kept for its backward besides its input
-    passing: int  # the most that is there at once while it runs and keeps nothing, with the output
-    keeping: int  # and while it runs and keeps what backward needs
-    undoing: int  # the most that its backward adds to what it has kept
-    gradients: int = 0  # of its parameters, which are there from its backward on
-    loose: int = 0  # what code between the blocks made for it: a segment that it is in must hold that too
-    ready: bool = False  # is its input kept already, if the block before it is?
-    reads: tuple[tuple[int, int, int], ...] = ()  # what it is given: the block that made it, its number, its bytes
-
-
-MOST = 240  # blocks: the solver takes a second for so many
-LITTLE = 0.01  # of what a model saves: what may be saved between the blocks of a module that is taken apart
-REPEATS, ENOUGH = 4, 0.3  # runs of a block, and seconds after which two will do
-
-
-Edge = tuple[Node, int]  # an operation, and which of the tensors that it made
-
-
-@dataclass
-class Call:
-    """One call of a module in a forward, and those inside of it."""
-
-    name: str
-    module: nn.Module
-    inside: list[Call] = field(default_factory=list)
-    own: int = 0  # bytes saved by its own code, not by the modules that it calls
-    all: int = 0  # with theirs
-    kept: dict[int, int] = field(default_factory=dict)  # the storages that its own code saved first, and their bytes
-    loose: int = 0  # bytes of what it is given that is no output of a module just as it is: code between made it
-    writes: bool = False  # does it change what it is given in place?
-    args: Any = ()
-    kwargs: Any = None
-    made: list[Tensor] = field(default_factory=list)
-    handed: set[Edge] = field(default_factory=set)  # where the tensors that it is given come from in autograd's graph
-    times: tuple[int, int] = (0, 0)  # when it began and ended, as autograd numbers the operations of a forward
-    turns: tuple[int, int] = (0, 0)  # and as calls begin and end, one after the other
-    aside: list[Call] = field(default_factory=list)  # in the whole forward, those that were made without gradients
+    input: int  # bytes that a segment starting here holds
+    input_saved: int  # of the input, what its backward needs and no earlier block saved
+    saved: int  # what its backward needs apart from its input
+    forward_peak: int  # peak of a forward that saves nothing, output included
+    saving_peak: int  # peak of a forward that saves what backward needs
+    backward_peak: int  # on top of what was saved
+    gradients: int = 0  # of its parameters; they exist from its backward on
+    loose: int = 0  # inputs made by code between the blocks: any segment that contains the block must hold them
+    ready: bool = False  # its input is saved anyway if the block before it is kept
+    reads: tuple[tuple[int, int, int], ...] = ()  # for each input: the block that made it, the tensor's id, its bytes
 
 
 @dataclass(frozen=True)
-class Probe:
+class BlockProfile:
     """The blocks of a model in the order of their calls."""
 
-    blocks: list[Block]
-    writes: list[str]  # names of those that change what they are given in place
+    blocks: list[BlockCost]
+    in_place: list[str]  # names of the blocks that modify their input
 
     @property
     def names(self) -> list[str]:
         return [block.name for block in self.blocks]
 
 
-def probes(step: Step, *, timed: bool = True) -> list[Probe]:
-    """A coarse one, whose segments hold nothing but their borders, and a fine one, if the model has both.
+Edge = tuple[Node, int]  # an operation, and which of its outputs
 
-    timed: without it nothing is run for real, and every block is said to take a second.
+
+@dataclass
+class ModuleCall:
+    """One call of a module in a forward, and the calls inside it."""
+
+    name: str
+    module: nn.Module
+    args: Any = ()
+    kwargs: Any = None
+    outputs: list[Tensor] = field(default_factory=list)
+    inside: list[ModuleCall] = field(default_factory=list)
+    no_grad: list[ModuleCall] = field(default_factory=list)  # of the root: calls made without gradients
+    own_saved: int = 0  # bytes saved by its own code, not by the modules that it calls
+    saved: int = 0  # with theirs
+    storages: dict[int, int] = field(default_factory=dict)  # those that its own code saved first, and their bytes
+    loose: int = 0  # bytes of its inputs that are not the unchanged output of another module
+    in_place: bool = False  # it modifies an input
+    sources: set[Edge] = field(default_factory=set)  # where its inputs come from in autograd's graph
+    ops: tuple[int, int] = (0, 0)  # autograd's sequence numbers at its begin and end
+    order: tuple[int, int] = (0, 0)  # its begin and end among those of all calls
+
+
+Split = Callable[[ModuleCall, Callable[[], ModuleCall]], list[list[ModuleCall]]]
+
+
+def profile_blocks(step: TrainingStep, *, timed: bool = True) -> list[BlockProfile]:
+    """A coarse profile, whose segments hold only what crosses their ends, and a fine one if that differs.
+
+    timed: if False, nothing runs for real and every block counts as one second.
     """
 
-    def both(root: Call, _: Any) -> list[list[Call]]:
-        coarse, fine = apart(root, _chained), apart(root, lambda _: True)
+    def coarse_and_fine(root: ModuleCall, _: Any) -> list[list[ModuleCall]]:
+        coarse, fine = split(root, _is_chain), split(root, lambda _: True)
         return [coarse] if [c.name for c in coarse] == [c.name for c in fine] else [coarse, fine]
 
-    return probed(step, both, timed=timed)
+    return profile(step, coarse_and_fine, timed=timed)
 
 
-Divide = Callable[[Call, Callable[[], Call]], list[list[Call]]]
+def profile(step: TrainingStep, divide: Split, *, timed: bool) -> list[BlockProfile]:
+    """divide: from a forward (and a function that repeats it with nothing frozen) to one or more lists of calls."""
+    fake = FakeStep(step)
+    with preserve_rng(), torch.enable_grad():
+        known: dict[Any, BlockCost] = {}
+        return [_profile(calls, fake, known, timed) for calls in divide(_record(fake), partial(_record_unfrozen, fake))]
 
 
-def probed(step: Step, divide: Divide, *, timed: bool) -> list[Probe]:
-    """divide: a forward, and what makes the same with nothing frozen -> one or more rows of calls."""
-    fakes = Fakes(step)
-    with random_kept(), torch.enable_grad():
-        known: dict[Any, Block] = {}
-        return [_probed(calls, fakes, known, timed) for calls in divide(_calls(fakes), partial(_thawed, fakes))]
+# --- recording and splitting a forward ------------------------------------------------------------
+def _record(fake: FakeStep) -> ModuleCall:
+    """Run a forward without data, and record which modules are called and what they save."""
+    root = ModuleCall("", fake.model)
+    stack = [root]
+    seen = {p.untyped_storage()._cdata for p in itertools.chain(fake.model.parameters(), fake.model.buffers())}
+    outputs: dict[int, tuple[Tensor, int]] = {}  # by id, of all calls so far, with their versions
+    order = itertools.count()
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            stack[-1].own_saved += storage.nbytes()
+            stack[-1].storages[storage._cdata] = storage.nbytes()
+        return t
+
+    def around(name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # calls without gradients belong to no segment
+            out = inner(*args, **kwargs)
+            root.no_grad.append(ModuleCall(name, module, outputs=tensors_of(out), order=(next(order), next(order))))
+            return out
+        args, kwargs = without_caches(args, kwargs)
+        given = tensors_of((args, kwargs))
+        versions = [t._version for t in given]
+        call = ModuleCall(name, module, args=args, kwargs=kwargs)
+        computed = [t for t in given if t.grad_fn is not None]
+        call.sources = {(t.grad_fn, t.output_nr) for t in computed if t.grad_fn is not None}
+        call.loose = bytes_of(t for t in computed if outputs.get(id(t), (t, -1))[1] != t._version)
+        stack[-1].inside.append(call)
+        stack.append(call)
+        op, position = _get_sequence_nr(), next(order)
+        out = inner(*args, **kwargs)
+        call.ops, call.order = (op, _get_sequence_nr()), (position, next(order))
+        stack.pop()
+        call.outputs = tensors_of(out)
+        call.in_place = versions != [t._version for t in given]
+        outputs.update({id(t): (t, t._version) for t in call.outputs})
+        return out
+
+    for name, module in named_modules(fake.model):
+        wrap(module, Layer.REPLAY, partial(around, name))
+    assert fake.engine  # creating it installs its hooks
+    with fake.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        root.outputs = tensors_of(fake.model(*fake.args, **fake.kwargs))
+    unwrap(fake.model)
+    _add_up(root)
+    return root
 
 
-def _thawed(fakes: Fakes) -> Call:
-    frozen = [p for p in fakes.model.parameters() if p.is_floating_point() and not p.requires_grad]
+def _record_unfrozen(fake: FakeStep) -> ModuleCall:
+    frozen = [p for p in fake.model.parameters() if p.is_floating_point() and not p.requires_grad]
     for p in frozen:
         p.requires_grad_()
     try:
-        return _calls(fakes)
+        return _record(fake)
     finally:
         for p in frozen:
             p.requires_grad_(False)
 
 
-# --- taking apart ---------------------------------------------------------------------------------
-def _calls(fakes: Fakes) -> Call:
-    """Run a forward without data, and see which modules are called, and where what is saved comes from."""
-    root = Call("", fakes.model)
-    stack = [root]
-    own = {p.untyped_storage()._cdata for p in itertools.chain(fakes.model.parameters(), fakes.model.buffers())}
-    seen = set(own)
-    outputs: dict[int, tuple[Tensor, int]] = {}  # by id, of all calls so far, with their versions
-    turns = itertools.count()
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage()._cdata not in seen:
-            seen.add(t.untyped_storage()._cdata)
-            stack[-1].own += t.untyped_storage().nbytes()
-            stack[-1].kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    def around(name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # what is called without gradients is in no segment
-            out = inner(*args, **kwargs)
-            root.aside.append(Call(name, module, made=tensors_of(out), turns=(next(turns), next(turns))))
-            return out
-        args, kwargs = without_caches(args, kwargs)
-        given = tensors_of((args, kwargs))
-        versions = [t._version for t in given]
-        call = Call(name, module, args=args, kwargs=kwargs)
-        made = [t for t in given if t.grad_fn is not None]
-        call.handed = {(t.grad_fn, t.output_nr) for t in made if t.grad_fn is not None}
-        call.loose = bytes_of(t for t in made if outputs.get(id(t), (t, -1))[1] != t._version)
-        stack[-1].inside.append(call)
-        stack.append(call)
-        began, turn = _get_sequence_nr(), next(turns)
-        out = inner(*args, **kwargs)
-        call.times, call.turns = (began, _get_sequence_nr()), (turn, next(turns))
-        stack.pop()
-        call.made = tensors_of(out)
-        call.writes = versions != [t._version for t in given]
-        outputs.update({id(t): (t, t._version) for t in call.made})
-        return out
-
-    for name, module in named_modules(fakes.model):
-        wrap(module, Layer.REPLAY, partial(around, name))
-    assert fakes.engine  # its hooks are there
-    with fakes.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        root.made = tensors_of(fakes.model(*fakes.args, **fakes.kwargs))
-    unwrap(fakes.model)
-    _sum_up(root)
-    return root
+def _add_up(call: ModuleCall) -> int:
+    call.saved = call.own_saved + sum(map(_add_up, call.inside))
+    return call.saved
 
 
-def _sum_up(call: Call) -> int:
-    call.all = call.own + sum(map(_sum_up, call.inside))
-    return call.all
-
-
-def apart(root: Call, allowed: Callable[[Call], bool]) -> list[Call]:
-    """Take the call that saves most apart, then the next, as long as little is saved between the pieces."""
-    order = {id(call): i for i, call in enumerate(walk(root))}
-    found: list[Call] = []
-    waiting = [(-root.all, 0, root)]
+def split(root: ModuleCall, allowed: Callable[[ModuleCall], bool]) -> list[ModuleCall]:
+    """Split the call that saves most, then the next, as long as little is saved between the pieces."""
+    position = {id(call): i for i, call in enumerate(walk(root))}
+    done: list[ModuleCall] = []
+    waiting = [(-root.saved, 0, root)]
     while waiting:
         _, _, call = heapq.heappop(waiting)
-        few = len(found) + len(waiting) + len(call.inside) < MOST
-        if call is root or (call.inside and few and call.own <= LITTLE * root.all and allowed(call)):
+        few = len(done) + len(waiting) + len(call.inside) < MAX_BLOCKS
+        if call is root or (call.inside and few and call.own_saved <= NEGLIGIBLE * root.saved and allowed(call)):
             for c in call.inside:
-                heapq.heappush(waiting, (-c.all, order[id(c)], c))
+                heapq.heappush(waiting, (-c.saved, position[id(c)], c))
         else:
-            found.append(call)
-    return sorted(found, key=lambda c: order[id(c)])
+            done.append(call)
+    return sorted(done, key=lambda c: position[id(c)])
 
 
-def _chained(call: Call) -> bool:
-    """Does each of the calls inside hand what it made to the next, as it is, and to no other?"""
+def _is_chain(call: ModuleCall) -> bool:
+    """Does each call inside pass its outputs, unchanged, to the next one only?"""
     for before, after in itertools.pairwise(call.inside):
         given = {id(t) for t in tensors_of((after.args, after.kwargs)) if t.grad_fn is not None}
-        if after.loose or not given <= {id(t) for t in before.made}:
+        if after.loose or not given <= {id(t) for t in before.outputs}:
             return False
     return True
 
 
-def walk(call: Call) -> Iterator[Call]:
+def walk(call: ModuleCall) -> Iterator[ModuleCall]:
     yield call
     for inner in call.inside:
         yield from walk(inner)
 
 
-# --- what each costs ------------------------------------------------------------------------------
-def _probed(calls: list[Call], fakes: Fakes, known: dict[Any, Block], timed: bool) -> Probe:
+# --- what each block costs ------------------------------------------------------------------------
+def _profile(calls: list[ModuleCall], fake: FakeStep, known: dict[Any, BlockCost], timed: bool) -> BlockProfile:
     makers: dict[int, int] = {}  # by the id of a tensor: the call that returned it
-    kept: set[int] = set()  # storages that calls so far have saved
-    found = []
+    already: set[int] = set()  # storages that earlier calls saved
+    blocks = []
     for number, call in enumerate(calls):
         given = tensors_of((call.args, call.kwargs))
         reads = {id(t): (makers[id(t)], id(t), t.untyped_storage().nbytes()) for t in given if id(t) in makers}
-        storages = {t.untyped_storage()._cdata for t in given}
-        saved = {key: bytes_ for inner in walk(call) for key, bytes_ in inner.kept.items()}
-        key = _signature(call)
-        if key not in known:
-            known[key] = _cost(call, fakes, timed)
-        found.append(
+        inputs = {t.untyped_storage()._cdata for t in given}
+        saved = {storage: size for inner in walk(call) for storage, size in inner.storages.items()}
+        if (key := _signature(call)) not in known:
+            known[key] = _cost(call, fake, timed)
+        blocks.append(
             replace(
                 known[key],
                 name=call.name,
-                input=sum(bytes_ for _, _, bytes_ in reads.values()) + call.loose,
-                takes=sum(bytes_ for key, bytes_ in saved.items() if key in storages),
-                saved=sum(bytes_ for key, bytes_ in saved.items() if key not in storages),
+                input=sum(size for _, _, size in reads.values()) + call.loose,
+                input_saved=sum(size for storage, size in saved.items() if storage in inputs),
+                saved=sum(size for storage, size in saved.items() if storage not in inputs),
                 loose=call.loose,
-                ready=bool(storages) and storages <= kept,
+                ready=bool(inputs) and inputs <= already,
                 reads=tuple(reads.values()),
             )
         )
-        kept |= saved.keys()
-        makers |= {id(t): number for t in call.made}
-    return Probe(found, sorted({call.name for call in calls if call.writes}))
+        already |= saved.keys()
+        makers |= {id(t): number for t in call.outputs}
+    return BlockProfile(blocks, sorted({call.name for call in calls if call.in_place}))
 
 
-def _signature(call: Call) -> Any:
-    shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of((call.args, call.kwargs)))
+def _signature(call: ModuleCall) -> Any:
+    """Equal for blocks that cost the same."""
     inside = tuple((n, type(m), m.extra_repr()) for n, m in call.module.named_modules())
     weights = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in call.module.named_parameters())
     others = repr([a for a in (*call.args, *(call.kwargs or {}).items()) if not isinstance(a, Tensor)])[:200]
-    return inside, weights, shapes, others
+    return inside, weights, tuple(shapes_of((call.args, call.kwargs))), others
 
 
-def _cost(call: Call, fakes: Fakes, timed: bool) -> Block:
-    insides = Insides(fakes.step.device)
-    bytes_ = _bytes(call, fakes, insides)
-    if insides.measure():
-        bytes_ = _bytes(call, fakes, insides)
-    passing, keeping, undoing = bytes_
-    forward, backward = _seconds(call, fakes) if timed else (1.0, 1.0)
-    gradients = 0 if fakes.step.kept_gradients else sum(p.nbytes for p in call.module.parameters() if p.requires_grad)
-    return Block("", forward, backward, 0, 0, 0, passing, keeping, undoing, gradients)
+def _cost(call: ModuleCall, fake: FakeStep, timed: bool) -> BlockCost:
+    forward_peak, saving_peak, backward_peak = with_scratch(fake.step.device, partial(_bytes, call, fake))
+    forward, backward = _seconds(call, fake) if timed else (1.0, 1.0)
+    gradients = 0 if fake.step.kept_gradients else sum(p.nbytes for p in call.module.parameters() if p.requires_grad)
+    return BlockCost("", forward, backward, 0, 0, 0, forward_peak, saving_peak, backward_peak, gradients)
 
 
-def _bytes(call: Call, fakes: Fakes, insides: Insides) -> tuple[int, int, int]:
-    """On tensors without data: passing, keeping, undoing."""
-    with fakes.mode, Tracker(insides) as tracker:
-        args, kwargs = map_tensors(_leaf, (call.args, call.kwargs))
+def _bytes(call: ModuleCall, fake: FakeStep, scratch: OpScratch) -> tuple[int, int, int]:
+    """On tensors without data: forward_peak, saving_peak, backward_peak."""
+    with fake.mode, Tracker(scratch) as tracker:
+        args, kwargs = map_tensors(_empty_like, (call.args, call.kwargs))
         for t in (*call.module.parameters(), *call.module.buffers(), *tensors_of((args, kwargs))):
             tracker.see(t)
         start = tracker.live
         tracker.reset()
-        with torch.no_grad(), fakes.contexts():
+        with torch.no_grad(), fake.contexts():
             call.module(*args, **kwargs)
-        passing = tracker.peak - start
+        forward_peak = tracker.peak - start
         tracker.reset()
-        with fakes.contexts():
+        with fake.contexts():
             roots = [t for t in tensors_of(call.module(*args, **kwargs)) if t.requires_grad]
-        keeping = tracker.peak - start
+        saving_peak = tracker.peak - start
         before = tracker.live
         tracker.reset()
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        undoing = tracker.peak - before - sum(p.nbytes for p in call.module.parameters() if p.grad is not None)
+        grown = tracker.peak - before - sum(p.nbytes for p in call.module.parameters() if p.grad is not None)
         for p in call.module.parameters():
             p.grad = None
-    return passing, keeping, max(undoing, 0)
+    return forward_peak, saving_peak, max(grown, 0)
 
 
-def _seconds(call: Call, fakes: Fakes) -> tuple[float, float]:
-    """Forward and backward for real, of a copy."""
-    device = fakes.step.device
-    module = _real_copy(call.module, fakes)
+def _seconds(call: ModuleCall, fake: FakeStep) -> tuple[float, float]:
+    """Of a real forward and backward of a copy."""
+    device = fake.step.device
+    module = _real_copy(call.module, fake)
     times: list[tuple[float, float]] = []
     while len(times) < 2 or (len(times) < REPEATS and sum(map(sum, times)) < ENOUGH):
-        args, kwargs = map_tensors(_made_up, (call.args, call.kwargs))
-        begun = _now(device)
-        with fakes.contexts():
+        args, kwargs = map_tensors(_random_like, (call.args, call.kwargs))
+        start = _now(device)
+        with fake.contexts():
             out = module(*args, **kwargs)
-        passed = _now(device)
+        forward = _now(device) - start
         roots = [t for t in tensors_of(out) if t.requires_grad]
         grads = [torch.ones_like(t) for t in roots]
-        undone = _now(device)
+        start = _now(device)
         if roots:
             torch.autograd.backward(roots, grads)
-        times.append((passed - begun, _now(device) - undone))
+        times.append((forward, _now(device) - start))
         del out, roots, grads, args, kwargs
-    forward, backward = zip(*times, strict=True)
-    return min(forward), min(backward)
+    forwards, backwards = zip(*times, strict=True)
+    return min(forwards), min(backwards)
 
 
-def _real_copy(fake: nn.Module, fakes: Fakes) -> nn.Module:
-    """The block of the user's model, copied: its gradients and statistics stay as they are."""
-    back = dict(zip(map(id, fakes.model.modules()), fakes.step.model.modules(), strict=True))
-    block = back[id(fake)]
-    left = (v for m in block.modules() for v in vars(m).values() if isinstance(v, Tensor))
-    memo = {id(value): value.detach().clone() for value in left}  # a tensor with a history cannot be copied
-    return without_hooks(copy.deepcopy(block, memo))
+def _real_copy(block: nn.Module, fake: FakeStep) -> nn.Module:
+    """A copy of the block in the user's model, whose gradients and statistics must not change."""
+    real = dict(zip(map(id, fake.model.modules()), fake.step.model.modules(), strict=True))[id(block)]
+    left = (v for m in real.modules() for v in vars(m).values() if isinstance(v, Tensor))
+    memo = {id(value): value.detach().clone() for value in left}  # deepcopy cannot copy a tensor that has a grad_fn
+    return without_hooks(copy.deepcopy(real, memo))
 
 
-def _leaf(t: Tensor) -> Tensor:
-    return _like_a_result(torch.empty_like(t.detach()), t.requires_grad)
+def _empty_like(t: Tensor) -> Tensor:
+    return _not_a_leaf(torch.empty_like(t.detach()), t.requires_grad)
 
 
-def _made_up(t: Tensor) -> Tensor:
-    return _like_a_result(made_up(t.shape, t.stride(), t.dtype, t.device), t.requires_grad)
+def _random_like(t: Tensor) -> Tensor:
+    return _not_a_leaf(random_tensor(t.shape, t.stride(), t.dtype, t.device), t.requires_grad)
 
 
-def _like_a_result(t: Tensor, requires_grad: bool) -> Tensor:
-    """A module may write to what another one returned, and not to a leaf."""
+def _not_a_leaf(t: Tensor, requires_grad: bool) -> Tensor:
+    """A module may modify its input in place, which autograd forbids for leaves."""
     return t.requires_grad_().clone() if requires_grad else t
 
 

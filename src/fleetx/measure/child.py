@@ -1,7 +1,11 @@
-"""Run something in a child that has all that this process has, and that may run out of memory, hang or die.
+"""Run a call in a forked child, which may run out of memory, hang or die without harming this process.
 
-A forked child needs no pickling: models, closures and data are there, and what it changes stays its own. OpenMP's
-threads do not survive a fork, but they belong to the thread that started them: a new thread gets new ones.
+A fork needs no pickling: models, closures and data are simply there, and what the child changes stays in the child.
+
+fork() copies only the calling thread. libgomp keeps a pool of worker threads for every thread that has run a parallel
+region, so in the child the forking thread would wait forever for workers that were not copied. A new thread has no
+pool yet and creates its own: the call runs in a new thread, with as many OpenMP threads as the parent. torch itself
+restarts autograd's engine after a fork.
 """
 
 from __future__ import annotations
@@ -16,26 +20,29 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 _PR_SET_PDEATHSIG = 1
-KILLED = "it was killed, as when memory runs out"
+_OUT_OF_MEMORY = "it ran out of memory"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it: a value (plain data), or a sentence about what went wrong."""
+    """A value (plain data), or why there is none."""
 
     value: Any = None
     error: str = ""
 
 
 def forked(call: Callable[[], Any], *, seconds: float) -> Answer:
+    """Call in a forked child and return its answer."""
     reading, writing = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads, see above
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn about forking with threads, see above
         child = os.fork()
     if child == 0:
         os.close(reading)
@@ -46,67 +53,70 @@ def forked(call: Callable[[], Any], *, seconds: float) -> Answer:
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)  # it has answered, or will not
+            os.kill(child, signal.SIGKILL)  # it has answered, or never will
         status = _status(child)
     if text is None:
         return Answer(error=f"it took more than {seconds:.0f} s")
     if not text:
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        return Answer(error=KILLED if killed else f"it died (status {status})")
+        return Answer(error="it was killed, probably for lack of memory" if killed else f"it died (status {status})")
     return Answer(**json.loads(text))
 
 
 def _status(child: int) -> int:
     try:
         return os.waitpid(child, 0)[1]
-    except ChildProcessError:  # somebody ignores SIGCHLD, and nobody knows any more
+    except ChildProcessError:  # the program ignores SIGCHLD, so the status is lost
         return signal.SIGKILL
 
 
-def _read(pipe: int, until: float) -> str | None:
-    """All that comes until the other end is closed; None: it was not in time."""
-    found = b""
+def _read(pipe: int, deadline: float) -> str | None:
+    """Everything until the other end is closed, or None after the deadline."""
+    data = b""
     while True:
-        left = until - time.monotonic()
+        left = deadline - time.monotonic()
         if left <= 0 or not select.select([pipe], [], [], left)[0]:
             return None
-        piece = os.read(pipe, 1 << 16)
-        if not piece:
-            return found.decode()
-        found += piece
+        chunk = os.read(pipe, 1 << 16)
+        if not chunk:
+            return data.decode()
+        data += chunk
 
 
 def _in_child(call: Callable[[], Any], pipe: int, parent: int) -> None:
-    """Never returns: whatever the parent had planned for its end must not happen here."""
+    """Never returns, because the parent's exit handlers must not run here."""
     try:
-        _die_with(parent)
-        thread = threading.Thread(target=_answer, args=(call, pipe), daemon=True)
+        _isolate(parent)
+        # A new thread starts without the autocast of the one that forked.
+        autocast = torch.autocast("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
+        thread = threading.Thread(target=_answer, args=(call, pipe, autocast), daemon=True)
         thread.start()
         thread.join()
     finally:
         os._exit(0)
 
 
-def _die_with(parent: int) -> None:
+def _isolate(parent: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, this process is the one to go
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # what a trial prints would be taken for the training's own
-        os.dup2(nothing, stream)
+        file.write("1000")  # if memory runs out, the kernel should kill this process
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # what a trial prints must not look like output of the training
+        os.dup2(null, stream)
 
 
-def _answer(call: Callable[[], Any], pipe: int) -> None:
+def _answer(call: Callable[[], Any], pipe: int, autocast: Any) -> None:
     try:
-        answer = Answer(value=call())
+        with autocast:
+            answer = Answer(value=call())
     except MemoryError:
-        answer = Answer(error="it ran out of memory")
+        answer = Answer(error=_OUT_OF_MEMORY)
     except BaseException as error:
         text = " ".join(str(error).split())
-        short = "it ran out of memory" if "DefaultCPUAllocator" in text else f"{type(error).__name__}: {text[:300]}"
-        answer = Answer(error=short)
+        out_of_memory = "DefaultCPUAllocator" in text
+        answer = Answer(error=_OUT_OF_MEMORY if out_of_memory else f"{type(error).__name__}: {text[:300]}")
     with os.fdopen(pipe, "w") as out:
-        json.dump({"value": answer.value, "error": answer.error}, out)
+        json.dump(asdict(answer), out)

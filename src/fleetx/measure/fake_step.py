@@ -1,7 +1,7 @@
-"""The peak of a training step, predicted: the step is run on tensors without data, and its bytes are counted.
+"""Predicts the peak memory of a training step by running it on tensors without data and counting their bytes.
 
-Everything that makes tensors runs as it would: the model, autograd, recomputation, the optimizer. Nothing is computed,
-so a step of a large model takes about a second, and needs no memory.
+The model, autograd, recomputation and the optimizer all run as usual, but nothing is computed: a step of a large model
+takes about a second and needs no memory.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import copy
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy
@@ -21,48 +21,74 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.optim import SGD, Optimizer
-from torch.utils import _pytree as pytree
 
 from fleetx.base.trees import loss_of, map_tensors, tensors_of
 from fleetx.comm.roles import Place
 from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
-from fleetx.measure.op_scratch import Insides
+from fleetx.measure.op_scratch import OpScratch, with_scratch
 from fleetx.measure.tracker import Tracker, bytes_of
-from fleetx.strategy.compose import compose
+from fleetx.strategy.compose import Plan, compose
 from fleetx.strategy.part import Part
+from fleetx.strategy.stage import Fact
 
 log = logging.getLogger(__name__)
-Forward = Callable[[], AbstractContextManager[Any]]
-Arm = Callable[[nn.Module, Forward], Forward]  # puts segments into a model; what it returns goes around each forward
+Forward = Callable[[], AbstractContextManager[Any]]  # to be entered around each forward
+Install = Callable[[nn.Module, Forward], Forward]  # puts segments into a model
 
 
 @dataclass(frozen=True)
-class Step:
-    """What is predicted: one step of a training."""
+class TrainingStep:
+    """The step to predict."""
 
     model: nn.Module
     optimizer: Optimizer
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any, Any], Tensor] | None = (
-        None  # of outputs and targets; None: that of the model, or cross-entropy
-    )
+    loss_fn: Callable[[Any, Any], Tensor] | None = None  # of outputs and targets
     targets: Any = None
-    batch: int | None = None  # how many samples, where it is not as many as the inputs have
-    samples: int | None = None  # how many they have
+    batch: int | None = None  # predict for so many samples instead of those in the inputs
+    samples: int | None = None  # in the inputs
     parts: Sequence[Part] = ()  # those that change how a forward runs
-    kept_gradients: bool = False  # are gradients there during the forward too, merged or in buckets?
-    beside: int = 0  # bytes that strategies keep
+    kept_gradients: bool = False  # gradients exist during the forward too: merged, or in buckets
+    extra_bytes: int = 0  # kept by strategies
 
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
+    def loss(self, out: Any, targets: Any) -> Tensor:
+        """By `loss_fn`, or the model's own loss, or one that takes as much memory as cross-entropy."""
+        if self.loss_fn is not None:
+            return self.loss_fn(out, targets)
+        if (own := loss_of(out)) is not None:
+            return own
+        outputs = [t for t in tensors_of(out) if t.requires_grad]
+        return torch.stack([(torch.log_softmax(t.float(), -1) if t.dim() > 1 else t).sum() for t in outputs]).sum()
+
+    @staticmethod
+    def under(
+        plan: Plan, model: nn.Module, optimizer: Optimizer, *, ranks: int, merge: bool = False, **inputs: Any
+    ) -> TrainingStep:
+        """A step with what the plan's parts keep in memory. merge: gradients are merged, whether or not a part does."""
+        facts = frozenset().union(*(act.claim.makes for act in plan.acts))
+        merge = merge or Fact.SUMMED in facts
+        params = list(model.parameters())
+        kept = sum(part.keeps(params, scaled=Fact.SCALED in facts) for part in plan.parts)
+        return TrainingStep(
+            model, optimizer, **inputs, parts=[part for part in plan.parts if part.changes_forward],
+            kept_gradients=merge or ranks > 1, extra_bytes=kept + (bucket_bytes(model) if merge and ranks > 1 else 0),
+        )  # fmt: skip
+
+
+def bucket_bytes(model: nn.Module) -> int:
+    """The buckets in which DDP reduces. If steps are merged, the gradients exist next to them."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. `peak` is the most that there is at once; the parts are those that are always there."""
+    """Bytes. `peak` is the highest total; all but `running` and `updating` are there throughout the step."""
 
     peak: int
     parameters: int
@@ -71,16 +97,12 @@ class Estimate:
     optimizer: int
     strategies: int
     batch: int
-    running: int  # the most during forward and backward
-    updating: int  # and during the update
-
-    @property
-    def at(self) -> str:
-        return "update" if self.updating > self.running else "forward and backward"
+    running: int  # peak of forward and backward
+    updating: int  # peak of the update
 
     @property
     def fixed(self) -> int:
-        """What recomputation cannot change. Gradients are in it where they are there during the forward."""
+        """What recomputation cannot reduce."""
         return self.parameters + self.buffers + self.optimizer + self.strategies + self.batch
 
     @property
@@ -88,13 +110,13 @@ class Estimate:
         return self.peak - self.fixed
 
 
-class Fakes:
+class FakeStep:
     """Copies of a model, its optimizer and its inputs that hold no data."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: TrainingStep):
         self.step = step
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # a tensor that a module keeps unregistered
-        self._memo: dict[int, Any] = {}
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # a module may hold tensors that are not registered
+        self._fakes: dict[int, Any] = {}
         self.model: nn.Module = self._without_data(step.model)
         self.args, self.kwargs, self.targets = map_tensors(self._input, (step.args, step.kwargs, step.targets))
 
@@ -103,104 +125,78 @@ class Fakes:
         if self.step.batch is not None and tensor.dim() and len(tensor) == self.step.samples:
             shape = torch.Size([self.step.batch, *tensor.shape[1:]])
         if shape == tensor.shape:
-            made: Tensor = self.mode.from_tensor(tensor.detach())
+            fake: Tensor = self.mode.from_tensor(tensor.detach())
         else:
             with self.mode:
-                made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        return made.requires_grad_(tensor.requires_grad)
+                fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        return fake.requires_grad_(tensor.requires_grad)
 
     def _without_data(self, model: nn.Module) -> nn.Module:
         for p in model.parameters():
-            fake: Tensor = nn.Parameter(self.mode.from_tensor(p.detach()), requires_grad=p.requires_grad)
-            self._memo[id(p)] = fake
+            self._fakes[id(p)] = nn.Parameter(self.mode.from_tensor(p.detach()), requires_grad=p.requires_grad)
             if p.grad is not None:
-                self._memo[id(p.grad)] = None
+                self._fakes[id(p.grad)] = None
         for b in model.buffers():
-            self._memo[id(b)] = self.mode.from_tensor(b)
+            self._fakes[id(b)] = self.mode.from_tensor(b)
         for value in (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)):
-            self._memo[id(value)] = self.mode.from_tensor(value.detach())  # what a forward left behind
-        made: nn.Module = copy.deepcopy(model, self._memo)
-        for p in made.parameters():
+            self._fakes[id(value)] = self.mode.from_tensor(value.detach())  # a forward may leave tensors behind
+        fake: nn.Module = copy.deepcopy(model, self._fakes)
+        for p in fake.parameters():
             p.grad = None
-        return without_hooks(made)
+        return without_hooks(fake)
 
     def optimizer(self) -> Optimizer:
-        """Of the same kind, with its settings: without the hooks of the user's, and with nothing gathered."""
-        given = self.step.optimizer
-        made: Optimizer = object.__new__(type(given))
-        made.__dict__.update({k: v for k, v in vars(given).items() if "hooks" not in k})
-        groups = [group | {"params": [self._memo[id(p)] for p in group["params"] if id(p) in self._memo]}
-                  for group in given.param_groups]  # fmt: skip
-        made.__setstate__({"defaults": given.defaults, "state": defaultdict(dict), "param_groups": groups})
-        return made
+        return copy_optimizer(self.step.optimizer, self._fakes)
 
     @cached_property
     def engine(self) -> Engine:
-        """For the strategies that act on the model alone."""
+        """Runs the strategies that act on the forward."""
         world = World(Place(), self.step.device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         return Engine(compose(self.step.parts), self.model, SGD(parameters, lr=0.0), world)
 
     def contexts(self) -> AbstractContextManager[Any]:
-        """Those of a forward, for a piece of it that runs alone."""
+        """The contexts of a forward, for a block that runs alone."""
         return self.engine.forward_context(first=True)
 
     def run(self, forward: Forward) -> None:
-        """Forward and backward. What the model returned is there until the end, as it is in most loops."""
+        """Forward and backward. The outputs are kept until the end, as in most training loops."""
         with forward():
             out = self.model(*self.args, **self.kwargs)
-        loss(self.step, out, self.targets).backward()
+        self.step.loss(out, self.targets).backward()
 
 
-def loss(step: Step, out: Any, targets: Any) -> Tensor:
-    if step.loss is not None:
-        return step.loss(out, targets)
-    if (own := loss_of(out)) is not None:
-        return own
-    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([_some_loss(t).sum() for t in tensors]).sum()
+def estimate(step: TrainingStep, install: Install | None = None) -> Estimate:
+    """Predict the memory of a step, with the segments that `install` puts into the model."""
+    with preserve_rng(), torch.enable_grad():
+        return with_scratch(step.device, partial(_estimate, step, install))
 
 
-def _some_loss(t: Tensor) -> Tensor:
-    """Where nobody says what the loss is: one that takes what cross-entropy does."""
-    return torch.log_softmax(t.float(), -1) if t.dim() > 1 else t
-
-
-def estimate(step: Step, arm: Arm | None = None) -> Estimate:
-    """What a step takes. Operations that hide memory are run once for real, one at a time."""
-    insides = Insides(step.device)
-    with random_kept(), torch.enable_grad():
-        found = _traced(step, arm, insides)
-        if insides.measure():
-            found = _traced(step, arm, insides)
-    return found
-
-
-def _traced(step: Step, arm: Arm | None, insides: Insides) -> Estimate:
-    fakes = Fakes(step)
-    with fakes.mode, Tracker(insides) as tracker:
-        parameters, buffers = list(fakes.model.parameters()), list(fakes.model.buffers())
-        batch = tensors_of((fakes.args, fakes.kwargs, fakes.targets))
+def _estimate(step: TrainingStep, install: Install | None, scratch: OpScratch) -> Estimate:
+    fake = FakeStep(step)
+    with fake.mode, Tracker(scratch) as tracker:
+        parameters, buffers = list(fake.model.parameters()), list(fake.model.buffers())
+        batch = tensors_of((fake.args, fake.kwargs, fake.targets))
         for t in (*parameters, *buffers, *batch):
             tracker.see(t)
-        optimizer = fakes.optimizer()
+        optimizer = fake.optimizer()
         state, gradients = _first_update(optimizer, parameters, tracker, keep=step.kept_gradients)
-        assert fakes.engine  # its hooks are there
-        forward = arm(fakes.model, fakes.engine.forward_context) if arm is not None else nullcontext
+        forward_context = fake.engine.forward_context  # creating the engine also installs its hooks
+        forward = install(fake.model, forward_context) if install is not None else nullcontext
         tracker.reset()
-        fakes.run(forward)
-        running = tracker.peak + step.beside
+        fake.run(forward)
+        running = tracker.peak + step.extra_bytes
         tracker.reset()
         _update(optimizer)
-        updating = tracker.peak + step.beside
-    return Estimate(max(running, updating), bytes_of(parameters), bytes_of(buffers), gradients, state, step.beside,
+        updating = tracker.peak + step.extra_bytes
+    return Estimate(max(running, updating), bytes_of(parameters), bytes_of(buffers), gradients, state, step.extra_bytes,
                     bytes_of(batch), running, updating)  # fmt: skip
 
 
 def _first_update(
     optimizer: Optimizer, parameters: list[nn.Parameter], tracker: Tracker, *, keep: bool
 ) -> tuple[int, int]:
-    """Makes what the optimizer gathers. Returns its bytes and those of the gradients."""
+    """Create the optimizer's state. Returns the bytes of the state and of the gradients."""
     before = tracker.live
     for p in parameters:
         if p.requires_grad:
@@ -209,7 +205,7 @@ def _first_update(
     if _update(optimizer):
         state = tracker.live - before - gradients
     else:
-        log.warning("the state of %s is taken for two copies of the parameters", type(optimizer).__name__)
+        log.warning("the state of %s is assumed to be two copies of the parameters", type(optimizer).__name__)
         for p in parameters:
             optimizer.state[p] = {"one": torch.zeros_like(p), "two": torch.zeros_like(p)}
         state = 2 * bytes_of(parameters)
@@ -219,7 +215,7 @@ def _first_update(
 
 
 def _update(optimizer: Optimizer) -> bool:
-    """False where it cannot be run without data."""
+    """Returns False if the optimizer cannot run without data."""
     try:
         with torch.no_grad():
             optimizer.step()
@@ -229,20 +225,30 @@ def _update(optimizer: Optimizer) -> bool:
     return True
 
 
+def copy_optimizer(optimizer: Optimizer, params: Mapping[int, Any]) -> Optimizer:
+    """Same class and settings, without state and hooks. params: by the id of each parameter, the one to replace it."""
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update({k: v for k, v in vars(optimizer).items() if "hooks" not in k})
+    groups = [group | {"params": [params[id(p)] for p in group["params"] if id(p) in params]}
+              for group in optimizer.param_groups]  # fmt: skip
+    made.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    return made
+
+
 @contextmanager
-def random_kept() -> Iterator[None]:
-    """Whatever is drawn here, the training goes on as if it had not been."""
-    others = random.getstate(), numpy.random.get_state()
+def preserve_rng() -> Iterator[None]:
+    """Leave the random state of torch, numpy and Python as it was."""
+    states = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(others[0])
-        numpy.random.set_state(others[1])
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
-    """A copy that is run to find something out must not call those of the user."""
+    """Remove the user's hooks from a copy: they must only see training."""
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             getattr(module, name).clear()

@@ -1,29 +1,25 @@
-"""Counts the bytes of the tensors that are alive, operation by operation. With fake tensors nothing is computed.
-
-What an operation holds while it runs and hands to nobody is not seen: `inside` tells it, where it was measured.
-"""
+"""Counts the bytes of live tensors, operation by operation. Works on fake tensors, so nothing needs to be computed."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Inside = Callable[[Any, Any, Any], int]  # operation, args, kwargs: the most that is there at once besides its inputs
+Scratch = Callable[[Any, Any, Any], int]  # operation, args, kwargs -> its peak bytes, apart from its inputs
 
 
 class Tracker(TorchDispatchMode):
-    """`live` and `peak`, in bytes, of all storages that were seen."""
+    """`live` and `peak`: bytes of all storages seen so far. `scratch` adds what operations allocate internally."""
 
-    def __init__(self, inside: Inside | None = None):
+    def __init__(self, scratch: Scratch | None = None):
         super().__init__()
         self.live = self.peak = 0
-        self._inside = inside
+        self._scratch = scratch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,36 +28,31 @@ class Tracker(TorchDispatchMode):
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
-        if self._inside is not None:
-            self.peak = max(self.peak, before + self._inside(func, args, kwargs))
+        if self._scratch is not None:
+            self.peak = max(self.peak, before + self._scratch(func, args, kwargs))
         return out
 
     def see(self, tensor: Tensor) -> None:
-        """Count a tensor that is there, once for its storage."""
+        """Count a tensor's storage, once."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
         size = storage.nbytes()
 
-        def gone(_: Any, known: dict[int, Any] = self._known) -> None:
+        def freed(_: Any, known: dict[int, Any] = self._known) -> None:
             known.pop(key, None)
             self.live -= size
 
-        self._known[key] = weakref.ref(storage, gone), size
+        self._known[key] = weakref.ref(storage, freed), size
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def reset(self) -> None:
-        """From here on, the most that there is."""
+        """Start a new peak from what is live now."""
         self.peak = self.live
 
 
-def bytes_of(tensors: Any) -> int:
-    """Of all storages, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
-
-
-def is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Total bytes, each storage counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

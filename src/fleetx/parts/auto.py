@@ -40,6 +40,6 @@ class Auto(Part):
     def problems(self) -> Iterator[str]:
         if isinstance(self.memory_budget, str):
             try:
-                sizes.parse(self.memory_budget)
+                sizes.parse_bytes(self.memory_budget)
             except ValueError as error:
                 yield f"memory_budget: {error}"

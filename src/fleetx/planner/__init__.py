@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.base.sizes import parse
+from fleetx.base.sizes import parse_bytes
 from fleetx.comm.world import World
 from fleetx.engine.checks import check
 from fleetx.errors import UsageError
-from fleetx.measure.fake_step import random_kept
+from fleetx.measure.fake_step import preserve_rng
 from fleetx.planner import cache, profile, report
 from fleetx.planner.candidates import declared, offered
 from fleetx.planner.search import Search, allowed, ways
@@ -80,7 +80,7 @@ def choose(
     name = cache.key(job, strategy, world, world.hosts())
     known = from_first(world, lambda: cache.load(name) if settings["cache"] else None)
     if known is None:
-        with random_kept():
+        with preserve_rng():
             known = _searched(job, strategy, world, settings)
         if world.rank == 0 and settings["cache"]:
             cache.save(name, known)
@@ -103,7 +103,7 @@ def _searched(job: Job, strategy: DistributedStrategy, world: World, settings: A
     base = strategy.plan().parts
     memory = settings["memory_budget"]
     cluster = profile.cluster(
-        world, memory=parse(memory) if isinstance(memory, str) else memory, global_batch=settings["global_batch"]
+        world, memory=parse_bytes(memory) if isinstance(memory, str) else memory, global_batch=settings["global_batch"]
     )
     forms = ways(strategy, cluster, base, settings["allow"])
     share = (settings["global_batch"] or 0) // world.size

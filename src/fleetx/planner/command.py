@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fleetx.base.sizes import parse
+from fleetx.base.sizes import parse_bytes
 from fleetx.errors import UsageError
 from fleetx.parts.auto import ASKED
 from fleetx.planner import cache, whatif
@@ -27,7 +27,7 @@ def measured(
     if given["memory"] is not None and given["nodes"] is None:  # with --nodes it is that of the other machine
         settings["memory_budget"] = given["memory"]
     if given["memory"] is not None:
-        parse(given["memory"])  # before anything is started
+        parse_bytes(given["memory"])  # before anything is started
     words = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.json"
@@ -53,7 +53,7 @@ def what_if(given: Mapping[str, Any]) -> str:
     cluster, work, declared = found
     machine = whatif.Machine(
         nodes=given["nodes"], per_node=given["gpus_per_node"], link=whatif.speed(given["link"]),
-        inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse(given["memory"]),
+        inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse_bytes(given["memory"]),
         latency=given["latency"], compute=given["speed"], global_batch=given["global_batch"],
     )  # fmt: skip
     batch, ranks = given["global_batch"], given["nodes"] * given["gpus_per_node"]

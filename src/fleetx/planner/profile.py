@@ -22,7 +22,7 @@ from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 from fleetx.measure.child import Answer, forked
 from fleetx.measure.fake_step import estimate
-from fleetx.parts.pipeline.cut_points import pieces
+from fleetx.parts.pipeline.cut_points import find_cut_points
 from fleetx.parts.recompute import budget
 from fleetx.parts.sharding import fsdp
 from fleetx.planner import link_benchmark
@@ -118,7 +118,7 @@ def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[li
     """The peak, and what it is without all that changes a forward; how much modules hand on, against how much then."""
     handed, lines = [], []
     for some in (parts, [part for part in parts if not part.changes_forward]):
-        found, starts = pieces(job.step(ends[0], some, kept=True), timed=False)
+        found, starts = find_cut_points(job.step(ends[0], some, kept=True), timed=False)
         handed.append(sum(found.blocks[number].input for number in starts or range(len(found.blocks))))
         line = _peak(job, some, ends)
         lines.append([line.base, line.slope])
@@ -136,12 +136,12 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
     found = []
     for size in ends:
         step = job.step(size, base, kept=True)
-        found.append(estimate(step, budget.arm_of(segments, step)))
+        found.append(estimate(step, budget.install_for(segments, step)))
     first = found[0]
     peak = LinearFit.through([(size, e.running) for size, e in zip(ends, found, strict=True)])
     bare = [part for part in base if not part.changes_forward]
     casts = _peak(job, base, ends).base - _peak(job, bare, ends).base if len(bare) < len(base) else 0.0
-    row, starts = pieces(job.step(n, base, kept=True))
+    row, starts = find_cut_points(job.step(n, base, kept=True))
     modules = dict(named_modules(job.model))
     numbers = {id(p): number for number, p in enumerate(job.model.parameters())}
     owners: dict[int, int] = {}
@@ -150,7 +150,7 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
         trained = [p for p in modules[block.name].parameters() if p.requires_grad]
         own = sum(p.nbytes for p in trained if owners.setdefault(id(p), number) == number)
         tied = tuple((owners[id(p)], p.nbytes, numbers[id(p)]) for p in trained if owners[id(p)] != number)
-        seconds, saved = block.forward + block.backward, (block.takes + block.saved) // n
+        seconds, saved = block.forward + block.backward, (block.input_saved + block.saved) // n
         made.append(Piece(block.name, seconds, own, block.input // n, saved, number in starts, tied))
     return Work(
         job.samples, Way(peak=peak, casts=max(casts, 0.0)), 0.0, first.parameters, first.gradients, first.optimizer,

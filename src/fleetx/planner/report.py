@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fleetx.base.sizes import words
+from fleetx.base.sizes import format_bytes
 from fleetx.planner.model_profile import Work
 from fleetx.planner.search import Considered, Search
 from fleetx.strategy.cost_model import Cluster
@@ -35,8 +35,8 @@ def table(plans: Sequence[Considered], *, shown: int = SHOWN) -> str:
         trial = one.trial if one.trial is not None and not one.trial.error else None
         cells = [
             one.candidate.title, str(one.candidate.feed), f"{'' if one.exact else '~'}{one.account.seconds:.3g}",
-            f"{trial.seconds:.3g}" if trial else "", words(one.account.peak),
-            words(trial.peak) if trial and trial.peak else "", one.why or "chosen",
+            f"{trial.seconds:.3g}" if trial else "", format_bytes(one.account.peak),
+            format_bytes(trial.peak) if trial and trial.peak else "", one.why or "chosen",
         ]  # fmt: skip
         out.add_row(*map(Text, cells))  # as they are: an error may have brackets in it
     text = io.StringIO()
@@ -53,9 +53,10 @@ def where(cluster: Cluster, work: Work) -> str:
     n, way = work.samples, work.plain
     return (
         f"{cluster.ranks} rank{'s' if cluster.ranks > 1 else ''} on {hosts}, {cluster.device}, "
-        f"{words(cluster.memory)} each; "
+        f"{format_bytes(cluster.memory)} each; "
         f"{link if cluster.ranks > 1 else ''}{n} samples take {way.forward.at(n):.3g} s forward and "
-        f"{way.backward.at(n):.3g} s backward, an update {work.update:.3g} s; parameters {words(work.parameters)}"
+        f"{way.backward.at(n):.3g} s backward, an update {work.update:.3g} s; "
+        f"parameters {format_bytes(work.parameters)}"
     )
 
 

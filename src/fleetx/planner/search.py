@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fleetx.base.sizes import words
+from fleetx.base.sizes import format_bytes
 from fleetx.comm.world import World
 from fleetx.engine.checks import check
 from fleetx.errors import StrategyError
+from fleetx.measure.fake_step import bucket_bytes
 from fleetx.parts.recompute import budget
 from fleetx.planner.candidates import Candidate, declared
 from fleetx.planner.cost import StepCost, account
@@ -69,7 +70,7 @@ class Search:
         self.plans = sorted(_undominated(kept), key=self._order)
         for one in self.plans:
             if not self._fits(one) and (one.exact or self.work.fixed > self.cluster.memory):
-                one.why = f"takes {words(one.account.peak)}, and {words(self.cluster.memory)} are allowed"
+                one.why = f"takes {format_bytes(one.account.peak)}, and {format_bytes(self.cluster.memory)} are allowed"
             elif error := self.work.way(name(one.candidate.plan.parts)).error:
                 one.why = f"does not run here: {error}"
 
@@ -100,7 +101,8 @@ class Search:
             if one.trial.error:
                 one.why = f"failed when tried: {one.trial.error}"
             elif one.trial.peak > self.cluster.memory:
-                one.why = f"took {words(one.trial.peak)} when tried, and {words(self.cluster.memory)} are allowed"
+                allowed = format_bytes(self.cluster.memory)
+                one.why = f"took {format_bytes(one.trial.peak)} when tried, and {allowed} are allowed"
             else:
                 good += 1
             self.sharpen(1)
@@ -166,7 +168,7 @@ class Search:
             one.account = replace(one.account, peak=found["least"])
             return
         if found["peak"] > self.cluster.memory:
-            one.why = f"takes {words(found['peak'])}, and {words(self.cluster.memory)} are allowed"
+            one.why = f"takes {format_bytes(found['peak'])}, and {format_bytes(self.cluster.memory)} are allowed"
         way = self.work.way(name(one.candidate.plan.parts))
         one.account = account(
             one.candidate.terms, self.work, way, one.candidate.feed, again=found["added"], peak=found["peak"]
@@ -176,20 +178,20 @@ class Search:
         """What the budget will choose when it trains. What it adds is scaled to the speed of all ranks at once."""
         part = next(part for part in candidate.plan.parts if by_budget(part))
         kept = candidate.terms.merged > 1 or self.cluster.ranks > 1
-        apart = budget.buckets(self.job.model) if candidate.terms.merged > 1 and self.cluster.ranks > 1 else 0
+        apart = bucket_bytes(self.job.model) if candidate.terms.merged > 1 and self.cluster.ranks > 1 else 0
         keeps = candidate.keeps(self.job.model.parameters()) + apart
         step = self.job.step(candidate.feed, candidate.plan.parts, kept=kept, beside=keeps)
         try:
             choice = budget.choose(step, part.memory_budget)  # type: ignore[attr-defined]
         except StrategyError as error:
-            return {"error": str(error), "least": budget.least(step).peak}
+            return {"error": str(error), "least": budget.choose(step, "min", timed=False).peak}
         way = self.work.way(name(candidate.plan.parts))
         whole = way.forward.at(candidate.feed) + way.backward.at(candidate.feed)
-        return {"added": whole * choice.added / choice.whole if choice.whole else 0.0, "peak": choice.peak}
+        return {"added": whole * choice.added / choice.seconds if choice.seconds else 0.0, "peak": choice.peak}
 
     def _lost(self, one: Considered, best: Considered) -> str:
         if self.objective == "memory":
-            return f"takes {words(one.account.peak)} against {words(best.account.peak)}"
+            return f"takes {format_bytes(one.account.peak)} against {format_bytes(best.account.peak)}"
         measured = one.trial is not None and best.trial is not None
         mine, its = (one.seconds, best.seconds) if measured else (one.account.seconds, best.account.seconds)
         verb = "took" if measured else "would take"
@@ -208,8 +210,9 @@ class Search:
             first = (failed or [least])[0]
             return f"auto: no plan could be run. The first was {first.candidate.title}: {first.why}"
         return (
-            f"auto: no plan fits into {words(self.cluster.memory)}. The least is {words(least.account.peak)}, by "
-            f"{least.candidate.title} with {least.candidate.feed} samples at a time. A smaller batch for each rank "
+            f"auto: no plan fits into {format_bytes(self.cluster.memory)}. The least is "
+            f"{format_bytes(least.account.peak)}, by {least.candidate.title} with {least.candidate.feed} samples "
+            "at a time. A smaller batch for each rank "
             "(auto_configs['global_batch'] lets it be cut), more ranks to divide the model between, or an optimizer "
             "that gathers less would help"
         )

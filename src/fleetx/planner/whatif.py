@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fleetx.base.sizes import words
+from fleetx.base.sizes import format_bytes
 from fleetx.errors import StrategyError, UsageError
 from fleetx.planner.candidates import Candidate, offered
 from fleetx.planner.cost import StepCost, account, terms_of
@@ -116,8 +116,8 @@ def text(machine: Machine, found: Sequence[Row]) -> str:
     for row in found:
         if row.best is None or row.account is None:
             lines.append(
-                f"{row.nodes:5} nodes  {row.ranks:6} ranks  nothing fits into {words(machine.memory)}: the least is "
-                f"{words(row.least)}"
+                f"{row.nodes:5} nodes  {row.ranks:6} ranks  nothing fits into {format_bytes(machine.memory)}: the "
+                f"least is {format_bytes(row.least)}"
             )
             continue
         assert first is not None
@@ -127,7 +127,7 @@ def text(machine: Machine, found: Sequence[Row]) -> str:
             f"{row.nodes:5} nodes  {row.ranks:6} ranks  {row.rate:12,.1f} samples/s  {scaling:5.0%} of linear  "
             f"limited by {row.account.limit(machine.memory):8}  {bar}"
         )
-        lines.append(f"{'':14}{row.best.title}; {row.best.equation}; {words(row.account.peak)}")
+        lines.append(f"{'':14}{row.best.title}; {row.best.equation}; {format_bytes(row.account.peak)}")
     return "\n".join(lines)
 
 

@@ -15,8 +15,8 @@ from fleetx.base.trees import LossFn, arguments, map_tensors, samples_in, tensor
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
 from fleetx.measure.child import forked
-from fleetx.measure.fake_step import Step
-from fleetx.measure.largest_batch import twins
+from fleetx.measure.fake_step import TrainingStep
+from fleetx.measure.largest_batch import copies
 from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Stage
 
@@ -71,7 +71,7 @@ class Job:
 
     def copied(self) -> Job:
         """Where a trial runs in this process: the model and the optimizer of the user stay as they are."""
-        model, optimizer = twins(self.model, self.optimizer)
+        model, optimizer = copies(self.model, self.optimizer)
         return replace(self, model=model, optimizer=optimizer)
 
     def batch(self, n: int) -> tuple[Any, Any]:
@@ -84,11 +84,11 @@ class Job:
         made: tuple[Any, Any] = map_tensors(cut, (self.inputs, self.targets))
         return made
 
-    def step(self, n: int, parts: Sequence[Part], *, kept: bool, beside: int = 0) -> Step:
+    def step(self, n: int, parts: Sequence[Part], *, kept: bool, beside: int = 0) -> TrainingStep:
         args, kwargs = arguments(self.inputs)
-        return Step(
+        return TrainingStep(
             self.model, self.optimizer, args, kwargs, self.loss, self.targets, batch=n, samples=self.samples,
-            parts=[part for part in parts if part.changes_forward], kept_gradients=kept, beside=beside,
+            parts=[part for part in parts if part.changes_forward], kept_gradients=kept, extra_bytes=beside,
         )  # fmt: skip
 
 

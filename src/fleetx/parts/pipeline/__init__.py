@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import has_forward, named_modules
+from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.pipeline import device_guard, schedules
@@ -16,53 +16,53 @@ from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
-LONGEST = 16  # ranks in a pipeline that `auto` would make
+MAX_AUTO_DEGREE = 16  # the longest pipeline that `auto` considers
 
 
 @settings
 class Pipeline(Part):
     """Cut the model into stages on different ranks, and the batch into micro-batches that flow through them.
 
-    loss = mean over the micro-batches, so one step equals one step on the whole batch, to rounding. Rank r has stage
-    r mod S of pipeline r div S; pipelines are replicas, between which gradients are reduced.
+    loss = mean over the micro-batches, so one step equals one step on the whole batch, up to rounding. Rank r has stage
+    r mod S of pipeline r div S; the pipelines are replicas, and gradients are reduced between them.
     Neutral: one rank and one micro-batch. References: Huang et al. 2019, arXiv 1811.06965 (F-then-B); Narayanan et al.
     2021, arXiv 2104.04473 (1F1B); Qi et al. 2023, arXiv 2401.10241 (zero bubble). The schedules are torch's own.
     """
 
     micro_batch: Annotated[int, Field(ge=1)] = 1
-    """The number of micro-batches in a batch."""
+    """The number of micro-batches per batch."""
     accumulate_steps: Annotated[int, Field(ge=1)] = 1
     """The later name of `micro_batch`."""
     micro_batch_size: Annotated[int, Field(ge=1)] = 1
-    """Samples in a micro-batch, instead of their number or beside it. 1: not said."""
+    """Samples per micro-batch, instead of or in addition to their number. 1: not set."""
     schedule_mode: str = "1F1B"
-    """The order of forwards and backwards: 1F1B, F-then-B, or one of torch's by its name."""
+    """The order of forwards and backwards: 1F1B, F-then-B, or the name of one of torch's schedules."""
     stages: Names = Field(default_factory=list)
-    """Names of the modules with which the stages after the first begin; device_guard says the same. Else: balanced."""
+    """Names of the first modules of all stages but the first. Default: as set by device_guard, or balanced."""
     degree: Annotated[int, Field(ge=1)] | None = None
-    """Ranks in a pipeline; by default as many as there are stages to fill, or all ranks."""
+    """Ranks per pipeline. Default: as many as the stages need, or all ranks."""
     p2p_cache_shape: bool = True
-    """In Paddle: send the shapes once only."""
+    """In Paddle: send shapes only once."""
     enable_partial_send_recv: bool = True
-    """In Paddle: let ranks of tensor parallelism send parts."""
+    """In Paddle: ranks of tensor parallelism send only a part each."""
 
     no_meaning: ClassVar[dict[str, str]] = {
-        "p2p_cache_shape": "shapes are known on both sides and never sent",
-        "enable_partial_send_recv": "there is no tensor parallelism",
+        "p2p_cache_shape": "both sides know the shapes, which are never sent",
+        "enable_partial_send_recv": "tensor parallelism is not supported",
     }
     divides: ClassVar[bool] = True
     neutral: ClassVar[dict[str, int]] = {"micro_batch": 1, "degree": 1}
-    costs: ClassVar[str] = "time: ranks wait while the pipeline fills and drains; network: what crosses the borders"
+    costs: ClassVar[str] = "time: ranks wait while the pipeline fills and drains; network: what crosses the boundaries"
 
-    # --- what cannot be ---------------------------------------------------------------------------
+    # --- what is not supported --------------------------------------------------------------------
     def problems(self) -> Iterator[str]:
         if self.schedule_mode not in schedules.MODES:
-            near = difflib.get_close_matches(self.schedule_mode, schedules.MODES, n=1, cutoff=0.3)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            yield f"schedule_mode = {self.schedule_mode!r}: {hint}There are {', '.join(schedules.MODES)}"
+            known = f"use one of {', '.join(schedules.MODES)}"
+            hint = did_you_mean(self.schedule_mode, schedules.MODES, cutoff=0.3)
+            yield f"schedule_mode = {self.schedule_mode!r} is unknown: {hint}{' Or ' if hint else ''}{known}"
         if 1 < self.micro_batch != self.accumulate_steps > 1:
             yield (
-                f"micro_batch = {self.micro_batch} and accumulate_steps = {self.accumulate_steps} both mean the number "
+                f"micro_batch = {self.micro_batch} and accumulate_steps = {self.accumulate_steps} both set the number "
                 "of micro-batches: keep one"
             )
         if len(set(self.stages)) != len(self.stages):
@@ -71,26 +71,26 @@ class Pipeline(Part):
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if self.schedule_mode not in schedules.MODES:
             return
-        names = dict(named_modules(model))
+        modules = dict(named_modules(model))
         for name in self.stages:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-                hint = f": did you mean {', '.join(near)}?" if near else f". The first are {', '.join(list(names)[:5])}"
-                yield f"pipeline_configs['stages']: the model has no module {name!r}{hint}"
-            elif not has_forward(names[name]):
-                yield f"pipeline_configs['stages']: {name!r} has no forward of its own: name a module inside of it"
+            if name not in modules:
+                known = f"the first modules are {', '.join(list(modules)[:5])}"
+                hint = did_you_mean(name, modules, otherwise=known, most=3, cutoff=0.4)
+                yield f"pipeline_configs['stages']: the model has no module {name!r}: {hint}"
+            elif not has_forward(modules[name]):
+                yield f"pipeline_configs['stages']: {name!r} has no forward of its own: name a module inside it"
         if self.stages and device_guard.placements(model):
-            yield "pipeline_configs['stages'] and device_guard both say where stages begin: keep one"
+            yield "pipeline_configs['stages'] and device_guard both set where stages begin: keep one"
         if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
             yield (
-                "pipeline: the model recomputes by itself (gradient_checkpointing), and would run modules again whose "
+                "pipeline: the model recomputes on its own (gradient_checkpointing), and would rerun modules whose "
                 "inputs are on other ranks: call model.gradient_checkpointing_disable(), and set strategy.recompute"
             )
         yield from device_guard.problems(model)
         yield from schedules.problems(self._declared(model), self.degree, self.schedule_mode, world.size)
 
     def _declared(self, model: nn.Module) -> int | None:
-        """The number of stages, where the user said it."""
+        """The number of stages, if the user set it."""
         if self.stages:
             return len(self.stages) + 1
         placed = device_guard.placements(model)
@@ -105,7 +105,7 @@ class Pipeline(Part):
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
-        for degree in range(2, min(cluster.ranks, LONGEST) + 1):
+        for degree in range(2, min(cluster.ranks, MAX_AUTO_DEGREE) + 1):
             if cluster.ranks % degree == 0 and cluster.global_batch:
                 yield from (Offer({"degree": degree, "accumulate_steps": n * degree}) for n in (1, 2, 4))
 
@@ -117,26 +117,26 @@ class Pipeline(Part):
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.STAGED, Fact.SPREAD})
     def cut(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """give each rank some stages of the model, when the first batch has shown how it flows"""
-        from fleetx.parts.pipeline.runtime import Pipe  # torch's pipelining takes a second to import
+        """give each rank some stages of the model, once the first batch has shown how data flows"""
+        from fleetx.parts.pipeline.runtime import Runtime  # torch's pipelining takes a second to import
 
         ranks = self.span(model, ctx.world)
-        declared = self._declared(model) or ranks * schedules.per_rank(self.schedule_mode)
-        pipe = ctx.notes["pipe"] = Pipe(self, declared, ranks, ctx)
-        ctx.on_release(pipe.release)
+        stages = self._declared(model) or ranks * schedules.per_rank(self.schedule_mode)
+        runtime = ctx.notes["runtime"] = Runtime(self, stages, ranks, ctx)
+        ctx.on_release(runtime.release)
         return model
 
     @at(Stage.GRADIENT, needs={Fact.SPREAD}, ends={Fact.SPREAD})
     def tie(self, grads: list[Tensor], ctx: StepContext) -> None:
         """add up the gradients of weights that several stages use, so that they stay equal"""
-        ctx.notes["pipe"].tie()
+        ctx.notes["runtime"].sum_shared()
 
     @at(Stage.SCHEDULE, bars={Fact.PARTED})
     def run(self, batch: Any, ctx: StepContext) -> Tensor:
-        """send the micro-batches through the stages, forwards and backwards"""
-        loss: Tensor = ctx.notes["pipe"].step(batch)
+        """send the micro-batches through the stages, forward and backward"""
+        loss: Tensor = ctx.notes["runtime"].step(batch)
         return loss
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        if ctx is not None and "pipe" in ctx.notes:
-            yield from ctx.notes["pipe"].remarks()
+        if ctx is not None and "runtime" in ctx.notes:
+            yield from ctx.notes["runtime"].remarks()

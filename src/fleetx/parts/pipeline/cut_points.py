@@ -1,9 +1,9 @@
-"""Where a stage may begin: with a module past which nothing is read but what this module is handed.
+"""Finds the modules with which a stage may begin: those that are passed everything that is read later.
 
-A forward on tensors without data shows every call of a module, and the graph that autograd makes of it, whose
-operations are numbered in their order. An edge of it that leads from an operation after the beginning of a call to one
-before it would cross the border. It may, if the tensor is handed to that call, and is read inside of modules to which
-it is handed as it is: there it can be replaced by the one that was received. Code between modules would read the old.
+A forward on tensors without data records every module call and autograd's graph, whose operations are numbered in
+order. An edge from an operation after the start of a call to one before it would cross the stage boundary. That works
+only if the tensor is an argument of that call and is read inside modules that get it as an argument, unchanged: there
+it can be replaced by the received tensor. Code between modules would read the old one.
 """
 
 from __future__ import annotations
@@ -16,96 +16,104 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from fleetx.base.trees import tensors_of
-from fleetx.measure.block_profile import Call, Edge, Probe, apart, probed, walk
-from fleetx.measure.fake_step import Step
+from fleetx.measure.block_profile import BlockProfile, Edge, ModuleCall, profile, split, walk
+from fleetx.measure.fake_step import TrainingStep
 
-LEAF = 1 << 63  # autograd numbers what gathers the gradients of parameters higher than any operation
+LEAF = 1 << 63  # autograd gives the nodes that accumulate gradients higher numbers than any operation
 
 
-def pieces(step: Step, *, timed: bool = True) -> tuple[Probe, dict[int, str]]:
-    """The model, taken apart wherever a stage may begin; and with which pieces one may, named by the outermost."""
+def find_cut_points(step: TrainingStep, *, timed: bool = True) -> tuple[BlockProfile, dict[int, str]]:
+    """The model, split wherever a stage may begin; and for each such block the outermost module that begins there."""
     starts: dict[int, str] = {}
-    handed: list[int] = []
+    passed: list[int] = []  # bytes of each block's inputs
 
-    def divide(root: Call, thawed: Callable[[], Call]) -> list[list[Call]]:
-        found = places(root, thawed() if any(not p.requires_grad for p in step.model.parameters()) else root)
-        row = apart(root, lambda call: any(c.times[0] > call.times[0] for c in walk(call) if id(c) in found))
-        names = {call.times[0]: call.name for call in reversed([*walk(root)]) if id(call) in found}
+    def divide(root: ModuleCall, unfrozen: Callable[[], ModuleCall]) -> list[list[ModuleCall]]:
+        frozen = any(not p.requires_grad for p in step.model.parameters())
+        possible = possible_starts(root, unfrozen() if frozen else root)
+        row = split(root, lambda call: any(c.ops[0] > call.ops[0] for c in walk(call) if id(c) in possible))
+        names = {call.ops[0]: call.name for call in reversed([*walk(root)]) if id(call) in possible}
         for number, call in enumerate(row):
-            # A module that does nothing begins where the next one does: two numbers, and one place.
-            if number and id(call) in found and names[call.times[0]] not in starts.values():
-                starts[number] = names[call.times[0]]
-        given = ({id(t): t for t in tensors_of((call.args, call.kwargs)) if t.grad_fn is not None} for call in row)
-        handed[:] = [sum(t.nbytes for t in tensors.values()) for tensors in given]
+            # A module without operations begins where the next one does: two blocks, but one place to cut.
+            if number and id(call) in possible and names[call.ops[0]] not in starts.values():
+                starts[number] = names[call.ops[0]]
+        inputs = ({id(t): t for t in tensors_of((call.args, call.kwargs)) if t.grad_fn is not None} for call in row)
+        passed[:] = [sum(t.nbytes for t in tensors.values()) for tensors in inputs]
         return [row]
 
-    (made,) = probed(step, divide, timed=timed)
-    # What code between the pieces made of what one of them returned is sent like that itself.
-    blocks = [replace(block, input=max(block.input, bytes_)) for block, bytes_ in zip(made.blocks, handed, strict=True)]
-    return replace(made, blocks=blocks), starts
+    (found,) = profile(step, divide, timed=timed)
+    # If code between two blocks computes the input of the second, that is what is sent.
+    blocks = [replace(block, input=max(block.input, size)) for block, size in zip(found.blocks, passed, strict=True)]
+    return replace(found, blocks=blocks), starts
 
 
-def places(root: Call, whole: Call) -> set[int]:
-    """The ids of the calls with which a stage may begin. `whole` is a forward in which nothing is frozen: autograd's
-    graph has no edges for what is, and that crosses a border like anything else."""
-    calls, shown = _in_order(root), _in_order(whole)
+def possible_starts(root: ModuleCall, unfrozen: ModuleCall) -> set[int]:
+    """The ids of the calls with which a stage may begin.
+
+    `unfrozen` is the same forward with nothing frozen: autograd records no edges for frozen parts, but what they
+    compute crosses a boundary like anything else.
+    """
+    calls, twins = _in_order(root), _in_order(unfrozen)
     first = {call.name: call for call in reversed(calls)}  # a name stands for the first call of a module
-    aside = {call.name for call in root.aside}
-    refused = {id(call) for call in (*_crossed(whole, shown), *_passed(shown, whole.aside), *_shared(shown))}
+    no_grad = {call.name for call in root.no_grad}
+    impossible = {
+        id(call) for call in (*_crossed(unfrozen, twins), *_bypassed(twins, unfrozen.no_grad), *_shared(twins))
+    }
     possible = {
-        id(call) for call, twin in zip(calls, shown, strict=True)
-        if call.handed and first[call.name] is call and call.name not in aside and id(twin) not in refused
+        id(call) for call, twin in zip(calls, twins, strict=True)
+        if call.sources and first[call.name] is call and call.name not in no_grad and id(twin) not in impossible
     }  # fmt: skip
     return possible - {id(call) for call in _wide(root, possible, len(calls))}
 
 
-def _in_order(root: Call) -> list[Call]:
-    return sorted((call for call in walk(root) if call is not root), key=lambda call: call.turns)
+def _in_order(root: ModuleCall) -> list[ModuleCall]:
+    return sorted((call for call in walk(root) if call is not root), key=lambda call: call.order)
 
 
-def _wide(call: Call, possible: set[int], most: int) -> Iterator[Call]:
-    """Those that are handed more tensors than where a stage may begin around them: more would have to be sent."""
+def _wide(call: ModuleCall, possible: set[int], fewest: int) -> Iterator[ModuleCall]:
+    """Calls with more inputs than a possible start around them: more would have to be sent."""
     for inner in call.inside:
-        if len(inner.handed) > most:
+        if len(inner.sources) > fewest:
             yield inner
-        yield from _wide(inner, possible, min(most, len(inner.handed)) if id(inner) in possible else most)
+        yield from _wide(inner, possible, min(fewest, len(inner.sources)) if id(inner) in possible else fewest)
 
 
-def _shared(calls: list[Call]) -> Iterator[Call]:
-    """Those before which no module is called but such as are called later too: these run in both stages."""
-    last = {call.name: call.turns[0] for call in calls}
-    ends = sorted((call.turns[1], last[call.name]) for call in calls if call.made and not call.inside)
+def _shared(calls: list[ModuleCall]) -> Iterator[ModuleCall]:
+    """Calls before which only modules run that are called again later: those would be in both stages."""
+    last = {call.name: call.order[0] for call in calls}
+    ends = sorted((call.order[1], last[call.name]) for call in calls if call.outputs and not call.inside)
     for call in calls:
-        if all(again >= call.turns[0] for end, again in ends if end < call.turns[0]):
+        if all(again >= call.order[0] for end, again in ends if end < call.order[0]):
             yield call
 
 
-# --- what has a gradient --------------------------------------------------------------------------
-def _crossed(root: Call, calls: list[Call]) -> Iterator[Call]:
-    """Those across whose beginning something is read that they are not handed, or that code between modules reads."""
-    calls = sorted(calls, key=lambda call: call.times[0])  # which keeps the order of those that begin at one time
-    begins = [call.times[0] for call in calls]
-    given: dict[Edge, list[Call]] = {}
+# --- tensors with a gradient ----------------------------------------------------------------------
+def _crossed(root: ModuleCall, calls: list[ModuleCall]) -> Iterator[ModuleCall]:
+    """Calls across whose start a tensor is read that is not one of their inputs, or that code between modules reads."""
+    calls = sorted(calls, key=lambda call: call.ops[0])  # stable: calls that start with the same operation keep order
+    begins = [call.ops[0] for call in calls]
+    readers: dict[Edge, list[ModuleCall]] = {}
     for call in calls:
-        for edge in call.handed:
-            given.setdefault(edge, []).append(call)
-    for node, edge in _edges(root.made):
-        at, made = node._sequence_nr(), edge[0]._sequence_nr()
-        inside = [call.times[0] for call in given.get(edge, ()) if call.times[0] <= at < call.times[1]]
-        last = max(inside, default=-1)  # whoever begins later than all modules that are handed it cannot replace it
-        for call in calls[bisect_right(begins, made) : bisect_right(begins, at)]:
-            if edge not in call.handed or call.times[0] > last:
+        for edge in call.sources:
+            readers.setdefault(edge, []).append(call)
+    for node, edge in _edges(root.outputs):
+        read, made = node._sequence_nr(), edge[0]._sequence_nr()
+        around = [call.ops[0] for call in readers.get(edge, ()) if call.ops[0] <= read < call.ops[1]]
+        last = max(
+            around, default=-1
+        )  # a call that starts later than all modules that get the tensor cannot replace it
+        for call in calls[bisect_right(begins, made) : bisect_right(begins, read)]:
+            if edge not in call.sources or call.ops[0] > last:
                 yield call
 
 
 def _edges(outputs: list[Tensor]) -> Iterator[tuple[Node, Edge]]:
-    """All that is read, and by which operation. Parameters are there in every stage that reads them."""
+    """Everything that is read, and by which operation; not parameters, which every stage that reads them holds."""
     waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         for before, number in node.next_functions:
-            if before is None or before._sequence_nr() >= LEAF or _cast(before):
+            if before is None or before._sequence_nr() >= LEAF or _is_cast(before):
                 continue
             yield node, (before, number)
             if before not in seen:
@@ -113,23 +121,23 @@ def _edges(outputs: list[Tensor]) -> Iterator[tuple[Node, Edge]]:
                 waiting.append(before)
 
 
-def _cast(node: Node) -> bool:
-    """Autocast keeps the casts of parameters for all modules that read them."""
+def _is_cast(node: Node) -> bool:
+    """Autocast caches the casts of parameters for all modules that read them."""
     sources = [before for before, _ in node.next_functions if before is not None]
     return "ToCopy" in node.name() and all(before._sequence_nr() >= LEAF for before in sources)
 
 
-# --- what has none --------------------------------------------------------------------------------
-def _passed(calls: list[Call], aside: list[Call]) -> Iterator[Call]:
-    """Those that are not handed what an earlier module made and a later one is handed."""
+# --- tensors without one --------------------------------------------------------------------------
+def _bypassed(calls: list[ModuleCall], no_grad: list[ModuleCall]) -> Iterator[ModuleCall]:
+    """Calls that do not get a tensor which an earlier module made and a later one gets."""
     made: dict[int, int] = {}
-    for call in sorted([*calls, *aside], key=lambda call: call.turns[1]):
-        for t in call.made:
-            made.setdefault(id(t), call.turns[1])
-    handed = [{id(t) for t in tensors_of((call.args, call.kwargs))} for call in calls]
-    turns = [call.turns[0] for call in calls]
-    for reader, ids in enumerate(handed):
+    for call in sorted([*calls, *no_grad], key=lambda call: call.order[1]):
+        for t in call.outputs:
+            made.setdefault(id(t), call.order[1])
+    inputs = [{id(t) for t in tensors_of((call.args, call.kwargs))} for call in calls]
+    begins = [call.order[0] for call in calls]
+    for reader, ids in enumerate(inputs):
         for key in ids & made.keys():
-            for number in range(bisect_left(turns, made[key]), reader):
-                if key not in handed[number]:
+            for number in range(bisect_left(begins, made[key]), reader):
+                if key not in inputs[number]:
                     yield calls[number]

@@ -1,4 +1,4 @@
-"""`with fleet.device_guard("stage:0"):` around the construction of layers says on which stage they are."""
+"""`with fleet.device_guard("stage:0"):` places the layers constructed inside on a stage."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 
 from fleetx.errors import UsageError
 
-_MARK = "_fleetx_stage"  # a plain number on the module, which copies and pickles carry along
+_MARK = "_fleetx_stage"  # a plain number on the module, which copies and pickles preserve
 
 
 @contextmanager
 def device_guard(device: str) -> Iterator[None]:
-    """Modules that are constructed inside are placed on this stage: "gpu:0", "cpu:0" and "stage:0" all mean the first.
+    """Place modules constructed inside on this stage: "gpu:0", "cpu:0" and "stage:0" all mean the first.
 
-    Which device a stage runs on is for the launcher to say: the number counts stages, as in Paddle.
+    The number counts stages, as in Paddle. The launcher decides which device a stage runs on.
     """
-    found = re.fullmatch(r"(gpu|cpu|stage):(\d+)", device) if isinstance(device, str) else None
-    if found is None:
-        raise UsageError(f"device_guard({device!r}): write 'stage:0', 'gpu:0' or 'cpu:0', with the number of the stage")
-    number = int(found[2])
+    match = re.fullmatch(r"(gpu|cpu|stage):(\d+)", device) if isinstance(device, str) else None
+    if match is None:
+        raise UsageError(f"device_guard({device!r}): use 'stage:0', 'gpu:0' or 'cpu:0', with the number of the stage")
+    stage = int(match[2])
     before: Any = nn.Module.__init__
 
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
-        self.__dict__[_MARK] = number
+        self.__dict__[_MARK] = stage
 
     nn.Module.__init__ = init  # type: ignore[method-assign]
     try:
@@ -37,37 +37,28 @@ def device_guard(device: str) -> Iterator[None]:
         nn.Module.__init__ = before  # type: ignore[method-assign]
 
 
-def placed(module: nn.Module) -> int | None:
-    found: int | None = module.__dict__.get(_MARK)
-    return found
-
-
 def placements(model: nn.Module) -> dict[str, int]:
-    """By the name of the module, of all that were placed."""
-    return {name: stage for name, m in model.named_modules() if (stage := placed(m)) is not None}
+    """The stage of every module that was placed, by name."""
+    return {name: m.__dict__[_MARK] for name, m in model.named_modules() if _MARK in m.__dict__}
 
 
 def problems(model: nn.Module) -> Iterator[str]:
-    """What is wrong with the placement, where there is one."""
-    stages = set(placements(model).values())
+    """What is wrong with the placements, if there are any."""
+    stages = sorted(set(placements(model).values()))
     if not stages:
         return
-    loose = [
+    unplaced = [
         name or "the model itself"
         for name, m in model.named_modules()
-        if placed(m) is None and any(True for _ in m.parameters(recurse=False))
+        if _MARK not in m.__dict__ and any(True for _ in m.parameters(recurse=False))
     ]
-    if loose:
+    if unplaced:
         yield (
-            f"{', '.join(loose[:5])}{' ...' if len(loose) > 5 else ''} {'has' if len(loose) == 1 else 'have'} "
-            "parameters and was never placed: construct it inside of fleet.device_guard"
+            f"device_guard: not placed on any stage: {', '.join(unplaced[:5])}{' ...' if len(unplaced) > 5 else ''}. "
+            "Construct every layer with parameters inside fleet.device_guard"
         )
-    if missing := sorted(set(range(max(stages))) - stages):
+    if missing := sorted(set(range(stages[-1])) - set(stages)):
         yield (
-            f"device_guard placed layers on stages {_list(sorted(stages))}, and none on {_list(missing)}: number the "
-            f"stages from 0 without a gap"
+            f"device_guard placed layers on stages {', '.join(map(str, stages))}, but none on "
+            f"{', '.join(map(str, missing))}: number the stages from 0 without a gap"
         )
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""Give every rank of a pipeline the whole model and the whole optimizer state back."""
+"""Gives every rank of a pipeline the whole model and optimizer state again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _gather_state(
 
 
 def _broadcast(tensors: list[Tensor], group: World, source: int, device: torch.device) -> None:
-    """Counters such as Adam's `step` live on the CPU even where the group only talks between GPUs."""
+    """Counters such as Adam's `step` are on the CPU even if the group only communicates between GPUs."""
     moved = [t.to(device) for t in tensors]
     group.broadcast(moved, source=source)
     for t, m in zip(tensors, moved, strict=True):

@@ -1,8 +1,9 @@
-"""A batch becomes micro-batches."""
+"""Splits a batch into micro-batches."""
 
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,28 +15,28 @@ from fleetx.errors import UsageError
 
 def size_of(inputs: Any, target: Any) -> int:
     """Samples in the batch: the first dimension of the first tensor."""
-    found = [t for t in tensors_of((inputs, target)) if t.dim()]
-    if not found:
-        raise UsageError("forward_backward under pipeline needs a batch of tensors, and was given none")
-    return len(found[0])
+    tensors = [t for t in tensors_of((inputs, target)) if t.dim()]
+    if not tensors:
+        raise UsageError("fleet.forward_backward needs a batch of tensors if pipeline is on, but got none")
+    return len(tensors[0])
 
 
 def count(batch: int, number: int, size: int, stages: int, least: int, multiple: int) -> int:
-    """How many micro-batches: as said by their number, by their size, or by both. A size of 1 was not said."""
+    """How many micro-batches to make: by their number, their size, or both. A size of 1 means not set."""
     if size > 1:
         by_size = batch // size
         if batch % size or number not in (1, by_size):
-            said = f"{number} micro-batches of {size}" if number > 1 else f"micro-batches of {size}"
-            good = (
+            wanted = f"{number} micro-batches of {size}" if number > 1 else f"micro-batches of {size}"
+            hint = (
                 f"pass batches of {number * size}" if number > 1 else _nearest(batch, max(by_size, 1), least, multiple)
             )
-            raise UsageError(f"a batch of {batch} does not consist of {said}: {good}")
+            raise UsageError(f"a batch of {batch} cannot be split into {wanted}: {hint}")
         number = by_size
     if batch % number or number < least or number % multiple:
         need = f"at least {least}" if multiple == 1 else f"a multiple of {multiple}, at least {least}"
-        why = "" if batch % number else f": this schedule on {stages} stages needs {need}"
+        why = "" if batch % number else f", because this schedule on {stages} stages needs {need}"
         raise UsageError(
-            f"a batch of {batch} and {_many(number)} do not fit{why}. {_nearest(batch, number, least, multiple)}"
+            f"a batch of {batch} cannot be split into {_many(number)}{why}: {_nearest(batch, number, least, multiple)}"
         )
     return number
 
@@ -45,52 +46,45 @@ def _many(number: int) -> str:
 
 
 def _nearest(batch: int, number: int, least: int, multiple: int) -> str:
-    """Numbers of micro-batches that fit this batch, and batches that fit this number."""
+    """Suggest numbers of micro-batches for this batch, and batches for this number."""
     good = [m for m in range(least, batch + 1) if batch % m == 0 and m % multiple == 0]
     near = sorted(sorted(good, key=lambda m: abs(m - number))[:2])
     fitting = max(number, least)
     fitting += -fitting % multiple
     sizes = sorted({b for b in (batch // fitting * fitting, (batch // fitting + 1) * fitting) if b > 0 and b != batch})
-    ways = [f"set micro_batch to {' or '.join(map(str, near))}"] if near else []
+    hints = [f"set micro_batch to {' or '.join(map(str, near))}"] if near else []
     if sizes:
-        ways.append(f"pass batches of {' or '.join(map(str, sizes))} for {_many(fitting)}")
-    return ", or ".join(ways)[:1].upper() + ", or ".join(ways)[1:]
+        hints.append(f"pass batches of {' or '.join(map(str, sizes))} for {_many(fitting)}")
+    return ", or ".join(hints)
 
 
 def split(value: Any, batch: int, number: int) -> list[Any]:
-    """Tensors as long as the batch are cut along their first dimension; all else goes to every micro-batch."""
-    strange = [t for t in tensors_of(value) if t.dim() and len(t) not in (1, batch)]
-    if strange:
-        named = value if isinstance(value, dict) else {}
-        masks = any(named.get(name) is strange[0] for name in ("mask_pos", "mask_label"))
-        hint = '; make the loader with masked="row"' if masks else ""
+    """Cut tensors that are as long as the batch along their first dimension; pass the rest to every micro-batch."""
+    odd = [t for t in tensors_of(value) if t.dim() and len(t) not in (1, batch)]
+    if odd:
+        by_name = value if isinstance(value, dict) else {}
+        masks = any(by_name.get(name) is odd[0] for name in ("mask_pos", "mask_label"))
+        hint = ', so create the loader with masked="row"' if masks else ""
         raise UsageError(
-            f"the batch has {batch} samples, and a tensor of the shape {tuple(strange[0].shape)} has neither so many "
-            f"nor one: its first dimension must be that of the batch{hint}"
+            f"a tensor of shape {tuple(odd[0].shape)} cannot be split with a batch of {batch} samples: its first "
+            f"dimension must be that of the batch, or 1{hint}"
         )
+    size = batch // number
 
-    def cut(index: int) -> Any:
-        step = batch // number
+    def cut(index: int, t: Tensor) -> Tensor:
+        return t[index * size : (index + 1) * size] if t.dim() and len(t) == batch else t
 
-        def piece(t: Tensor) -> Tensor:
-            return t[index * step : (index + 1) * step] if t.dim() and len(t) == batch else t
-
-        return map_tensors(piece, value)
-
-    return [cut(i) for i in range(number)]
+    return [map_tensors(partial(cut, i), value) for i in range(number)]
 
 
 def digest(value: Any, others: Any, device: torch.device) -> Tensor:
-    """A number that differs, almost surely, where the values differ."""
+    """A number that almost certainly differs if the values differ."""
     total = torch.full((1,), zlib.crc32(repr(others).encode()), dtype=torch.int64, device=device)
-    for place, t in enumerate(tensors_of(value), start=1):
-        flat = t.detach().contiguous().reshape(-1)
-        bits = flat.view(_INTEGERS[t.element_size()]) if t.element_size() in _INTEGERS and not t.is_complex() else None
-        if bits is not None and bits.numel():
-            weighted = (
-                bits.to(torch.int64).sum() * place + bits[:: max(1, bits.numel() // 64)].to(torch.int64).cumsum(0).sum()
-            )
-            total += weighted.to(device)
+    for position, t in enumerate(tensors_of(value), start=1):
+        if t.element_size() in _INTEGERS and not t.is_complex() and t.numel():
+            bits = t.detach().contiguous().reshape(-1).view(_INTEGERS[t.element_size()])
+            sample = bits[:: max(1, bits.numel() // 64)].to(torch.int64)
+            total += (bits.to(torch.int64).sum() * position + sample.cumsum(0).sum()).to(device)
     return total
 
 

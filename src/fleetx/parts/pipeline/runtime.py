@@ -1,4 +1,4 @@
-"""A pipeline as one rank sees it: the cut at the first batch, then one schedule for each shape of batch."""
+"""A pipeline as one rank sees it: the model is cut at the first batch; then there is one schedule per batch shape."""
 
 from __future__ import annotations
 
@@ -9,72 +9,67 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from fleetx.base.trees import tensors_of
 from fleetx.engine.context import SetupContext, StepInput
 from fleetx.errors import StrategyError, UsageError
-from fleetx.parts.pipeline import balance, device_guard, microbatch, schedules, timeline, trace
+from fleetx.measure.step_key import constants_of, shapes_of
+from fleetx.parts.pipeline import device_guard, microbatch, schedules, timeline
 from fleetx.parts.pipeline.gather import gather
-from fleetx.parts.pipeline.stage_params import Cut, buffers_elsewhere, own_buffers
-from fleetx.parts.pipeline.stages import Runner
+from fleetx.parts.pipeline.partition import balanced_starts
+from fleetx.parts.pipeline.stage_params import StageParams, absent_names, copied_buffers
+from fleetx.parts.pipeline.stages import ScheduleRunner
+from fleetx.parts.pipeline.trace import Interceptor, StageMap, Trace, check_placement, map_stages, trace
 
 if TYPE_CHECKING:
     from fleetx.parts.pipeline import Pipeline
 
+MAX_RUNNERS = 8  # shapes of batches whose schedule is kept, with its receive buffers
 
-KEPT = 8  # shapes of batches for which a schedule is kept, with what it receives into
 
-
-class Pipe:
-    """Of one model."""
-
+class Runtime:
     def __init__(self, part: Pipeline, stages: int, ranks: int, ctx: SetupContext):
         world = ctx.world
         self._part, self._stages, self._ctx = part, stages, ctx
         self.group = world.split([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
         ctx.divide(self.group)
         world.broadcast([t.detach() for t in (*ctx.model.parameters(), *ctx.model.buffers())])
-        self.cut: Cut | None = None
-        self._runners: dict[Any, Runner] = {}
-        self._last: Runner | None = None
-        self._seed = self.group.broadcast_json(str(torch.initial_seed())).encode()
+        self._params: StageParams | None = None  # until the model is cut
+        self._runners: dict[Any, ScheduleRunner] = {}
+        self._last: ScheduleRunner | None = None
+        self._seed = self.group.broadcast_json(torch.initial_seed())
 
     @property
     def _mine(self) -> list[int]:
         return schedules.stages_of(self.group.rank, self.group.size, self._stages, self._part.schedule_mode)
 
     def release(self) -> None:
-        """Every rank gets the whole model and the whole optimizer state back."""
-        if self.cut is not None:
+        """Give every rank the whole model and optimizer state again."""
+        if self._params is not None:
             gather(self._ctx.model, self._ctx.optimizer, self.group, self._ctx.device, self._ctx.absent)
-        self._runners, self._last, self.cut = {}, None, None
+        self._runners, self._last, self._params = {}, None, None
 
     # --- a step -----------------------------------------------------------------------------------
     def step(self, batch: StepInput) -> Tensor:
         """The mean loss over the micro-batches, on every rank."""
         size = microbatch.size_of(batch.inputs, batch.target)
         least, multiple = schedules.least(self._part.schedule_mode, self.group.size, self._stages)
-        if self.group.size == 1:
-            least, multiple = 1, 1
         number = microbatch.count(size, self._part.number, self._part.micro_batch_size, self._stages, least, multiple)
         inputs, targets = (microbatch.split(value, size, number) for value in (batch.inputs, batch.target))
         batches = [replace(batch, inputs=x, target=y) for x, y in zip(inputs, targets, strict=True)]
         if self.group.size == 1:
-            return self._alone(batches)
+            return self._run_alone(batches)
         self._check_same(batch)
-        if self.cut is None:
-            self._cut(batches[0])
-        runner = self._last = self._runner(batches[0], number)
+        params = self._params or self._cut(batches[0])
+        runner = self._last = self._runner(params, batches[0], number)
         runner.step(batches)
         loss = torch.zeros(1, dtype=torch.float64, device=self.group.device)
         if runner.losses:
             loss += torch.stack(runner.losses).double().mean()
-        self.group.sum(loss)  # the last stage has it, the others nothing
+        self.group.sum(loss)  # only the rank of the last stage adds something
         return loss.float().reshape(())
 
-    def _alone(self, batches: list[StepInput]) -> Tensor:
-        """One rank has all stages: the micro-batches one after the other."""
+    def _run_alone(self, batches: list[StepInput]) -> Tensor:
+        """One rank has all stages: run the micro-batches one after another."""
         losses = []
         for batch in batches:
             loss = batch.loss(self._ctx.model)
@@ -84,92 +79,93 @@ class Pipe:
         return torch.stack(losses).mean()
 
     def _check_same(self, batch: StepInput) -> None:
-        """Each stage takes from the batch what it needs, so the ranks of a pipeline must have the same one."""
-        mine = microbatch.digest((batch.inputs, batch.target), (batch.weight, _others(batch)), self.group.device)
-        found = self.group.gather(mine).flatten().tolist()
-        if len(set(found)) > 1:
+        """All ranks of a pipeline need the same batch, because each stage takes from it what it needs."""
+        value = batch.inputs, batch.target
+        digests = self.group.gather(
+            microbatch.digest(value, (batch.weight, constants_of(value)), self.group.device)
+        ).flatten()
+        if len(set(digests.tolist())) > 1:
             first = self._ctx.world.rank - self.group.rank
-            ranks = f"{first} to {first + self.group.size - 1}"
             raise UsageError(
-                f"ranks {ranks} are one pipeline and were given different batches, or weights of them: every stage "
-                "needs the same. Let the sampler use fleet.replica_index() of fleet.replica_num() instead of ranks, "
-                "and one seed"
+                f"ranks {first} to {first + self.group.size - 1} form one pipeline, but got different batches or "
+                "weights. They need the same ones: give the sampler fleet.replica_num() and fleet.replica_index() "
+                "instead of the number of workers and the rank, and use one seed"
             )
 
     # --- at the first batch -----------------------------------------------------------------------
-    def _cut(self, batch: StepInput) -> None:
+    def _cut(self, batch: StepInput) -> StageParams:
         model = self._ctx.model
 
-        def call() -> None:  # for real: the whole model is still here
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), own_buffers(model):
-                _run(batch, model)
+        def call() -> None:  # on real tensors: all stages are still here
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), copied_buffers(model):
+                _forward(batch, model)
 
         if self._part.stages:
-            units = trace.units(model, self._part.stages, call)
+            stage_map = map_stages(model, self._part.stages, call)
         elif placed := device_guard.placements(model):
-            units = trace.units(model, placed.get, call)
-            trace.check_placement(units, placed, self._stages)
+            stage_map = map_stages(model, placed.get, call)
+            check_placement(stage_map, placed, self._stages)
         else:
-            units = self._balanced(batch, call)
-        mode = self._part.schedule_mode
-        ranks = lambda stage: schedules.rank_of(stage, self.group.size, self._stages, mode)  # noqa: E731
-        self.cut = Cut(model, units, ranks, self.group)
-        self._survey(batch)  # what cannot be is said before anything is dropped
-        self.cut.drop(self._ctx.optimizer)
-        elsewhere = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
-        self._ctx.hold(self.cut.counts, [*elsewhere, *buffers_elsewhere(model, units, self._mine)])
+            stage_map = self._balanced(batch, call)
 
-    def _balanced(self, batch: StepInput, call: Callable[[], Any]) -> trace.Units:
-        """The first rank measures while the others wait; all of them cut where it says."""
-        found: dict[str, Any] = {}
+        def rank_of(stage: int) -> int:
+            return schedules.rank_of(stage, self.group.size, self._stages, self._part.schedule_mode)
+
+        params = StageParams(model, stage_map, rank_of, self.group)
+        self._trace(params, batch)  # raises before anything is dropped
+        params.drop_others(self._ctx.optimizer)
+        self._ctx.hold(params.counts, list(absent_names(model, stage_map, self._mine)))
+        self._params = params
+        return params
+
+    def _balanced(self, batch: StepInput, call: Callable[[], Any]) -> StageMap:
+        """Rank 0 measures while the others wait; all of them cut at the same modules."""
+        answer: dict[str, Any] = {}
         if self._ctx.world.rank == 0:
             try:
-                found = {"starts": balance.starts(self._ctx, batch, self._stages)}
+                answer = {"starts": balanced_starts(self._ctx, batch, self._stages)}
             except Exception as error:  # the others wait for an answer
-                found = {"problem": str(error) if isinstance(error, StrategyError) else _unprobed(error)}
-        found = self._ctx.world.broadcast_json(found)
-        if "problem" in found:
-            raise StrategyError(found["problem"])
-        return trace.units(self._ctx.model, found["starts"], call)
+                answer = {"problem": str(error) if isinstance(error, StrategyError) else _not_timed(error)}
+        answer = self._ctx.world.broadcast_json(answer)
+        if "problem" in answer:
+            raise StrategyError(answer["problem"])
+        return map_stages(self._ctx.model, answer["starts"], call)
 
-    # --- one schedule for each shape of batch -----------------------------------------------------
-    def _runner(self, batch: StepInput, number: int) -> Runner:
-        train = torch.is_grad_enabled()
-        like = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of((batch.inputs, batch.target))]
-        key = (*like, _others(batch), number, train, tuple(m.training for m in self._ctx.model.modules()))
-        if key in self._runners:
-            self._runners[key] = self._runners.pop(key)  # the last one used is the last to go
-        else:
-            assert self.cut is not None
-            if len(self._runners) == KEPT:
-                self._runners.pop(next(iter(self._runners)))
-            self._runners[key] = Runner(
-                self._survey(batch), self.cut.units, self._part.schedule_mode, number, self.group,
-                self.cut.params, self._forward, self._noise, train=train,
+    # --- one schedule per shape of batch ----------------------------------------------------------
+    def _runner(self, params: StageParams, batch: StepInput, number: int) -> ScheduleRunner:
+        train, value = torch.is_grad_enabled(), (batch.inputs, batch.target)
+        modes = tuple(m.training for m in self._ctx.model.modules())
+        key = (*shapes_of(value), constants_of(value), number, train, modes)
+        runner = self._runners.pop(key, None)
+        if runner is None:
+            if len(self._runners) == MAX_RUNNERS:
+                self._runners.pop(next(iter(self._runners)))  # the least recently used
+            runner = ScheduleRunner(
+                params, self._trace(params, batch), self.group, self._part.schedule_mode, number,
+                lambda interceptor, batch: self._intercepted(params, interceptor, batch, StepInput.loss),
+                self._random_seed, train=train,
             )  # fmt: skip
-        return self._runners[key]
+        self._runners[key] = runner
+        return runner
 
-    def _noise(self, micro_batch: int) -> int:
-        """The seed of what code between modules draws: the same in all stages, another for each micro-batch."""
+    def _random_seed(self, micro_batch: int) -> int:
+        """For code between modules: equal in all stages, different for each micro-batch."""
         return zlib.crc32(repr((self._seed, self._ctx.clock, micro_batch)).encode())
 
-    def _survey(self, batch: StepInput) -> trace.Survey:
-        assert self.cut is not None
+    def _trace(self, params: StageParams, batch: StepInput) -> Trace:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return trace.borders(self.cut.units, self._ctx.device, lambda v: self._forward(v, batch, _run))
+            return trace(params.stage_map, self._ctx.device, lambda i: self._intercepted(params, i, batch, _forward))
 
-    def _forward(self, visitor: trace.Visitor, batch: StepInput, call: Any = StepInput.loss) -> Tensor:
-        assert self.cut is not None
-        self.cut.visitor = visitor
+    def _intercepted(self, params: StageParams, interceptor: Interceptor, batch: StepInput, call: Any) -> Any:
+        params.interceptor = interceptor
         try:
-            loss: Tensor = call(batch, self._ctx.model)
-            return loss
+            return call(batch, self._ctx.model)
         finally:
-            self.cut.visitor = None
+            params.interceptor = None
 
-    def tie(self) -> None:
-        if self.cut is not None:
-            self.cut.tie()
+    def sum_shared(self) -> None:
+        if self._params is not None:
+            self._params.sum_shared()
 
     # --- explain ----------------------------------------------------------------------------------
     def remarks(self) -> Iterator[str]:
@@ -178,32 +174,26 @@ class Pipe:
             f"{self._stages} stages on {self.group.size} ranks, {replicas} such pipeline{'s' if replicas > 1 else ''}; "
             f"this is rank {self.group.rank} of one, with stage {' and '.join(map(str, self._mine))}"
         )
-        if self.cut is None:
+        if self._params is None:
             yield "the model is cut at the first batch"
             return
-        yield f"stages begin with {', '.join(self.cut.units.starts)}"
-        for world, params in self.cut.shared:
+        yield f"stages begin with {', '.join(self._params.stage_map.starts)}"
+        for group, params in self._params.shared:
             names = [n for n, p in self._ctx.model.named_parameters() if any(p is q for q in params)]
-            yield f"{', '.join(names)} is held by {world.size} ranks, which add up its gradients"
+            yield f"{', '.join(names)} is held by {group.size} ranks, which add up its gradients"
         if self._last is not None:
             yield from timeline.draw(self._last.schedule, self.group.size)
 
 
-def _unprobed(error: Exception) -> str:
+def _not_timed(error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     return (
-        f"pipeline: the modules of this model could not be timed alone ({type(error).__name__}: {first}), so the "
-        "stages cannot be balanced: say with `stages` or device_guard where they begin"
+        f"pipeline: the modules of this model cannot be timed one by one ({type(error).__name__}: {first}), so the "
+        "stages cannot be balanced: set pipeline_configs['stages'] or use device_guard"
     )
 
 
-def _run(batch: StepInput, model: Any) -> Any:
-    """The forward without the loss, which may be anything, and is for real batches alone."""
+def _forward(batch: StepInput, model: Any) -> Any:
+    """Without the loss function, which may do anything and only gets real tensors."""
     args, kwargs = batch.arguments
     return model(*args, **kwargs)
-
-
-def _others(batch: StepInput) -> str:
-    """What else the way through a model depends on."""
-    leaves = pytree.tree_leaves((batch.inputs, batch.target))
-    return repr([leaf for leaf in leaves if isinstance(leaf, int | float | str | None)])

@@ -1,38 +1,37 @@
-"""A schedule as lines of text: what each rank does when, if a backward takes as long as two forwards."""
+"""Draws a schedule as text: what each rank does when, if a backward takes as long as two forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-_LONG = {"F": 1, "B": 2, "I": 1, "W": 1}
-_MOST = 36  # moments that fit on a line
+Action = tuple[str, int, int]  # kind, stage, micro-batch
+_DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
+_WIDTH = 36  # time units per line
 
 
 def draw(schedule: Any, ranks: int) -> Iterator[str]:
-    """`F0`: the forward of micro-batch 0, `B0`: its backward; I and W: with respect to inputs and to weights."""
+    """`F0`: forward of micro-batch 0, `B0`: its backward; I and W: backward for inputs and for weights only."""
     name, number = type(schedule).__name__.removeprefix("Schedule"), schedule._n_microbatches
     if name in ("1F1B", "GPipe"):  # torch's own list for 1F1B counts the forwards of the last stage from 1
         order = {rank: _single(name, rank, ranks, number) for rank in range(ranks)}
     else:
         order = {rank: [*_flat(schedule.pipeline_order[rank])] for rank in range(ranks)}
-    rows, end = _placed(order, schedule._num_stages)
-    yield f"{name}, {number} micro-batches, where a backward takes as long as two forwards:"
+    rows, end = _timed(order, schedule._num_stages)
+    yield f"{name}, {number} micro-batches, if a backward takes as long as two forwards:"
     width = max((len(text) for row in rows.values() for _, _, text in row), default=2) + 1
     for rank, row in rows.items():
         cells = [" ." for _ in range(end)]
-        for begin, long, text in row:
-            cells[begin] = text
-            for more in range(begin + 1, begin + long):
-                cells[more] = " -"
-        shown = "".join(cell.ljust(width) for cell in cells[:_MOST])
-        yield f"  rank {rank} |{shown}{'...' if end > _MOST else '|'}"
-    busy = sum(long for row in rows.values() for _, long, _ in row)
+        for begin, duration, text in row:
+            cells[begin : begin + duration] = [text, *[" -"] * (duration - 1)]
+        shown = "".join(cell.ljust(width) for cell in cells[:_WIDTH])
+        yield f"  rank {rank} |{shown}{'...' if end > _WIDTH else '|'}"
+    busy = sum(duration for row in rows.values() for _, duration, _ in row)
     yield f"  busy {busy / (end * ranks):.0%} of the time"
 
 
-def _single(name: str, rank: int, ranks: int, number: int) -> list[tuple[str, int, int]]:
-    """One stage on each rank: all forwards first, or as few as keep the next stages busy."""
+def _single(name: str, rank: int, ranks: int, number: int) -> list[Action]:
+    """One stage per rank: all forwards first, or only as many as keep the next stages busy."""
     ahead = number if name == "GPipe" else min(number, ranks - rank)
     forwards = [("F", rank, i) for i in range(number)]
     backwards = [("B", rank, i) for i in range(number)]
@@ -40,47 +39,43 @@ def _single(name: str, rank: int, ranks: int, number: int) -> list[tuple[str, in
     return forwards[:ahead] + mixed + backwards[number - ahead :]
 
 
-def _flat(actions: Any) -> Iterator[tuple[str, int, int]]:
+def _flat(actions: Any) -> Iterator[Action]:
     for action in actions:
         if action is None:
             continue
         for one in getattr(action, "sub_actions", None) or (action,):
             kind = one.computation_type.value
-            if kind in _LONG:
+            if kind in _DURATION:
                 yield kind, one.stage_index, one.microbatch_index
 
 
-def _placed(order: dict[int, list[tuple[str, int, int]]], stages: int) -> tuple[dict[int, list[Any]], int]:
-    """Each action as early as its rank and what it waits for allow."""
-    done: dict[tuple[str, int, int], int] = {}
-    rows: dict[int, list[Any]] = {rank: [] for rank in order}
+def _timed(order: dict[int, list[Action]], stages: int) -> tuple[dict[int, list[tuple[int, int, str]]], int]:
+    """Start each action as early as its rank and its dependencies allow. Returns the rows and the end."""
+    done: dict[Action, int] = {}
+    rows: dict[int, list[tuple[int, int, str]]] = {rank: [] for rank in order}
     free = dict.fromkeys(order, 0)
-    at = dict.fromkeys(order, 0)
-    moved = True
     several = len({s for actions in order.values() for _, s, _ in actions}) > len(order)
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for rank, actions in order.items():
-            while at[rank] < len(actions):
-                kind, stage, micro = actions[at[rank]]
-                needs = _needs(kind, stage, micro, stages, done)
-                if needs is None:
+            for kind, stage, micro_batch in actions[len(rows[rank]) :]:
+                ready = _ready(kind, stage, micro_batch, stages, done)
+                if ready is None:
                     break
-                begin = max(free[rank], needs)
-                free[rank] = begin + _LONG[kind]
-                done[kind, stage, micro] = free[rank]
-                text = f"{kind}{micro}" + (f"/{stage}" if several else "")
-                rows[rank].append((begin, _LONG[kind], text))
-                at[rank] += 1
-                moved = True
+                begin = max(free[rank], ready)
+                free[rank] = done[kind, stage, micro_batch] = begin + _DURATION[kind]
+                text = f"{kind}{micro_batch}" + (f"/{stage}" if several else "")
+                rows[rank].append((begin, _DURATION[kind], text))
+                progress = True
     return rows, max(free.values())
 
 
-def _needs(kind: str, stage: int, micro: int, stages: int, done: dict[Any, int]) -> int | None:
-    """When it can begin; None: what it waits for is not done yet."""
+def _ready(kind: str, stage: int, micro_batch: int, stages: int, done: dict[Action, int]) -> int | None:
+    """When an action can start. None if a dependency is not done yet."""
 
     def end(*kinds: str, of: int) -> int | None:
-        return next((done[k, of, micro] for k in kinds if (k, of, micro) in done), None)
+        return next((done[k, of, micro_batch] for k in kinds if (k, of, micro_batch) in done), None)
 
     if kind == "F":
         return 0 if stage == 0 else end("F", of=stage - 1)

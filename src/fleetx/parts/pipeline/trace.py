@@ -1,10 +1,10 @@
-"""Which modules a forward calls in which stage, and what crosses the borders between stages.
+"""Which modules a forward calls in which stage, and what crosses the boundaries between stages.
 
-Every rank runs the code of the whole forward, of any model, as the user wrote it. Modules of earlier stages are not
-run: what they returned in the survey is put in their place, tensors without data. So what depends on such a tensor has
-no data either, and whatever depends on the batch alone (masks, positions) is simply there. At the module with which its
-stage begins, a rank replaces the tensors without data among its arguments by what it received; at the module with
-which the next stage begins, it sends just these.
+Every rank runs the whole forward as the user wrote it, for any model. Modules of earlier stages are not run: the
+tensors that they returned in the trace, which have no data, take the place of their outputs. What depends on such a
+tensor has no data either, and what depends only on the batch (masks, positions) is simply there. At the first module of
+its stage, a rank replaces the tensors without data among the arguments by those it received; at the first module of the
+next stage, it sends the corresponding ones.
 """
 
 from __future__ import annotations
@@ -30,64 +30,40 @@ from fleetx.base.wrapping import Layer, wrap
 from fleetx.errors import StrategyError
 
 
+# --- which modules are called in which stage ------------------------------------------------------
 @dataclass(frozen=True)
-class Border:
-    """What enters a stage: which tensors among the arguments of its first module, and what they are like."""
+class StageMap:
+    """The largest modules ("units") that lie within one stage each. The rest of the forward is code between them."""
 
-    positions: list[int]
-    likes: list[Tensor]  # on the device "meta"
-
-
-@dataclass(frozen=True)
-class Units:
-    """The largest modules that lie in one stage each. What is outside of them is code that runs between."""
-
-    starts: list[str]  # the modules with which the stages after the first begin
-    stages: dict[str, int]
+    starts: list[str]  # the first modules of all stages but the first
+    stages: dict[str, int]  # of each unit
 
     @property
     def number(self) -> int:
         return len(self.starts) + 1
 
-    def of(self, name: str) -> int | None:
-        """The stage of the module of this name; None: it is in several, or in none."""
+    def stage_of(self, name: str) -> int | None:
+        """The stage of a module. None if it is in several, or in none."""
         while name and name not in self.stages:
             name = name.rpartition(".")[0]
         return self.stages.get(name)
 
 
-@dataclass
-class Survey:
-    """What a forward of this batch does."""
-
-    outputs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))  # of each call of a unit, no data
-    borders: list[Border] = field(default_factory=list)  # borders[0]: what enters stage 1
-
-
-@dataclass(frozen=True)
-class Given:
-    """In what a unit returned: a tensor that it was given, as it is."""
-
-    position: int
-
-
-Call = Callable[[], Any]  # runs a forward
-
-
-# --- which modules are called in which stage ------------------------------------------------------
-def units(model: nn.Module, starts: Sequence[str] | Callable[[str], int | None], call: Call) -> Units:
-    """`starts`: names of modules, or what says on which stage a module was placed."""
+def map_stages(
+    model: nn.Module, starts: Sequence[str] | Callable[[str], int | None], call: Callable[[], Any]
+) -> StageMap:
+    """`call` runs a forward. `starts`: names of modules, or a function from a module's name to its placement."""
     calls: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    found: list[str] = []
+    started: list[str] = []
 
     def around(name: str, _: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        begins = starts(name) == len(found) + 1 if callable(starts) else name in starts and name not in found
+        begins = starts(name) == len(started) + 1 if callable(starts) else name in starts and name not in started
         if begins:
-            found.append(name)
-        enter = len(found)
+            started.append(name)
+        first = len(started)
         args, kwargs = without_caches(args, kwargs)
         out = inner(*args, **kwargs)
-        calls[name].append((enter, len(found)))
+        calls[name].append((first, len(started)))
         return out
 
     undo = [wrap(m, Layer.STAGE, partial(around, name)) for name, m in named_modules(model) if has_forward(m)]
@@ -96,165 +72,188 @@ def units(model: nn.Module, starts: Sequence[str] | Callable[[str], int | None],
     finally:
         for remove in undo:
             remove()
-    if not callable(starts) and (missed := sorted(set(starts) - set(found))):
-        raise StrategyError(f"pipeline: {', '.join(missed)} takes no part in the forward, so no stage can begin there")
-    stages: dict[str, int] = {}
-    for name, _ in named_modules(model):  # outer ones first
-        at = {stage for pair in calls.get(name, ()) for stage in pair}
-        if len(at) == 1 and Units(found, stages).of(name) is None:
-            stages[name] = at.pop()
-    return Units(found, stages)
-
-
-def check_placement(units_: Units, placed: dict[str, int], stages: int) -> None:
-    """Were the layers called in the order of their stages?"""
-    problems = []
-    if units_.number < stages:
-        problems.append(
-            f"layers were placed on {stages} stages, and in the forward only {units_.number} of them begin one after "
-            "the other"
+    if not callable(starts) and (unused := sorted(set(starts) - set(started))):
+        raise StrategyError(
+            f"pipeline_configs['stages']: the forward does not call {', '.join(unused)}, so no stage can begin there"
         )
-    for name, stage in placed.items():
-        at = units_.of(name)
-        if at is not None and at != stage and not problems:
-            problems.append(f"{name!r} was placed on stage {stage}, and is called when stage {at} runs")
-    if problems:
-        raise StrategyError([f"pipeline: {p}: place layers in the order in which they are called" for p in problems])
+    found = StageMap(started, {})
+    for name, _ in named_modules(model):  # outer modules first
+        stages = {stage for pair in calls.get(name, ()) for stage in pair}
+        if len(stages) == 1 and found.stage_of(name) is None:
+            found.stages[name] = stages.pop()
+    return found
 
 
-# --- what crosses the borders ---------------------------------------------------------------------
-class Visitor:
-    """Is told of every call of a unit, and of a module with which a stage begins."""
+def check_placement(found: StageMap, placed: dict[str, int], stages: int) -> None:
+    """Raise if the layers are not called in the order of their stages."""
+    wrong = next((n for n, stage in placed.items() if found.stage_of(n) not in (None, stage)), None)
+    if found.number < stages:
+        problem = (
+            f"layers are placed on {stages} stages, but in the forward only {found.number} begin one after another"
+        )
+    elif wrong is not None:
+        problem = f"{wrong!r} is placed on stage {placed[wrong]}, but is called in stage {found.stage_of(wrong)}"
+    else:
+        return
+    raise StrategyError(f"device_guard: {problem}: place layers in the order in which they are called")
 
-    def __init__(self, units_: Units):
-        self.units = units_
-        self.stage = 0  # that the forward is in
-        self._instead: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what the code between modules still holds
+
+# --- intercepting calls ---------------------------------------------------------------------------
+class Interceptor:
+    """Sees every call of a unit and of a module with which a stage begins."""
+
+    def __init__(self, stage_map: StageMap):
+        self.stage_map = stage_map
+        self.stage = 0  # that the forward has reached
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a tensor that code between modules holds
 
     def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if kwargs or not all(isinstance(a, Tensor) for a in args):
             args, kwargs = without_caches(args, kwargs)
-        if self.stage < len(self.units.starts) and name == self.units.starts[self.stage]:
+        starts = self.stage_map.starts
+        if self.stage < len(starts) and name == starts[self.stage]:
             self.cross(self.stage, tensors_of((args, kwargs)))
             self.stage += 1
-        if not self._instead:
+        if not self._replaced:
             return args, kwargs
-        replaced: tuple[Any, Any] = map_tensors(self.now, (args, kwargs))
-        return replaced
+        new: tuple[Any, Any] = map_tensors(self.current, (args, kwargs))
+        return new
 
-    def cross(self, border: int, given: list[Tensor]) -> None:
+    def cross(self, boundary: int, given: list[Tensor]) -> None:
         raise NotImplementedError
 
     def call(self, name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def now(self, t: Tensor) -> Tensor:
-        return self._instead.get(id(t), (t, t))[1]
+    def current(self, t: Tensor) -> Tensor:
+        return self._replaced.get(id(t), (t, t))[1]
 
     def replace(self, old: Tensor, new: Tensor) -> None:
-        self._instead[id(old)] = (old, new)  # the old one is held, so that no other gets its id
+        self._replaced[id(old)] = (old, new)  # holds the old one, so that no other tensor gets its id
 
 
-class _Crossed(Exception):  # noqa: N818
-    """A tensor of an earlier stage was used past the border."""
+def received(t: Tensor) -> Tensor:
+    """As an argument of a module, which may modify the output of another module in place, but not a leaf."""
+    return t.clone() if t.requires_grad else t
 
 
-class _Mode(FakeTensorMode):
-    """Tensors without data of one stage, which do not mix with those of another."""
+# --- what crosses the boundaries ------------------------------------------------------------------
+@dataclass(frozen=True)
+class Boundary:
+    """What enters a stage: which tensors among the arguments of its first module, and their shapes."""
+
+    positions: list[int]
+    likes: list[Tensor]  # on the device "meta"
+
+
+@dataclass
+class Trace:
+    """What a forward of one kind of batch does."""
+
+    outputs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))  # per call of a unit, without data
+    boundaries: list[Boundary] = field(default_factory=list)  # boundaries[0]: what enters stage 1
+
+
+@dataclass(frozen=True)
+class Argument:
+    """In the output of a unit: stands for an argument that is returned unchanged."""
+
+    position: int
+
+
+class _CrossedError(Exception):
+    """A tensor of an earlier stage was used after the boundary."""
+
+
+class _StageMode(FakeTensorMode):
+    """The tensors without data of one stage, which must not mix with those of another."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self for t in pytree.tree_leaves((args, kwargs))):
-            raise _Crossed
+            raise _CrossedError
         return super().dispatch(func, types, args, kwargs)
 
 
-def received(t: Tensor) -> Tensor:
-    """As a module takes it: it may write to what another module returned, and not to a leaf."""
-    return t.clone() if t.requires_grad else t
+class _Tracer(Interceptor):
+    """Runs all stages on tensors without data, each in a mode of its own."""
 
-
-class Borders(Visitor):
-    """Finds out what crosses. The tensors of each stage have a mode of their own."""
-
-    def __init__(self, units_: Units, device: torch.device):
-        super().__init__(units_)
+    def __init__(self, stage_map: StageMap, device: torch.device):
+        super().__init__(stage_map)
         self._device = device
-        self._modes = [_Mode() for _ in range(units_.number)]
-        self.found = Survey()
-        self.inside = ""  # the unit that is running
+        self._modes = [_StageMode() for _ in range(stage_map.number)]
+        self.trace = Trace()
+        self.unit = ""  # that is running
 
-    def cross(self, border: int, given: list[Tensor]) -> None:
+    def cross(self, boundary: int, given: list[Tensor]) -> None:
         positions, likes = [], []
         seen: set[int] = set()
         for position, t in enumerate(given):
             if isinstance(t, FakeTensor) and id(t) not in seen:
                 seen.add(id(t))
-                like = self.now(t)
-                made = torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
+                like = self.current(t)
                 positions.append(position)
-                likes.append(made)
-                with self._modes[border + 1]:
+                likes.append(torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad))
+                with self._modes[boundary + 1]:
                     fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
                 self.replace(t, received(fresh.requires_grad_(like.requires_grad)))
         if not any(like.requires_grad for like in likes):
             raise StrategyError(
-                f"pipeline: no tensor with a gradient goes into {self.units.starts[border]!r}, so the stages before it "
-                "could not be trained: let the stage begin elsewhere"
+                f"pipeline: no argument of {self.stage_map.starts[boundary]!r} has a gradient, so the stages before it "
+                "could not be trained: begin the stage with another module"
             )
-        self.found.borders.append(Border(positions, likes))
+        self.trace.boundaries.append(Boundary(positions, likes))
 
     def call(self, name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        stage = self.units.stages[name]
+        mode = self._modes[self.stage_map.stages[name]]
         given = {id(t): i for i, t in reversed([*enumerate(tensors_of((args, kwargs)))])}
-        self.inside = name
-        with _without_data(module, self._modes[stage], self._device):
+        self.unit = name
+        with _without_data(module, mode, self._device):
             out = inner(*args, **kwargs)
-        self.inside = ""
-        # What it made without reading anything of a stage is its own all the same, and not there in other stages.
-        own = self._modes[stage].from_tensor
-        out = map_tensors(lambda t: t if isinstance(t, FakeTensor) or id(t) in given else own(t), out)
-        shown = map_tensors(lambda t: t.detach() if isinstance(t, FakeTensor) else Given(given[id(t)]), out)
-        self.found.outputs[name].append(shown)
+        self.unit = ""
+        # A tensor that it made without reading any tensor of a stage still exists in its own stage only.
+        out = map_tensors(lambda t: t if isinstance(t, FakeTensor) or id(t) in given else mode.from_tensor(t), out)
+        shown = map_tensors(lambda t: t.detach() if isinstance(t, FakeTensor) else Argument(given[id(t)]), out)
+        self.trace.outputs[name].append(shown)
         return out
 
 
-def borders(units_: Units, device: torch.device, run: Callable[[Visitor], Any]) -> Survey:
-    """`run` makes a forward that tells the visitor."""
-    visitor = Borders(units_, device)
+def trace(stage_map: StageMap, device: torch.device, run: Callable[[Interceptor], Any]) -> Trace:
+    """`run` makes a forward whose calls go through the interceptor."""
+    tracer = _Tracer(stage_map, device)
     try:
         with warnings.catch_warnings():
-            # What code between modules makes of parameters is real, no leaf, and torch asks for its gradient.
+            # What code between modules computes from parameters is real and no leaf, and torch asks for its gradient.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-            run(visitor)
-    except _Crossed as error:
-        before = units_.starts[visitor.stage - 1] if visitor.stage else units_.starts[0]
+            run(tracer)
+    except _CrossedError as error:
+        start = stage_map.starts[max(tracer.stage - 1, 0)]
         raise StrategyError(
-            f"pipeline: behind {before!r}, with which stage {visitor.stage} begins, the forward uses a tensor of an "
-            "earlier stage that is no argument of this module: only what is handed to the first module of a stage can "
-            "cross into it. Let the stage begin elsewhere, or pass that tensor along"
+            f"pipeline: after {start!r}, the first module of stage {tracer.stage}, the forward uses a tensor of an "
+            "earlier stage that is not an argument of this module. Only arguments of the first module can enter a "
+            "stage: begin the stage with another module, or pass that tensor along"
         ) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        where = f"inside of {visitor.inside!r}" if visitor.inside else "between two modules"
+        where = f"inside {tracer.unit!r}" if tracer.unit else "between two modules"
         raise StrategyError(
-            f"pipeline: what the forward does {where} depends on the values of a tensor ({error.func}), which only the "
-            "stage that computes it has. Such a model cannot be cut here"
+            f"pipeline: the forward depends {where} on the values of a tensor ({error.func}), which only the stage "
+            "that computes it knows. Such a model cannot be cut here"
         ) from error
-    return visitor.found
+    return tracer.trace
 
 
 def _without_data(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> AbstractContextManager[Any]:
     """The module with parameters and buffers that have no data."""
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
 
     def fake(t: Tensor) -> Tensor:
-        if id(t) not in made:
+        if id(t) not in fakes:
             with mode:
                 empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-            made[id(t)] = empty.requires_grad_(t.requires_grad)
-        return made[id(t)]
+            fakes[id(t)] = empty.requires_grad_(t.requires_grad)
+        return fakes[id(t)]
 
     tensors = {n: fake(p) for n, p in module.named_parameters(remove_duplicate=False)}
     tensors |= {n: fake(b) for n, b in module.named_buffers(remove_duplicate=False)}

@@ -9,13 +9,13 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.base import sizes
 from fleetx.base.module_names import named
+from fleetx.base.sizes import parse_bytes
 from fleetx.comm.world import World
 from fleetx.engine.context import Context, SetupContext, StepContext
-from fleetx.parts.recompute import segments as blocks
 from fleetx.parts.recompute.chain import Chain
-from fleetx.parts.recompute.offload import Host
+from fleetx.parts.recompute.offload import Offload
+from fleetx.parts.recompute.segments import NamedSegments, blocks_around, incompatibilities
 from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -23,23 +23,23 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class Recompute(Part):
-    """Keep the outputs of the named modules, or as much as a budget allows; compute the rest again during backward.
+    """Keep only the outputs of the named modules, or as much as a budget allows, and recompute the rest in backward.
 
-    Random state is replayed, so dropout draws the same mask; buffers that the first pass changed (BatchNorm's
+    Random state is replayed, so dropout draws the same mask. Buffers that the first pass changed (BatchNorm's
     statistics) are shielded from the second, so they are updated once (pytorch issue 96136).
     Neutral: gradients equal those without it, bit for bit. Reference: Chen et al. 2016, arXiv 1604.06174.
     """
 
     checkpoints: Names = Field(default_factory=list)
-    """Names of modules, as in `model.named_modules()`; patterns, level by level, such as `encoder.layer.*`."""
+    """Names of modules as in `model.named_modules()`, or patterns that match level by level (`encoder.layer.*`)."""
     memory_budget: str | Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Instead of names: the most bytes that a step may take: "6GiB", a share of what it takes without, or "min"."""
+    """Instead of names: peak memory of a step, as "6GiB", as a share of the peak without recompute, or "min"."""
     enable_offload: bool = False
-    """Move what is kept to host memory, and bring it back one segment ahead."""
+    """Move what is kept to host memory, and prefetch it one segment ahead."""
     checkpoint_shape: list[int] = Field(default_factory=list)
-    """The shape of what is kept, which Paddle's static memory plan asks for."""
+    """The shapes of what is kept, for Paddle's static memory planning."""
 
-    no_meaning: ClassVar[dict[str, str]] = {"checkpoint_shape": "shapes are seen when the model runs"}
+    no_meaning: ClassVar[dict[str, str]] = {"checkpoint_shape": "shapes are known when the model runs"}
     segments: ClassVar[bool] = True
     neutral: ClassVar[dict[str, list[str]]] = {"checkpoints": ["*"]}
     costs: ClassVar[str] = "time: a second forward up to the last named module; memory: only their outputs are kept"
@@ -54,16 +54,16 @@ class Recompute(Part):
             yield "checkpoints and memory_budget exclude each other: keep one"
         if isinstance(self.memory_budget, str) and self.memory_budget != "min":
             try:
-                sizes.parse(self.memory_budget)
+                parse_bytes(self.memory_budget)
             except ValueError as error:
                 yield f"memory_budget: {error}, nor a share such as 0.5, nor 'min'"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from blocks.incompatibilities(model, self.checkpoints)
+        yield from incompatibilities(model, self.checkpoints)
         if self.memory_budget is not None and not any(p.requires_grad for p in model.parameters()):
-            yield "memory_budget: no parameter needs a gradient, so nothing is kept for backward: turn recompute off"
+            yield "memory_budget: no parameter requires a gradient, so nothing can be recomputed: turn recompute off"
         if self.enable_offload and all(p.device.type == "cpu" for p in model.parameters()):
-            yield "enable_offload: the model is in host memory already, so there is nothing to move: turn it off"
+            yield "enable_offload: the model is already in host memory, so there is nothing to move: turn it off"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -72,12 +72,11 @@ class Recompute(Part):
 
     @at(Stage.MODEL, when=lambda self: self.memory_budget is None)
     def segment(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """cut the model into segments that keep their inputs alone, and run again during backward"""
+        """divide the model into segments that keep only their inputs and are recomputed in backward"""
         names = named(model, self.checkpoints)
         staged = any(Fact.STAGED in act.claim.makes for act in ctx.plan.acts)
-        guide = blocks.Named(names, elsewhere=staged)
-        ctx.notes["guide"] = guide
-        ctx.notes["chain"] = Chain(blocks.around(model, names), guide, ctx.forward, self._host(ctx))
+        ctx.notes["segments"] = NamedSegments(names, staged=staged)
+        ctx.notes["chain"] = Chain(blocks_around(model, names), ctx.notes["segments"], ctx.forward, self._offload(ctx))
         return model
 
     @at(Stage.FORWARD, replay=False, when=lambda self: self.memory_budget is None)
@@ -88,33 +87,32 @@ class Recompute(Part):
 
     @at(Stage.FORWARD, replay=False, bars={Fact.PARTED, Fact.STAGED}, when=lambda self: self.memory_budget is not None)
     def fit(self, ctx: StepContext) -> AbstractContextManager[Any]:
-        """choose the segments that fit into memory_budget, for a model that each rank holds whole"""
+        """choose the fastest segments that fit into memory_budget, for a model that each rank holds whole"""
         if torch.is_grad_enabled():
             ctx.notes["chain"] = self._planned(ctx)
         chain = ctx.notes.get("chain")
         return chain.forward() if chain is not None else nullcontext()
 
-    # --- by budget --------------------------------------------------------------------------------
     def _planned(self, ctx: StepContext) -> Chain | None:
-        """The chain for inputs of these shapes: the first of them, and every larger one, is planned for."""
-        from fleetx.parts.recompute import budget  # the planner is of no use to whoever names modules
+        """The chain for these inputs. A new plan is made for the first ones and for all that no plan covers."""
+        from fleetx.parts.recompute import budget  # not needed if modules are named
 
         assert self.memory_budget is not None
         plans = ctx.notes.setdefault("plans", [])
-        args, kwargs = ctx.inputs
+        inputs = ctx.inputs
         for known in plans:
-            if known.covers(ctx.model, args, kwargs):
+            if known.covers(ctx.model, inputs):
                 return known.chain
-        plans.append(budget.planned(self.memory_budget, ctx, args, kwargs, self._host(ctx)))
+        plans.append(budget.install(self.memory_budget, ctx, inputs, self._offload(ctx)))
         return plans[-1].chain
 
-    def _host(self, ctx: Context) -> Host | None:
-        return Host(ctx.device) if self.enable_offload else None
+    def _offload(self, ctx: Context) -> Offload | None:
+        return Offload(ctx.device) if self.enable_offload else None
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is None:
             return
-        for plan in ctx.notes.get("plans", ()):
-            yield plan.choice.words()
-        if "guide" in ctx.notes and (missed := ctx.notes["guide"].missed):
-            yield f"{', '.join(sorted(missed))} took no part in the last forward, so nothing of it is kept"
+        for installed in ctx.notes.get("plans", ()):
+            yield str(installed.plan)
+        if "segments" in ctx.notes and (unused := ctx.notes["segments"].unused):
+            yield f"{', '.join(sorted(unused))} was not called in the last forward, so none of its output is kept"

@@ -1,4 +1,4 @@
-"""The inputs of segments, kept in host memory while the accelerator works on the others."""
+"""Keeps the inputs of segments in host memory while the accelerator works on other segments."""
 
 from __future__ import annotations
 
@@ -9,68 +9,67 @@ import torch
 from torch import Tensor
 
 
-class Host:
-    """Copies go over a stream of their own, so that computation does not wait for them."""
+class Offload:
+    """Copies on a stream of its own, so that computation does not wait."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: weakref.ref[Line] | None = None
+        self._last: weakref.ref[OffloadedInputs] | None = None
 
-    def line(self) -> Line:
-        """For the next segment of a forward."""
-        made = Line(self, self._last)
+    def next_segment(self) -> OffloadedInputs:
+        made = OffloadedInputs(self, self._last)
         self._last = weakref.ref(made)
         return made
 
 
-class Line:
-    """What one segment holds. When it is taken back, the segment before it, which is needed next, is sent for."""
+class OffloadedInputs:
+    """The inputs of one segment. Taking them back also prefetches those of the segment before, which is needed next."""
 
-    def __init__(self, host: Host, before: weakref.ref[Line] | None):
-        self._host, self._before = host, before
-        self._kept: list[_Copy] = []
+    def __init__(self, offload: Offload, before: weakref.ref[OffloadedInputs] | None):
+        self._offload, self._before = offload, before
+        self._copies: list[_HostCopy] = []
 
     def put(self, tensor: Tensor) -> Any:
         if not tensor.requires_grad:
-            return tensor  # a mask, or the batch, which the user holds: nothing would be gained
-        copy = _Copy(tensor, self._host.stream)
-        self._kept.append(copy)
+            return tensor  # a mask or the batch, which the user holds anyway
+        copy = _HostCopy(tensor, self._offload.stream)
+        self._copies.append(copy)
         return copy
 
     def fetch(self) -> None:
-        for copy in self._kept:
+        for copy in self._copies:
             copy.fetch()
 
     def take(self, kept: list[Any]) -> list[Any]:
         self.fetch()
-        out = [value.take() if isinstance(value, _Copy) else value for value in kept]
+        out = [value.take() if isinstance(value, _HostCopy) else value for value in kept]
         before = self._before() if self._before is not None else None
         if before is not None:
             before.fetch()
         return out
 
 
-class _Copy:
+class _HostCopy:
     def __init__(self, tensor: Tensor, stream: Any):
         self._device, self._grad, self._stream = tensor.device, tensor.requires_grad, stream
         self._back: Tensor | None = None
         with torch.no_grad():
             if stream is None:
-                self._here = tensor.detach().clone()
+                self._host = tensor.detach().clone()
             else:
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
                 with torch.cuda.stream(stream):
-                    self._here = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                    self._here.copy_(tensor.detach(), non_blocking=True)
-                tensor.record_stream(stream)  # it must not be written over before the copy has been made
+                    self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                    self._host.copy_(tensor.detach(), non_blocking=True)
+                tensor.record_stream(stream)  # its memory must not be reused before the copy is done
 
     def fetch(self) -> None:
         if self._back is None:
             if self._stream is None:
-                self._back = self._here
+                self._back = self._host
             else:
                 with torch.cuda.stream(self._stream):
-                    self._back = self._here.to(self._device, non_blocking=True)
+                    self._back = self._host.to(self._device, non_blocking=True)
 
     def take(self) -> Tensor:
         self.fetch()

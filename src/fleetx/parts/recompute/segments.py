@@ -1,8 +1,7 @@
-"""Into which blocks a model is taken apart, and where segments begin and end."""
+"""Where segments begin and end: at named modules, or as planned."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -18,50 +18,50 @@ log = logging.getLogger(__name__)
 # --- by name --------------------------------------------------------------------------------------
 def incompatibilities(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
     modules = dict(named_modules(model))
-    where = "recompute_configs['checkpoints']"
+    setting = "recompute_configs['checkpoints']"
     for pattern in patterns:
-        found = matches(pattern, modules)
-        if not found:
-            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
-            hint = f": did you mean {', '.join(near)}?" if near else f". The first are {', '.join(list(modules)[:5])}"
-            yield f"{where}: the model has no module {pattern!r}{hint}"
-        elif bare := [n for n in found if not has_forward(modules[n])]:
-            yield (f"{where}: {bare[0]!r} has no forward of its own, so it has no output to keep: write '{bare[0]}.*'")
+        names = matches(pattern, modules)
+        if not names:
+            known = f"the first modules are {', '.join(list(modules)[:5])}"
+            hint = did_you_mean(pattern, modules, otherwise=known, most=3, cutoff=0.4)
+            yield f"{setting}: the model has no module {pattern!r}: {hint}"
+        elif bare := [n for n in names if not has_forward(modules[n])]:
+            yield f"{setting}: {bare[0]!r} has no forward of its own, so it has no output to keep: use '{bare[0]}.*'"
     chosen = named(model, patterns)
     for inner in chosen:
         if outer := next((n for n in chosen if inner.startswith(f"{n}.")), None):
-            yield f"{where}: {inner!r} lies inside of {outer!r}: name one of them"
+            yield f"{setting}: {inner!r} is inside {outer!r}: name only one of them"
 
 
-def around(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that a forward is made of, taken apart only where one of these names lies deeper."""
-    found: dict[str, nn.Module] = {}
+def blocks_around(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The outermost modules of the model, opened up only where one of these names is deeper."""
+    blocks: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
-    def look(module: nn.Module, prefix: str) -> None:
+    def visit(module: nn.Module, prefix: str) -> None:
         for key, child in module.named_children():
             name = plain_name(f"{prefix}.{key}" if prefix else key)
             if any(n.startswith(f"{name}.") for n in names) or not has_forward(child) or name == prefix:
-                look(child, name)
+                visit(child, name)
             elif id(child) not in seen:
                 seen.add(id(child))
-                found[name] = child
+                blocks[name] = child
 
-    look(model, "")
-    return found
+    visit(model, "")
+    return blocks
 
 
-class Named:
-    """A segment ends with each named module, and the next one begins behind it. None begins behind the last."""
+class NamedSegments:
+    """A segment ends with each named module, and the next one begins after it. None begins after the last."""
 
-    def __init__(self, names: Sequence[str], *, elsewhere: bool = False):
-        """elsewhere: may other ranks run some of these modules?"""
-        self._names, self._elsewhere = frozenset(names), elsewhere
-        self._expected = len(self._names)  # calls of named modules in a forward; what the forward before had
+    def __init__(self, names: Sequence[str], *, staged: bool = False):
+        """staged: other ranks may run some of these modules."""
+        self._names, self._staged = frozenset(names), staged
+        self._expected = len(self._names)  # calls of named modules per forward, as seen in the last one
         self._calls = 0
         self._inside = False
-        self.missed: frozenset[str] = frozenset()  # not called in the last forward
         self._called: set[str] = set()
+        self.unused: frozenset[str] = frozenset()  # not called in the last forward
 
     def begin(self) -> None:
         self._calls, self._inside, self._called = 0, False, set()
@@ -79,18 +79,20 @@ class Named:
 
     def end(self) -> None:
         self._expected = max(self._calls, 1)
-        if not self._elsewhere and self._names - self._called != self.missed:
-            self.missed = self._names - self._called
-            if self.missed:
-                log.warning("recompute: %s took no part in this forward", ", ".join(sorted(self.missed)))
+        if not self._staged and self._names - self._called != self.unused:
+            self.unused = self._names - self._called
+            if self.unused:
+                log.warning("recompute: %s was not called in this forward", ", ".join(sorted(self.unused)))
 
 
 # --- by plan --------------------------------------------------------------------------------------
-Tree = list[Any]  # numbers of calls that are kept, and lists, which are segments; in order, a list inside of a list too
+Tree = list[
+    Any
+]  # the numbers of all calls in order: a number is a call that is kept, a list is a segment; may be nested
 
 
-class Planned:
-    """Segments by the number of the call, in a model that takes the same way in every forward."""
+class PlannedSegments:
+    """Segments by the number of the call, for a model that calls its modules in the same order every time."""
 
     def __init__(self, calls: Sequence[str], tree: Tree):
         self._calls = calls
@@ -114,10 +116,10 @@ class Planned:
     def step(self, name: str) -> tuple[int, int]:
         number, self._next = self._next, self._next + 1
         if number >= len(self._calls) or self._calls[number] != name:
-            expected = self._calls[number] if number < len(self._calls) else "nothing more"
+            expected = repr(self._calls[number]) if number < len(self._calls) else "no further call"
             raise UsageError(
-                f"recompute with a memory_budget needs a model that calls its modules in the same order every time: "
-                f"call {number} was to {name!r}, and {expected!r} was expected. Name checkpoints instead"
+                "recompute with memory_budget needs a model that calls its modules in the same order every time, but "
+                f"call {number} was to {name!r} instead of {expected}: name checkpoints instead"
             )
         return self._begin[number], self._end[number]
 
