@@ -101,7 +101,7 @@ class DGC(Part):
     def prepare(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """open a way for messages of unequal length"""
         ctx.network.messages = True
-        ctx.notes["line"] = ctx.network.new_thread("dgc")
+        ctx.notes["thread"] = ctx.network.new_thread("dgc")
         ctx.notes["params"] = {name: p for p, name in ctx.names.items()}
         return model
 
@@ -118,7 +118,7 @@ class DGC(Part):
             half=self.value_dtype == "float16",
             limit=self.clip_norm and self.clip_norm / ctx.replica_group.size**0.5,
         )
-        return ctx.notes["line"].ask(lambda: work.run(bucket, ctx.network))
+        return ctx.notes["thread"].submit(lambda: work.run(bucket, ctx.network))
 
     @at(Stage.UPDATE, needs={Fact.MOMENTUM})
     def carry(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:

@@ -41,7 +41,7 @@ class Exchange:
         """For a line. What travels does so on another: small tensors meanwhile, payloads while the next are made."""
         large = [t for t in self.tensors if isinstance(t, Carried)]
         small = [t for t in self.tensors if isinstance(t, Tensor)]
-        whole = network.line.ask(lambda: _mean_whole(small, network, bucket.index)) if small else None
+        whole = network.thread.submit(lambda: _mean_whole(small, network, bucket.index)) if small else None
         payloads = torch.cat([self._encode(t) for t in large]) if large else None
 
         def finish() -> Tensor:
@@ -51,7 +51,7 @@ class Exchange:
                 self._add_up(large, network.gather(payloads, bucket.index))
             return bucket.buffer
 
-        return network.line.ask(finish)
+        return network.thread.submit(finish)
 
     def _add_up(self, large: list[Carried], messages: list[Tensor]) -> None:
         by_rank = [_split(message, len(large)) for message in messages]
