@@ -409,7 +409,7 @@ def test_what_does_not_go_together(ranks, other):
     declared = {"sharding": {"sharding": {"sharding_degree": 2}}, "recompute": {"recompute": {"memory_budget": "min"}}}
     texts = ranks.run(error, {"pipeline": config(["3"], 4)} | declared[other])
     for text in texts:
-        assert {"sharding": "which Sharding.divide makes it", "recompute": "Recompute.fit cannot take"}[other] in text
+        assert {"sharding": "which Sharding.shard makes it", "recompute": "Recompute.fit cannot take"}[other] in text
 
 
 def different():
