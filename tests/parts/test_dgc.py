@@ -241,7 +241,7 @@ def personal():
         zero_last(model, optimizer, x, y)
     saved = optimizer.state_dict()
     saved["fleetx"] = saved["fleetx"] | {"rank": 1 - fleet.worker_index()}
-    with pytest.raises(UsageError, match="that rank's alone"):
+    with pytest.raises(UsageError, match="only that rank can use"):
         optimizer.load_state_dict(saved)
     return True
 

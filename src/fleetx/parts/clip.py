@@ -35,7 +35,7 @@ class Clip(Part):
 
     @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD})
     def shrink(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """scale the gradient down if its norm exceeds clip_norm"""
+        """limit the norm of the gradient to clip_norm"""
         norm = ctx.norm(grads)
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         # A tensor, not a float, so that the host does not wait for the device.

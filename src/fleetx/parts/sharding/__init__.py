@@ -12,7 +12,7 @@ from fleetx.base.module_names import named_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.sharding import fsdp
-from fleetx.parts.sharding.gather import Undivided
+from fleetx.parts.sharding.unshard import Unsharded
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -151,13 +151,13 @@ class Sharding(Part):
         if ctx.world.size > 1:
             names = fsdp.segments(model, self.segment_anchors, self._segment)
             ctx.notes["segments"] = names
-            whole = Undivided(model)
+            unsharded = Unsharded(model)
             group = fsdp.shard(
                 model, names, ctx.world, self._degree,
                 reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu",
             )  # fmt: skip
             ctx.divide(group, reduced=True)
-            ctx.on_release(lambda: whole.restore(ctx.optimizer))
+            ctx.on_release(lambda: unsharded.restore(ctx.optimizer))
         return model
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
