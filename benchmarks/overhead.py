@@ -1,4 +1,4 @@
-"""What fleetx adds to a training step: against the same pieces written by hand on DistributedDataParallel."""
+"""The overhead of fleetx per training step, against the same techniques written by hand on DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from benchmarks.frame import Run, Sides, benchmark
 from fleetx import fleet
 
 HEADS, CLASSES = 4, 10
-CHECKED_UPDATES = 3  # so many updates must agree before anything is timed
+CHECKED_UPDATES = 3  # updates that must agree before anything is timed
 
-Update = Callable[[], None]  # from the first forward to zero_grad: k forwards and backwards, one update
+Update = Callable[[], None]  # from the first forward to zero_grad: k forwards and backwards, and one update
 
 
 class Transformer(nn.Module):
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how. The batch is that of one rank and one forward."""
+    """What to train, and how. `batch` is per rank and forward."""
 
     depth: int
     width: int
@@ -47,7 +47,7 @@ class Case:
     k: int = 1
     recompute: bool = False
     half: bool = False
-    updates: int = 1  # in one sample
+    updates: int = 1  # per sample
     bucket_mb: float = 32  # fleetx's default, which is Paddle's
 
     def model(self, *, recompute: bool) -> Transformer:
@@ -63,7 +63,7 @@ class Case:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # The fused one leaves the least time in which an overhead could hide.
+    # Fused, so that as little time as possible hides the overhead.
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
@@ -141,11 +141,11 @@ def compare(case: Case, run: Run) -> Sides:
 
 
 def assert_same_training(ours: nn.Module, theirs: nn.Module, untrained: nn.Module) -> None:
-    """A comparison of the times of two different things would be worth nothing."""
+    """Make sure that both sides do the same."""
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-7)
     before = untrained.state_dict()
     still = [n for n, p in ours.state_dict().items() if torch.equal(p, before[n])]
-    assert not still, f"these were not trained: {still}"
+    assert not still, f"not trained: {still}"
 
 
 def _times(n: int, update: Update) -> Update:
@@ -156,7 +156,7 @@ def _times(n: int, update: Update) -> Update:
     return several if n > 1 else update
 
 
-# Steps of some 100 ms, as people have them; what is left at the other end, `small` and `small_merged` tell.
+# Realistic steps of about 100 ms. `small` and `small_merged` measure the other extreme.
 MERGED = Case(depth=4, width=256, batch=8, length=64, k=4, recompute=True)
 
 
@@ -180,7 +180,7 @@ def plain(run: Run) -> Sides:
 
 @benchmark(ours="fleetx", theirs="raw DDP", ranks=2, rounds=100)
 def small(run: Run) -> Sides:
-    """A step of a model so small that little but the overhead is left, without any strategy."""
+    """A step without any strategy, with a model so small that little but the overhead is left."""
     return compare(Case(depth=2, width=16, batch=2, length=4, updates=4), run)
 
 

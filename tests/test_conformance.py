@@ -38,11 +38,11 @@ def test_a_part_is_frozen_and_refuses_what_it_does_not_know(part):
 @each_part
 def test_every_setting_has_a_sentence_in_the_source(part):
     """The docstring below a field is the manual."""
-    tree = ast.parse(inspect.getsource(inspect.getmodule(part)))
-    (body,) = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == part.__name__]
     told = {
         a.target.id
-        for a, b in itertools.pairwise(body)
+        for cls in part.__mro__
+        if cls.__module__.startswith("fleetx.parts")
+        for a, b in itertools.pairwise(ast.parse(inspect.getsource(cls)).body[0].body)
         if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant)
     }
     assert set(defaults_of(part)) <= told

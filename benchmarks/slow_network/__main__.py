@@ -1,4 +1,4 @@
-"""python -m benchmarks.slow_network: measure, print the tables, plot."""
+"""python -m benchmarks.slow_network: measure, print tables and plot."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ from benchmarks.slow_network import report, steps, study, task
 
 OUT = Path(__file__).parents[1] / "out" / "slow_network"
 FLAT = ["ddp", "dense", "hierarchical"]
-TWO = [way.name for way in steps.STEPS if way.name not in ("dense", "hierarchical")]  # dense is ddp
+# Without a hierarchy, dense equals ddp.
+TWO = [method.name for method in steps.STEPS if method.name not in ("dense", "hierarchical")]
 FULL = {
-    "steps": steps.Plan({"resnet": 3, "bert": 2}, ["100mbit", "1gbit", None], ways=TWO),
-    "hierarchy": steps.Plan({"resnet": 2}, ["100mbit", "1gbit", None], ways=FLAT),
+    "steps": steps.Plan({"resnet": 3, "bert": 2}, ["100mbit", "1gbit", None], methods=TWO),
+    "hierarchy": steps.Plan({"resnet": 2}, ["100mbit", "1gbit", None], methods=FLAT),
     "task": task.Plan(),
 }
 QUICK = {
-    "steps": steps.Plan({"resnet": 1}, ["1gbit", None], ways=TWO),
-    "hierarchy": steps.Plan({"resnet": 1}, ["1gbit", None], ways=FLAT),
-    "task": task.Plan(steps=129, rate="1gbit", ways=["ddp", "power4", "dgc16", "local8", "local8_overlap"]),
+    "steps": steps.Plan({"resnet": 1}, ["1gbit", None], methods=TWO),
+    "hierarchy": steps.Plan({"resnet": 1}, ["1gbit", None], methods=FLAT),
+    "task": task.Plan(steps=129, rate="1gbit", methods=["ddp", "power4", "dgc16", "local8", "local8_overlap"]),
 }
-TOGETHER = 6  # ways in the same processes
+TOGETHER = 6  # methods per set of processes
 MODULES = {"steps": "steps", "hierarchy": "steps", "task": "task"}
 
 
 def names(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
-    found = value.split(",") if value else [*FULL]
-    if unknown := [x for x in found if x not in FULL]:
-        raise click.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(FULL)}")
-    return found
+    chosen = value.split(",") if value else [*FULL]
+    if unknown := [x for x in chosen if x not in FULL]:
+        raise click.BadParameter(f"unknown measurement {unknown[0]!r}: choose from {', '.join(FULL)}")
+    return chosen
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--quick", is_flag=True, help="A few minutes: ResNet-50 alone, 1 Gbit/s, one block, a short training.")
-@click.option("--only", callback=names, help=f"Some of {','.join(FULL)}.")
+@click.option("--quick", is_flag=True, help="Take a few minutes: only ResNet-50, 1 Gbit/s, one block and a short task.")
+@click.option("--only", callback=names, help=f"Comma-separated list from {', '.join(FULL)}.")
 @click.option("--out", type=click.Path(path_type=Path),
-              help="The folder for all files.  [default: benchmarks/out/slow_network, quick/ in it]")  # fmt: skip
-@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
+              help="Output folder.  [default: benchmarks/out/slow_network, or quick/ in it]")  # fmt: skip
+@click.option("--report", "only_report", is_flag=True, help="Only report the results in the output folder.")
 def main(quick: bool, only: list[str], out: Path | None, only_report: bool) -> None:
-    """Dense DDP, its fp16 and PowerSGD hooks, fp16_allreduce, dgc and localsgd on a slow link, side by side.
+    """Compare DDP, its fp16 and PowerSGD hooks, fp16_allreduce, dgc and localsgd on a slow link.
 
-    Two hosts in network namespaces. What is measured anew takes the place of what OUT has of it. About half an hour on
-    two idle cores; needs root, Debian's iproute2, and for the task its dataset-fashion-mnist.
+    The two hosts are network namespaces. New results replace those in OUT. Takes about half an hour on two idle cores.
+    Needs root, Debian's iproute2 and, for the task, Debian's dataset-fashion-mnist.
     """
     out = out or (OUT / "quick" if quick else OUT)
     out.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def measured(name: str, plan: Any, notes: dict[str, Any], out: Path) -> dict[str
     before = machine.load()
     workers = 2 if name == "hierarchy" else 1
     rows = []
-    for number, part in enumerate(parted(plan)):
+    for number, part in enumerate(split(plan)):
         rows += study.run(MODULES[name], asdict(part), workers=workers, results=out / f"{name}.{number}.jsonl")
     about = {
         "plan": asdict(plan),
@@ -81,21 +82,21 @@ def measured(name: str, plan: Any, notes: dict[str, Any], out: Path) -> dict[str
     return {name: rows, "notes": notes | {name: about, "machine": machine.machine(), "malloc": study.MALLOC}}
 
 
-def parted(plan: Any) -> list[Any]:
-    """Some ways in the same processes, no more: what DDP and its hooks hold is not freed."""
-    if not isinstance(plan, steps.Plan) or not plan.ways:
+def split(plan: Any) -> list[Any]:
+    """Few methods per set of processes, because DDP and its hooks do not free their memory."""
+    if not isinstance(plan, steps.Plan) or not plan.methods:
         return [plan]
-    together = [plan.ways[i : i + TOGETHER] for i in range(0, len(plan.ways), TOGETHER)]
+    together = [plan.methods[i : i + TOGETHER] for i in range(0, len(plan.methods), TOGETHER)]
     return [
-        replace(plan, blocks={model: 1}, first=block, ways=ways)
+        replace(plan, blocks={model: 1}, first=block, methods=methods)
         for model, blocks in plan.blocks.items()
         for block in range(blocks)
-        for ways in (together if block % 2 == 0 else reversed(together))
+        for methods in (together if block % 2 == 0 else reversed(together))
     ]
 
 
 def _compact(results: dict[str, Any]) -> str:
-    """A line for each row."""
+    """JSON with one line per row."""
     parts = []
     for name, value in results.items():
         if isinstance(value, list):
@@ -108,13 +109,13 @@ def _compact(results: dict[str, Any]) -> str:
 
 def show(results: dict[str, Any], out: Path) -> None:
     console = Console()
-    console = Console(width=max(console.width, 150))  # also where it goes into a file
+    console = Console(width=max(console.width, 150))  # even if the output is a file
     page = []
     for title, lines in report.tables(results):
         head, *rest = lines
         table = Table(title=title, title_justify="left")
-        for i, word in enumerate(head):
-            table.add_column(word, justify="left" if i == 0 else "right")
+        for i, column in enumerate(head):
+            table.add_column(column, justify="left" if i == 0 else "right")
         for line in rest:
             table.add_row(*line)
         console.print(table)
@@ -123,8 +124,8 @@ def show(results: dict[str, Any], out: Path) -> None:
     try:
         report.plots(out, results)
     except ImportError:
-        console.print("no plots: matplotlib is not installed (pip install matplotlib)")
-    console.print(f"all of it is in {out}", highlight=False)
+        console.print("no plots, because matplotlib is not installed: pip install matplotlib")
+    console.print(f"results are in {out}", highlight=False)
 
 
 if __name__ == "__main__":

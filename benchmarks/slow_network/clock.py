@@ -1,4 +1,4 @@
-"""Samples of one way at one rate."""
+"""Samples of one method at one rate."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from benchmarks.netlab import counters
 
 @dataclass(frozen=True)
 class Samples:
-    """Of the slowest rank. `sent` is what the interface of the busiest host counted, for each step."""
+    """Of the slowest rank. `sent` is what the busiest host's interface counted, per step."""
 
-    seconds: list[float]  # a step
+    seconds: list[float]  # per step
     sent: float
 
 
 def sampled(
     step: Callable[[], object], *, samples: int, period: int, lead: int, settle: Callable[[], object] | None = None
 ) -> Samples:
-    """So many periods without a pause between them, after `lead` steps that are counted and not timed.
+    """Time consecutive periods, after `lead` steps whose bytes are counted but which are not timed.
 
-    settle: waits for what is under way in the background. Nothing is when we begin, so no bytes of what was before are
-    counted, and none are missed at the end.
+    settle: wait for transfers in the background. There must be none at the start, so that exactly the bytes of these
+    steps are counted.
     """
     dist.barrier()
     before = counters.here()
@@ -42,7 +42,7 @@ def sampled(
         marks.append(time.perf_counter())
     if settle is not None:
         settle()
-    dist.barrier()  # behind the last bytes
+    dist.barrier()  # after the last bytes
     sent = (counters.here() - before).sent / (lead + samples * period)
     seconds = [(b - a) / period for a, b in itertools.pairwise(marks)]
     found = torch.tensor([*seconds, sent], dtype=torch.float64)

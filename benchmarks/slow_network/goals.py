@@ -1,4 +1,4 @@
-"""The goals, and what was reached: every one is a ratio within one run."""
+"""The goals, and what was reached. Each goal is a ratio within one run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from benchmarks.slow_network.model import TITLES
 from benchmarks.slow_network.summary import Cell, Cells, Rows, cells, reached
 
-RATE = "100mbit"  # at which there are goals
-NEAR = 0.005  # of accuracy: half a point
-CLOSE = 1.05  # of the loss that synchronous SGD ends with: what counts as having got there
+RATE = "100mbit"  # the rate that the goals are for
+NEAR = 0.005  # of accuracy: half a percentage point
+CLOSE = 1.05  # times the final loss of synchronous SGD: the target loss
 
 
 @dataclass(frozen=True)
 class Goal:
     what: str
-    value: float | None  # None: never got there
+    value: float | None  # None: never reached
     goal: float
-    least: bool = False  # is the goal the least, or the most, that the value may be?
+    least: bool = False  # is the goal a minimum instead of a maximum?
 
     @property
     def met(self) -> bool:
@@ -34,18 +34,18 @@ class Goal:
 def of_steps(rows: Rows) -> Iterator[Goal]:
     for model in dict.fromkeys(row["model"] for row in rows):
         found = cells(rows, model)
-        if all((way, RATE) in found for way in ("alone", "ddp", "fp16_hook", "dgc16", "local", "overlap")):
+        if all((method, RATE) in found for method in ("alone", "ddp", "fp16_hook", "dgc16", "local", "overlap")):
             yield from _of_model(TITLES[model], found)
 
 
 def _of_model(title: str, found: Cells) -> Iterator[Goal]:
-    def at(way: str) -> Cell:
-        return found[way, RATE]
+    def at(method: str) -> Cell:
+        return found[method, RATE]
 
     compute = at("alone").step
-    for way, words in (("dgc16", "DGC (fp16 values)"), ("dgc32", "DGC (fp32 values)")):
-        if (way, RATE) in found:
-            dgc = at(way)
+    for method, words in (("dgc16", "DGC (fp16 values)"), ("dgc32", "DGC (fp32 values)")):
+        if (method, RATE) in found:
+            dgc = at(method)
             what = f"{title}: {words}"
             yield Goal(f"{what}, step / (compute + its bytes / bandwidth)", dgc.step / (compute + dgc.floor), 1.5)
             yield Goal(f"{what}, times faster than fp32 DDP", at("ddp").step / dgc.step, 45, least=True)
@@ -65,12 +65,12 @@ def of_task(rows: Rows) -> Iterator[Goal]:
         return
     dense = by_name["ddp"]["moments"][-1]
     yield from _against_power(by_name, target_accuracy(rows))
-    for way in ("dgc16", "dgc32", "local8", *(f"local{k}_overlap" for k in (8, 16, 32)), "adaptive16", "adaptive32"):
-        if way in by_name:
-            behind = dense["accuracy"] - by_name[way]["moments"][-1]["accuracy"]
-            yield Goal(f"task: {by_name[way]['title']}, points behind dense", 100 * behind, 100 * NEAR)
+    for method in ("dgc16", "dgc32", "local8", *(f"local{k}_overlap" for k in (8, 16, 32)), "adaptive16", "adaptive32"):
+        if method in by_name:
+            behind = dense["accuracy"] - by_name[method]["moments"][-1]["accuracy"]
+            yield Goal(f"task: {by_name[method]['title']}, points behind dense", 100 * behind, 100 * NEAR)
     rate = by_name["ddp"]["learning_rate"]
-    alike = {row["way"]: row for row in rows if row["learning_rate"] == rate}  # all at the rate of dense
+    alike = {row["way"]: row for row in rows if row["learning_rate"] == rate}  # with the learning rate of dense
     for key, target, words in (
         ("loss", target_loss(rows), f"loss {target_loss(rows):.3f}"),
         ("accuracy", target_accuracy(rows), f"{target_accuracy(rows):.2%}"),
@@ -79,16 +79,16 @@ def of_task(rows: Rows) -> Iterator[Goal]:
 
 
 def _against_power(by_name: dict[str, Any], accuracy: float) -> Iterator[Goal]:
-    """To an accuracy that PowerSGD reaches: half a point below dense, or its own if that is less."""
+    """Time to an accuracy that PowerSGD reaches: half a point below dense, or its own if that is lower."""
     power = [by_name[w] for w in ("power1", "power4") if w in by_name]
     if not power:
         return
     accuracy = min(accuracy, max(row["moments"][-1]["accuracy"] for row in power))
     theirs = min(t for row in power if (t := reached(row, "accuracy", accuracy)))
-    for way in ("dgc16", "local8", "local16_overlap", "local32_overlap", "adaptive16"):
-        if way in by_name:
-            mine = reached(by_name[way], "accuracy", accuracy)
-            yield Goal(f"task: {by_name[way]['title']}, time to {accuracy:.2%} / the better PowerSGD's",
+    for method in ("dgc16", "local8", "local16_overlap", "local32_overlap", "adaptive16"):
+        if method in by_name:
+            mine = reached(by_name[method], "accuracy", accuracy)
+            yield Goal(f"task: {by_name[method]['title']}, time to {accuracy:.2%} / the better PowerSGD's",
                        mine and mine / theirs, 1.0)  # fmt: skip
 
 
@@ -96,9 +96,9 @@ def _adaptive(alike: dict[str, Any], key: str, target: float, words: str) -> Ite
     sync = reached(alike["ddp"], key, target)
     fixed = [t for w in ("ddp", "local2", "local4", "local8", "local16")
              if w in alike and (t := reached(alike[w], key, target))]  # fmt: skip
-    for way in ("adaptive16", "adaptive32"):
-        if way in alike and sync and fixed:
-            title, mine = alike[way]["title"], reached(alike[way], key, target)
+    for method in ("adaptive16", "adaptive32"):
+        if method in alike and sync and fixed:
+            title, mine = alike[method]["title"], reached(alike[method], key, target)
             yield Goal(
                 f"task: {title}, times sooner than synchronous SGD at {words}", mine and sync / mine, 3, least=True
             )

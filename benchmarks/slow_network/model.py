@@ -1,7 +1,7 @@
-"""Parameters of the shapes of a model, with a forward that costs nothing and a backward that makes gradients up.
+"""Parameters with the shapes of a model, a forward that costs nothing and a backward that makes up gradients.
 
-A step is then little but the writing of gradients, the optimizer and the network: the hardest case for whoever
-compresses, because there is nothing to hide the work behind.
+A step is then little more than writing gradients, the optimizer and the network: the worst case for compression,
+because there is no computation to overlap with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.optimizer_steps.models import Shape, shapes
 
-SLACK = 1 << 20  # how far apart the gradients of one parameter may begin in the noise: others in each step
+SLACK = 1 << 20  # range of offsets into the noise, so that gradients differ from step to step
 TITLES = {"resnet": "ResNet-50", "bert": "BERT-base", "tiny": "four small tensors"}
 TINY = [(300, 100), (100,), (200, 150), (10,)]
 
@@ -26,7 +26,7 @@ def shapes_of(name: str) -> list[Shape]:
 
 
 class Noise:
-    """Numbers like those of a gradient: other ones for each rank and step, at the price of a copy."""
+    """Gradient-like numbers that differ between ranks and steps, at the cost of a copy."""
 
     def __init__(self, longest: int, seed: int):
         self._values = torch.randn(longest + SLACK, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
@@ -38,7 +38,7 @@ class Noise:
 
 
 class Sized(nn.Module):
-    """`model(x)` is x, and its backward gives every parameter a gradient, those of the last layers first."""
+    """`model(x)` is x, and its backward gives every parameter a gradient, last layers first."""
 
     def __init__(self, sizes: Sequence[Shape], noise: Noise):
         super().__init__()

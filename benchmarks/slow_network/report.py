@@ -1,4 +1,4 @@
-"""Tables for the terminal and for a page, and plots."""
+"""Tables for the terminal and for Markdown, and plots."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 
 from benchmarks.netlab import link
 from benchmarks.slow_network import goals
+from benchmarks.slow_network.methods import STEPS
 from benchmarks.slow_network.model import TITLES
 from benchmarks.slow_network.summary import Cell, Rows, cells, reached
-from benchmarks.slow_network.ways import STEPS
 
 Lines = Iterator[list[str]]
-WAYS = {way.name: way for way in STEPS}
-TIMES = ["step, ms", "least-most (n)"]
-STEP_HEAD = ["", *TIMES, "MB sent", "bytes / bandwidth, ms", "against fp32 DDP", "against fp16 hook"]
-TASK_HEAD = ["", "learning rate", "whole run, s", "ms a step", "MB sent a step", "accuracy", "loss"]
-HIERARCHY_HEAD = ["", "link", *TIMES, "MB sent by a host", "/ (its bytes / bandwidth)", "/ (gradients / bandwidth)"]
+METHODS = {method.name: method for method in STEPS}
+TIMES = ["step, ms", "min-max (n)"]
+STEP_HEAD = ["", *TIMES, "MB sent", "bytes / bandwidth, ms", "vs. fp32 DDP", "vs. fp16 hook"]
+TASK_HEAD = ["", "learning rate", "total, s", "ms per step", "MB sent per step", "accuracy", "loss"]
+HIERARCHY_HEAD = ["", "link", *TIMES, "MB sent per host", "/ (its bytes / bandwidth)", "/ (gradients / bandwidth)"]
 
 
 def step_rows(rows: Rows, model: str, rate: str | None) -> Lines:
-    """A strategy that does not pay at this rate says so."""
-    found = {way: cell for (way, at), cell in cells(rows, model).items() if at == rate}
+    found = {method: cell for (method, at), cell in cells(rows, model).items() if at == rate}
     yield STEP_HEAD
-    for name, way in WAYS.items():
+    for name, method in METHODS.items():
         if name in found:
             cell = found[name]
             floor = f"{1e3 * cell.floor:,.0f}" if rate else ""
-            title = f"`{way.title}`" if way.ours else way.title
+            title = f"`{method.title}`" if method.ours else method.title
             against = [_gain(found.get(peer), cell) for peer in ("ddp", "fp16_hook")] if name != "alone" else ["", ""]
             yield [title, *_times(cell), f"{cell.sent / 1e6:.2f}", floor, *against]
 
@@ -40,10 +39,10 @@ def _times(cell: Cell) -> list[str]:
 
 
 def _gain(peer: Cell | None, cell: Cell) -> str:
-    if peer is None or peer.way == cell.way:
+    if peer is None or peer.method == cell.method:
         return ""
     ratio = peer.step / cell.step
-    return f"{ratio:.1f} x" if ratio > 1.05 else f"{ratio:.2f} x, does not pay"
+    return f"{ratio:.1f} x" if ratio > 1.05 else f"{ratio:.2f} x, no gain"
 
 
 def task_rows(rows: Rows) -> Lines:
@@ -60,17 +59,17 @@ def task_rows(rows: Rows) -> Lines:
             f"{last['accuracy']:.2%}",
             "diverged" if last["loss"] is None else f"{last['loss']:.4f}",
         ]
-        title = row["title"] + (", at the rate of dense" if row.get("same_rate") else "")
+        title = row["title"] + (", learning rate of DDP" if row.get("same_rate") else "")
         yield [title, *figures, *("never" if seconds is None else f"{seconds:.1f}" for seconds in when)]
 
 
 def hierarchy_rows(rows: Rows) -> Lines:
     yield HIERARCHY_HEAD
     for model in dict.fromkeys(row["model"] for row in rows):
-        for (way, rate), cell in sorted(cells(rows, model).items(), key=lambda item: (str(item[0][1]), item[0][0])):
+        for (method, rate), cell in sorted(cells(rows, model).items(), key=lambda item: (str(item[0][1]), item[0][0])):
             floors = [cell.floor, 8 * cell.bytes / link.bits(rate)] if rate else []
             ratios = [f"{cell.step / floor:.3f}" for floor in floors] or ["", ""]
-            yield [WAYS[way].title, rate or "not shaped", *_times(cell), f"{cell.sent / 1e6:.2f}", *ratios]
+            yield [METHODS[method].title, rate or "unshaped", *_times(cell), f"{cell.sent / 1e6:.2f}", *ratios]
 
 
 def goal_rows(found: list[goals.Goal]) -> Lines:
@@ -83,11 +82,11 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, Lines]]:
     steps = results.get("steps", [])
     for model in dict.fromkeys(row["model"] for row in steps):
         for rate in dict.fromkeys(row["rate"] for row in steps):
-            yield f"{TITLES[model]}, {rate or 'not shaped'}", step_rows(steps, model, rate)
+            yield f"{TITLES[model]}, {rate or 'unshaped'}", step_rows(steps, model, rate)
     if results.get("task"):
         yield "Fashion-MNIST", task_rows(results["task"])
     if results.get("hierarchy"):
-        yield "two hosts of two workers", hierarchy_rows(results["hierarchy"])
+        yield "two hosts with two workers each", hierarchy_rows(results["hierarchy"])
     yield "goals", goal_rows(goals.everything(results))
 
 
@@ -98,7 +97,7 @@ def as_markdown(lines: Lines) -> str:
 
 
 def plots(folder: Path, results: dict[str, Any]) -> None:
-    """Raises ImportError without matplotlib."""
+    """Raise ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -109,7 +108,7 @@ def plots(folder: Path, results: dict[str, Any]) -> None:
         figure, axes = pyplot.subplots(1, len(models), figsize=(7 * len(models), 6), squeeze=False)
         for axis, model in zip(axes[0], models, strict=True):
             _bandwidths(axis, steps, model)
-        figure.suptitle("time of a step against bandwidth, two hosts (median; least and most)")
+        figure.suptitle("step time against bandwidth, two hosts (median, min and max)")
         _save(pyplot, figure, folder / "slow_network.png")
     if task := results.get("task"):
         figure, axis = pyplot.subplots(figsize=(9, 6))
@@ -130,16 +129,16 @@ def _bandwidths(axis: Any, rows: Rows, model: str) -> None:
     rates = sorted({rate for _, rate in found if rate}, key=link.bits)
     places: dict[str | None, float] = {rate: link.bits(rate) for rate in rates}
     places[None] = 10 * max(places.values(), default=1e9)
-    for number, (name, way) in enumerate(WAYS.items()):
+    for number, (name, method) in enumerate(METHODS.items()):
         mine = [found[name, rate] for rate in places if (name, rate) in found]
         if mine:
             least = [cell.step - min(cell.seconds) for cell in mine]
             most = [max(cell.seconds) - cell.step for cell in mine]
-            style = "k:" if name == "alone" else f"C{number % 10}{'-' if way.ours else '--'}"
+            style = "k:" if name == "alone" else f"C{number % 10}{'-' if method.ours else '--'}"
             x, y = [places[cell.rate] for cell in mine], [cell.step for cell in mine]
-            axis.errorbar(x, y, yerr=[least, most], fmt=style, marker="o", markersize=4, capsize=2, label=way.title)
-    axis.set(xscale="log", yscale="log", xlabel="bits a second", ylabel="seconds a step", title=TITLES[model])
-    axis.set_xticks([*places.values()], [rate or "not shaped" for rate in places], minor=False)
+            axis.errorbar(x, y, yerr=[least, most], fmt=style, marker="o", markersize=4, capsize=2, label=method.title)
+    axis.set(xscale="log", yscale="log", xlabel="bits per second", ylabel="seconds per step", title=TITLES[model])
+    axis.set_xticks([*places.values()], [rate or "unshaped" for rate in places], minor=False)
     axis.minorticks_off()
     low, high = axis.get_ylim()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

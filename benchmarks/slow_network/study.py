@@ -1,4 +1,4 @@
-"""A measurement from outside: a lab, the workers in it by fleetrun, and the rows that they leave."""
+"""Run one measurement: a lab, workers started in it by fleetrun, and the rows that they write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.netlab import Lab
 from benchmarks.slow_network.shaping import ends
 
-# Without these, what is timed are page faults: glibc hands large blocks back and gets them again in every step.
+# Otherwise page faults would dominate: glibc returns large blocks to the system and gets them back in every step.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 SECONDS = 3600.0
 
@@ -18,9 +18,9 @@ SECONDS = 3600.0
 def run(
     module: str, plan: dict[str, Any], *, workers: int = 1, results: Path | None = None, quiet: bool = False
 ) -> list[dict[str, Any]]:
-    """Two hosts with so many workers each. The link is not shaped at first; the workers set its rate.
+    """Two hosts with `workers` workers each. The link is unshaped at first; the workers set its rate.
 
-    results: a file for the rows, which then has those of a run that was stopped too.
+    results: a file for the rows, so that they survive an interrupted run.
     """
     with tempfile.TemporaryDirectory(prefix="slow_network-") as folder, Lab(hosts=2, rate=None) as lab:
         request, results = Path(folder) / "request.json", results or Path(folder) / "results.jsonl"

@@ -1,4 +1,4 @@
-"""What the rows of the workers say: medians and ranges, the floors under them, and the moment a training got there."""
+"""Summarize the workers' rows: medians, lower bounds, and when a training reached its target."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One way at one rate."""
+    """One method at one rate."""
 
-    way: str
+    method: str
     rate: str | None
     seconds: list[float]
-    sent: float  # bytes a step, by the counter of the interface
+    sent: float  # bytes per step, counted by the interface
     bytes: int  # of the parameters
 
     @property
@@ -28,11 +28,11 @@ class Cell:
 
     @property
     def floor(self) -> float:
-        """Seconds that the link needs for what was sent; none is needed where nothing holds it back."""
+        """Seconds that the link needs for the bytes sent. 0 on an unshaped link."""
         return 8 * self.sent / link.bits(self.rate) if self.rate else 0.0
 
 
-Cells = dict[tuple[str, str | None], Cell]  # by way and rate
+Cells = dict[tuple[str, str | None], Cell]  # by method and rate
 
 
 def cells(rows: Rows, model: str) -> Cells:
@@ -41,19 +41,21 @@ def cells(rows: Rows, model: str) -> Cells:
         if row["model"] == model:
             found.setdefault((row["way"], row["rate"]), []).append(row)
     return {
-        (way, rate): Cell(way, rate, [s for row in some for s in row["seconds"]], mean(row["sent"] for row in some),
-                          some[0]["bytes"])
-        for (way, rate), some in found.items()
+        (method, rate): Cell(
+            method, rate, [s for row in some for s in row["seconds"]], mean(row["sent"] for row in some),
+            some[0]["bytes"],
+        )
+        for (method, rate), some in found.items()
     }  # fmt: skip
 
 
 def reached(row: dict[str, Any], key: str, target: float) -> float | None:
-    """When a training first had this accuracy or loss, between two looks by a straight line; None: never."""
+    """When a training first reached this accuracy or loss, interpolated between evaluations. None: never."""
     sign = 1 if key == "accuracy" else -1
     before: dict[str, Any] | None = None
     for now in row["moments"]:
         if now[key] is None:
-            return None  # it has diverged
+            return None  # diverged
         if sign * (now[key] - target) >= 0:
             if before is None:
                 return now["seconds"]

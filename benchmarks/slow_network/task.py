@@ -1,8 +1,8 @@
-"""What the workers run to train Fashion-MNIST on a slow link: python -m benchmarks.slow_network.task REQUEST.
+"""The workers' side of training Fashion-MNIST on a slow link: python -m benchmarks.slow_network.task REQUEST.
 
-All ways see the same images in the same order. Each has the learning rate that serves it best: the one with the highest
-accuracy on images held out, after trainings on the unshaped link. The parameters are copied every EVERY steps, which
-costs a millisecond, and judged on the test images after the clock has stopped: of ranks that differ, their mean.
+All methods see the same images in the same order. Each uses its best learning rate: the one with the highest accuracy
+on held-out images, after trainings on the unshaped link. The parameters are copied every EVERY steps, which takes a
+millisecond, and evaluated on the test images after the clock has stopped. If the ranks differ, their mean is evaluated.
 """
 
 from __future__ import annotations
@@ -25,83 +25,84 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.large_batch.data import FOLDER, Images, load
 from benchmarks.netlab import counters
-from benchmarks.slow_network import ways
+from benchmarks.slow_network import methods
+from benchmarks.slow_network.methods import WALK, H, Method, ours
 from benchmarks.slow_network.shaping import Shaping
-from benchmarks.slow_network.ways import WALK, H, Way, ours
 from fleetx import fleet
 
-EVERY = 32  # a multiple of every fixed period: just after an average, and so no better than it is
-GLANCE = 1000  # images at once where nothing is learned
-JUDGED = 8192  # training images that the loss is taken of
-COMPARED = ("local2", "local4", "local8", "local16", "adaptive16", "adaptive32")  # by loss, at the rate of dense too
+EVERY = 32  # steps; a multiple of every fixed period, so that copies are made just after an average
+EVAL_BATCH = 1000
+JUDGED = 8192  # training images for the loss
+# Also run with the learning rate of dense, to compare losses.
+COMPARED = ("local2", "local4", "local8", "local16", "adaptive16", "adaptive32")
 
 
 @dataclass(frozen=True)
 class Plan:
     steps: int = 417
-    batch: int = 128  # of a worker
-    width: int = 704  # of two hidden layers: a million parameters
-    learning_rates: list[float] = field(default_factory=lambda: [0.1, 0.2])  # 0.05 is nobody's best
-    hold_out: int = 10_000  # training images that choose among them
+    batch: int = 128  # per worker
+    width: int = 704  # of the two hidden layers: a million parameters
+    learning_rates: list[float] = field(default_factory=lambda: [0.1, 0.2])  # 0.05 is best for no method
+    hold_out: int = 10_000  # training images to choose the learning rate with
     rate: str = "100mbit"
     data: str = str(FOLDER)
-    ways: list[str] | None = None
+    methods: list[str] | None = None
 
 
-def local(period: int, **more: Any) -> Way:
+def local(period: int, **more: Any) -> Method:
     words = "".join(f", {word}" for word in more)
     name = "_".join([f"local{period}", *more])
-    return Way(name, f"localsgd k={period}{words}", ours(localsgd={"k_steps": period, **more}))
+    return Method(name, f"localsgd k={period}{words}", ours(localsgd={"k_steps": period, **more}))
 
 
-def adaptive(first: int, **more: Any) -> Way:
+def adaptive(first: int, **more: Any) -> Method:
     words = "".join(f", {word}" for word in more)
     settings = {"init_k_steps": first, "max_k_steps": max(16, first), **more}
-    return Way("_".join([f"adaptive{first}", *more]), f"adaptive_localsgd from k={first}{words}",
+    return Method("_".join([f"adaptive{first}", *more]), f"adaptive_localsgd from k={first}{words}",
                ours(adaptive_localsgd=settings))  # fmt: skip
 
 
-def all_ways(steps: int) -> list[Way]:
+def all_methods(steps: int) -> list[Method]:
     walk = {"sparsity": WALK, "rampup_step": max(1, steps // 5)}
     return [
-        Way("ddp", "DDP, fp32 (H=1)", ways.ddp()),
-        Way("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
+        Method("ddp", "DDP, fp32 (H=1)", methods.ddp()),
+        Method("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
         local(2), local(4), local(H), local(16),
         local(H, overlap=True), local(16, overlap=True), local(32, overlap=True),
         adaptive(16), adaptive(32), adaptive(16, overlap=True),
-        Way("power1", "DDP, torch's PowerSGD, rank 1", ways.power(1)),
-        Way("power4", "DDP, torch's PowerSGD, rank 4", ways.power(4)),
-        Way("dgc16", "dgc 0.999, values in fp16", ways.dgc("float16", **walk)),
-        Way("dgc32", "dgc 0.999, values in fp32", ways.dgc("float32", **walk)),
+        Method("power1", "DDP, torch's PowerSGD, rank 1", methods.power(1)),
+        Method("power4", "DDP, torch's PowerSGD, rank 4", methods.power(4)),
+        Method("dgc16", "dgc 0.999, values in fp16", methods.dgc("float16", **walk)),
+        Method("dgc32", "dgc 0.999, values in fp32", methods.dgc("float32", **walk)),
     ]  # fmt: skip
 
 
 def main(request: Path) -> None:
-    asked = json.loads(request.read_text())
+    job = json.loads(request.read_text())
     torch.set_num_threads(1)
     fleet.init(is_collective=True)
-    plan = Plan(**asked["plan"])
-    shaping = Shaping([tuple(end) for end in asked["ends"]])
+    plan = Plan(**job["plan"])
+    shaping = Shaping([tuple(end) for end in job["ends"]])
     split = load(Path(plan.data), hold_out=plan.hold_out)
-    pixels = split.train.normalised().flatten(1)  # once: a network of two layers is too quick for more
+    pixels = split.train.normalised().flatten(1)  # once, because the network is so small that this would dominate
 
-    def accuracies(way: Way, learning_rate: float, rate: str | None, judged_on: Images) -> dict[str, Any]:
-        return trained(way, plan, learning_rate, rate, pixels, split.train.labels, judged_on, shaping)
+    def accuracies(method: Method, learning_rate: float, rate: str | None, judged_on: Images) -> dict[str, Any]:
+        return trained(method, plan, learning_rate, rate, pixels, split.train.labels, judged_on, shaping)
 
-    shared = None  # the rate that serves the first way, which is dense
-    for way in all_ways(plan.steps):
-        if plan.ways is None or way.name in plan.ways:
+    shared = None  # the learning rate of the first method, which is dense
+    for method in all_methods(plan.steps):
+        if plan.methods is None or method.name in plan.methods:
             tried = {}
             if len(plan.learning_rates) > 1:
-                found = {lr: accuracies(way, lr, None, split.choose) for lr in plan.learning_rates}
+                found = {lr: accuracies(method, lr, None, split.choose) for lr in plan.learning_rates}
                 tried = {lr: one["moments"][-1]["accuracy"] for lr, one in found.items()}
             best = max(tried, key=lambda lr: tried[lr]) if tried else plan.learning_rates[0]
             shared = shared or best
-            row = {"way": way.name, "title": way.title, "rate": plan.rate, "learning_rate": best, "tried": tried}
-            keep(Path(asked["results"]), row | accuracies(way, best, plan.rate, split.test))
-            if best != shared and way.name in COMPARED:
+            row = {"way": method.name, "title": method.title, "rate": plan.rate, "learning_rate": best, "tried": tried}
+            keep(Path(job["results"]), row | accuracies(method, best, plan.rate, split.test))
+            if best != shared and method.name in COMPARED:
                 row |= {"learning_rate": shared, "tried": {}, "same_rate": True}
-                keep(Path(asked["results"]), row | accuracies(way, shared, plan.rate, split.test))
+                keep(Path(job["results"]), row | accuracies(method, shared, plan.rate, split.test))
     fleet.barrier_worker()
 
 
@@ -112,11 +113,11 @@ def network(width: int) -> nn.Sequential:
 
 
 def trained(
-    way: Way, plan: Plan, learning_rate: float, rate: str | None, pixels: Tensor, labels: Tensor, test: Images,
+    method: Method, plan: Plan, learning_rate: float, rate: str | None, pixels: Tensor, labels: Tensor, test: Images,
     shaping: Shaping,
 ) -> dict[str, Any]:  # fmt: skip
     model = network(plan.width)
-    loop = way.arm(model, ways.sgd(model, learning_rate))
+    loop = method.prepare(model, methods.sgd(model, learning_rate))
     schedule = LambdaLR(loop.optimizer, lambda step: 1 - step / plan.steps)
     mine = order(len(labels), plan)[:, fleet.worker_index()]
     snapshots: list[tuple[int, float, Tensor]] = []
@@ -127,32 +128,32 @@ def trained(
         loop.step(lambda model, which=which: cross_entropy(model(pixels[which]), labels[which]))
         schedule.step()
         if step % EVERY == 1:
-            snapshots.append((step, time.perf_counter() - began, ways.flat(model)))
-    if way.ours:
+            snapshots.append((step, time.perf_counter() - began, methods.flat(model)))
+    if method.ours:
         fleet.flush(optimizer=loop.optimizer)
     ended = time.perf_counter() - began
-    snapshots.append((plan.steps, ended, ways.flat(model)))
+    snapshots.append((plan.steps, ended, methods.flat(model)))
     dist.barrier()
     sent = (counters.here() - before).sent / plan.steps
     shaping.to(None)
     steps, seconds, copies = zip(*snapshots, strict=True)
-    judged = [judge(network(plan.width), c, pixels, labels, test) for c in ways.mean_over_ranks([*copies])]
+    judged = [judge(network(plan.width), c, pixels, labels, test) for c in methods.mean_over_ranks([*copies])]
     del loop, model, schedule
     gc.collect()
-    moments = [asdict(m) for m in map(Moment, steps, slowest(seconds), *zip(*judged, strict=True))]
+    moments = [asdict(m) for m in map(Evaluation, steps, slowest(seconds), *zip(*judged, strict=True))]
     return {"moments": moments, "sent": slowest([sent])[0], "bytes": 4 * copies[0].numel()}
 
 
 @dataclass(frozen=True)
-class Moment:
+class Evaluation:
     step: int
     seconds: float
     accuracy: float
-    loss: float | None  # None: it was no number any more
+    loss: float | None  # None: not finite
 
 
 def order(images: int, plan: Plan) -> Tensor:
-    """Which images each worker sees in each step: (steps, workers, batch)."""
+    """The images that each worker sees in each step, of shape (steps, workers, batch)."""
     wanted = plan.steps * fleet.worker_num() * plan.batch
     epochs = -(-wanted // images)
     generator = torch.Generator().manual_seed(1)
@@ -164,17 +165,17 @@ def order(images: int, plan: Plan) -> Tensor:
 def judge(
     model: nn.Module, parameters: Tensor, pixels: Tensor, labels: Tensor, test: Images
 ) -> tuple[float, float | None]:
-    """Accuracy on the test images and loss on the training images; each worker looks at its share."""
+    """Accuracy on test images and loss on training images; each worker evaluates its share."""
     vector_to_parameters(parameters, model.parameters())
     rank, size = fleet.worker_index(), fleet.worker_num()
     judged = min(JUDGED, len(labels))
     found = torch.zeros(2, dtype=torch.float64)
     share = test[slice(rank, None, size)]
-    for some in range(0, len(share), GLANCE):
-        part = share[slice(some, some + GLANCE)]
+    for some in range(0, len(share), EVAL_BATCH):
+        part = share[slice(some, some + EVAL_BATCH)]
         found[0] += (model(part.normalised()).argmax(1) == part.labels).sum() / len(test)
-    for some in range(rank * GLANCE, judged, size * GLANCE):
-        end = min(some + GLANCE, judged)
+    for some in range(rank * EVAL_BATCH, judged, size * EVAL_BATCH):
+        end = min(some + EVAL_BATCH, judged)
         found[1] += cross_entropy(model(pixels[some:end]), labels[some:end], reduction="sum") / judged
     dist.all_reduce(found)
     return found[0].item(), found[1].item() if found[1].isfinite() else None
@@ -192,7 +193,7 @@ def keep(results: Path, row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
         last = row["moments"][-1]
         print(f"{row['title']:40} {last['seconds']:6.1f} s, rate {row['learning_rate']}, "
-              f"{last['accuracy']:.2%}, loss {last['loss']}, {row['sent'] / 1e6:.3f} MB a step",
+              f"{last['accuracy']:.2%}, loss {last['loss']}, {row['sent'] / 1e6:.3f} MB per step",
               flush=True)  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The measurement on a slow link, with tiny sizes. What it finds is in docs/results, not tested."""
+"""The measurements on a slow link, with tiny sizes. Their results are in docs/results and not tested."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from benchmarks.large_batch.data import FILES
 from benchmarks.netlab import Lab, allowed
 from benchmarks.slow_network import __main__ as command
 from benchmarks.slow_network import goals, shaping, study
+from benchmarks.slow_network.methods import STEPS, H
 from benchmarks.slow_network.model import Noise, Sized, longest, shapes_of
 from benchmarks.slow_network.summary import cells, reached
-from benchmarks.slow_network.ways import STEPS, H
 
 RATE = "100mbit"
 
@@ -59,16 +59,16 @@ def test_both_ends_of_every_cable_are_shaped(permitted):
             lab.run(0, ["ip", "-n", namespace, "link", "show", interface])  # it is there, also seen from a host
 
 
-def test_steps_of_every_way_with_their_bytes(permitted):
-    chosen = [way.name for way in STEPS if way.name not in ("hierarchical", "power1", "dgc32")]
-    plan = {"blocks": {"tiny": 1}, "rates": [RATE, None], "few": 2, "ways": chosen}
+def test_steps_of_every_method_with_their_bytes(permitted):
+    chosen = [method.name for method in STEPS if method.name not in ("hierarchical", "power1", "dgc32")]
+    plan = {"blocks": {"tiny": 1}, "rates": [RATE, None], "few": 2, "methods": chosen}
     rows = study.run("steps", plan, quiet=True)
     found = cells(rows, "tiny")
-    assert {*found} == {(way, rate) for way in chosen for rate in (RATE, None)}
+    assert {*found} == {(method, rate) for method in chosen for rate in (RATE, None)}
     whole = found["ddp", RATE]
     assert whole.bytes < whole.sent < 1.2 * whole.bytes
-    for way, share in {"fp16": 0.5, "fp16_hook": 0.5, "local": 1 / H, "overlap": 1 / H, "adaptive": 1 / H}.items():
-        assert found[way, RATE].sent == pytest.approx(share * whole.sent, rel=0.15), way
+    for method, share in {"fp16": 0.5, "fp16_hook": 0.5, "local": 1 / H, "overlap": 1 / H, "adaptive": 1 / H}.items():
+        assert found[method, RATE].sent == pytest.approx(share * whole.sent, rel=0.15), method
     assert found["dgc16", RATE].sent < 0.1 * whole.sent
     assert found["alone", RATE].sent < 0.1 * whole.sent
     assert whole.step > whole.bytes * 8 / 100e6  # the link is slow while it is measured ...
@@ -77,7 +77,7 @@ def test_steps_of_every_way_with_their_bytes(permitted):
 
 def test_two_hosts_of_two_workers_send_less_in_a_hierarchy(permitted):
     rows = study.run(
-        "steps", {"blocks": {"tiny": 1}, "rates": [RATE], "ways": ["dense", "hierarchical"]}, workers=2, quiet=True
+        "steps", {"blocks": {"tiny": 1}, "rates": [RATE], "methods": ["dense", "hierarchical"]}, workers=2, quiet=True
     )
     found = cells(rows, "tiny")
     assert found["hierarchical", RATE].sent < 0.8 * found["dense", RATE].sent
@@ -93,7 +93,7 @@ def test_a_training_on_made_up_images(permitted, tmp_path):
         (tmp_path / labels).write_bytes(gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, n) + y.tobytes()))
     plan = {"steps": 40, "batch": 16, "width": 32, "learning_rates": [0.05, 0.01], "hold_out": 100}
     plan |= {"rate": RATE, "data": str(tmp_path)}
-    rows = study.run("task", plan | {"ways": ["ddp", "dgc16", "local8_overlap", "adaptive16"]}, quiet=True)
+    rows = study.run("task", plan | {"methods": ["ddp", "dgc16", "local8_overlap", "adaptive16"]}, quiet=True)
     assert [row["way"] for row in rows] == ["ddp", "local8_overlap", "adaptive16", "dgc16"]
     for row in rows:
         assert row["tried"][str(row["learning_rate"])] == max(row["tried"].values())
@@ -102,12 +102,12 @@ def test_a_training_on_made_up_images(permitted, tmp_path):
         assert row["moments"][-1]["loss"] < row["moments"][0]["loss"]
 
 
-def training(way: str, *accuracies: float) -> dict[str, object]:
+def training(method: str, *accuracies: float) -> dict[str, object]:
     """One look a second; the loss falls as the accuracy rises."""
     moments = [{"step": i, "seconds": float(i), "accuracy": a, "loss": 1 - a} for i, a in enumerate(accuracies)]
     return {
-        "way": way,
-        "title": way,
+        "way": method,
+        "title": method,
         "rate": RATE,
         "learning_rate": 0.1,
         "moments": moments,
@@ -116,7 +116,7 @@ def training(way: str, *accuracies: float) -> dict[str, object]:
     }
 
 
-def test_when_a_training_got_there():
+def test_when_a_training_reached_its_target():
     row = training("ddp", 0.1, 0.5, 0.9)
     assert reached(row, "accuracy", 0.7) == pytest.approx(1.5)
     assert reached(row, "loss", 0.3) == pytest.approx(1.5)
@@ -124,8 +124,16 @@ def test_when_a_training_got_there():
     assert reached(row, "accuracy", 0.95) is None
 
 
-def measured(way: str, seconds: float, sent: float) -> dict[str, object]:
-    return {"model": "tiny", "block": 0, "way": way, "rate": RATE, "seconds": [seconds], "sent": sent, "bytes": 10**8}
+def measured(method: str, seconds: float, sent: float) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "block": 0,
+        "way": method,
+        "rate": RATE,
+        "seconds": [seconds],
+        "sent": sent,
+        "bytes": 10**8,
+    }
 
 
 STEPPED = [measured("alone", 0.1, 0), measured("ddp", 9.0, 1e8), measured("fp16_hook", 4.5, 5e7),
@@ -165,7 +173,7 @@ def test_the_report_of_what_was_measured(tmp_path):
         assert (tmp_path / "slow_network.png").exists()
 
 
-def test_what_there_is_not():
+def test_an_unknown_measurement():
     done = CliRunner().invoke(command.main, ["--only", "steps,tusk"])
     assert done.exit_code == 2
-    assert "no 'tusk'" in done.output
+    assert "unknown measurement 'tusk'" in done.output

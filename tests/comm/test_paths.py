@@ -121,11 +121,11 @@ def test_groups_are_hosts(hosts, size):
     assert inside_hosts(hosts) == size
 
 
-def test_a_line_keeps_the_order_and_hands_errors_over():
-    line = WorkerThread("test", torch.device("cpu"))
+def test_a_worker_thread_keeps_the_order_and_passes_errors_on():
+    thread = WorkerThread("test", torch.device("cpu"))
     seen = []
-    futures = [line.ask(lambda i=i: seen.append(i) or i) for i in range(100)]
+    futures = [thread.submit(lambda i=i: seen.append(i) or i) for i in range(100)]
     assert [f.wait() for f in futures] == seen == list(range(100))
     with pytest.raises(Exception, match="lost"):
-        line.ask(lambda: (_ for _ in ()).throw(ValueError("lost"))).wait()
-    assert line.ask(lambda: 7).wait() == 7
+        thread.submit(lambda: (_ for _ in ()).throw(ValueError("lost"))).wait()
+    assert thread.submit(lambda: 7).wait() == 7

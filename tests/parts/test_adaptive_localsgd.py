@@ -15,7 +15,7 @@ def plain_sgd(model):
 
 
 def run(settings, rates=None, rounds=12):
-    """The periods that were chosen, the losses, and where the averages were."""
+    """The rounds of the averages and the periods, the losses, and the weights."""
     fleet.init()
     model = net()
     model, optimizer = fleet.distribute(model, plain_sgd(model), fleet.DistributedStrategy(adaptive_localsgd=settings))
@@ -31,14 +31,14 @@ def run(settings, rates=None, rounds=12):
     return periods, losses, {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def test_a_longest_period_of_one_is_data_parallelism(ranks):
+def test_a_maximum_period_of_one_is_data_parallelism(ranks):
     expected = train(batches(12), optimizer=plain_sgd)
     for _, _, got in ranks.run(run, {"max_k_steps": 1}):
         assert_close(got, expected)
 
 
-@pytest.mark.parametrize("rates", [None, [0.1] * 4 + [0.01] * 8], ids=["one rate", "a falling rate"])
-def test_the_period_is_that_of_the_formula(ranks, rates):
+@pytest.mark.parametrize("rates", [None, [0.1] * 4 + [0.01] * 8], ids=["constant", "falling"])
+def test_the_period_follows_the_formula(ranks, rates):
     settings = {"init_k_steps": 3, "begin_step": 2, "max_k_steps": 7}
     (periods, first, _), (same, second, _) = ranks.run(run, settings, rates)
     assert periods == same
@@ -55,7 +55,7 @@ def test_the_period_is_that_of_the_formula(ranks, rates):
     assert len({k for _, k in periods}) > 1
 
 
-def test_a_loss_that_cannot_be_seen_is_said():
+def test_a_plain_backward_is_an_error_because_the_loss_is_needed():
     fleet.init()
     model = net()
     model, optimizer = fleet.distribute(
@@ -67,17 +67,17 @@ def test_a_loss_that_cannot_be_seen_is_said():
         optimizer.step()
 
 
-def test_the_choice_is_logged(caplog):
+def test_a_new_period_is_logged(caplog):
     caplog.set_level("INFO", logger="fleetx")
     run({"allow_single": True, "init_k_steps": 4})
-    assert any("a period of" in record.getMessage() for record in caplog.records)
+    assert any("period changed from" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_k_steps": 20}, "init_k_steps = 20 is above max_k_steps = 16"),
-        ({"overlap": True, "outer_lr": 0.5}, "exclude each other"),
+        ({"init_k_steps": 20}, "init_k_steps = 20: must be at most max_k_steps = 16"),
+        ({"overlap": True, "outer_lr": 0.5}, "overlap cannot be combined with outer_lr or outer_momentum"),
     ],
 )
 def test_bad_settings(settings, message):

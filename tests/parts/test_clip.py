@@ -7,7 +7,7 @@ from fleetx import fleet
 from training import assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights
 
 
-def test_it_is_clip_grad_norm_between_backward_and_step():
+def test_it_equals_clip_grad_norm_between_backward_and_step():
     model = net()
     optimizer = sgd(model)
     for x, y in batches():
@@ -22,7 +22,7 @@ def test_an_infinite_norm_is_plain_pytorch():
     assert_equal(train_fleet(batches(), {"clip": {"clip_norm": float("inf")}}), train(batches()))
 
 
-def test_it_clips_the_mean_of_merged_gradients_and_not_their_sum():
+def test_it_clips_the_mean_of_merged_gradients_not_their_sum():
     data = batches()
     merged = train_fleet(data, {"clip": {"clip_norm": 0.05}, "gradient_merge": {"k_steps": 4}})
     assert_close(merged, train_fleet(big(data, 4), {"clip": {"clip_norm": 0.05}}))

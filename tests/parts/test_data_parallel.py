@@ -1,4 +1,4 @@
-"""n ranks equal one, reduction overlaps with backward, and evaluation communicates nothing."""
+"""n ranks equal one, reduction overlaps with backward, and evaluation does not communicate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from fleetx.strategy.stage import Stage, at
 from training import adamw, assert_close, assert_equal, batches, net, sgd, share, train, train_fleet, weights, zero_last
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("fuse", [{}, {"fuse_all_reduce_ops": False}, {"fuse_grad_size_in_MB": 0.001}], ids=str)
-def test_two_ranks_equal_one(ranks, optimizer, fuse):
+@pytest.mark.parametrize(
+    ("fuse", "optimizer"),
+    [({}, sgd), ({"fuse_all_reduce_ops": False}, adamw), ({"fuse_grad_size_in_MB": 0.001}, sgd)],
+    ids=str,
+)
+def test_two_ranks_equal_one(ranks, fuse, optimizer):
     found = ranks.run(_train, batches(), fuse, optimizer)
     assert_equal(found[0], found[1])
     assert_close(found[0], train(batches(), optimizer=optimizer))
@@ -29,12 +32,12 @@ def _train(data, declared, optimizer):
     return train_fleet(data, declared, optimizer=optimizer)
 
 
-def test_it_is_distributed_data_parallel_bit_for_bit(ranks):
-    for ours, theirs in ranks.run(_beside_ddp):
+def test_it_equals_distributed_data_parallel_bit_for_bit(ranks):
+    for ours, theirs in ranks.run(_with_and_without_ddp):
         assert_equal(ours, theirs)
 
 
-def _beside_ddp():
+def _with_and_without_ddp():
     ours = train_fleet(batches(), {})
     model = net()
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -44,12 +47,12 @@ def _beside_ddp():
     return ours, weights(model)
 
 
-def test_ranks_that_begin_differently_are_made_equal_to_rank_0(ranks):
-    found = ranks.run(_begin_differently)
+def test_ranks_with_different_weights_take_those_of_rank_0(ranks):
+    found = ranks.run(_different_weights)
     assert_equal(found[0], found[1])
 
 
-def _begin_differently():
+def _different_weights():
     fleet.init()
     torch.manual_seed(fleet.worker_index())
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
@@ -57,7 +60,7 @@ def _begin_differently():
     return weights(model)
 
 
-def test_without_fusion_each_parameter_travels_alone(ranks):
+def test_without_fusion_each_parameter_is_reduced_separately(ranks):
     assert ranks.run(_reductions, {"fuse_all_reduce_ops": False}) == [6, 6]
     assert ranks.run(_reductions, {}) == [1, 1]
 
@@ -74,7 +77,7 @@ def _reductions(declared):
 
 @settings
 class Dense(Part):
-    """The plain mean, which notes when it is called."""
+    """The plain mean, which records when it is called."""
 
     @at(Stage.REDUCE)
     def reduce(self, bucket, ctx):
@@ -86,14 +89,14 @@ EVENTS = []
 
 
 def test_reduction_begins_before_backward_has_reached_the_first_layer(ranks):
-    """By the order of events: the first bucket is on its way before the first layer's gradient exists."""
+    """By the order of events: the first bucket is sent before the gradient of the first layer exists."""
     for events, ours, dense in ranks.run(_events):
         assert events == ["reduce 4.bias 4.weight 2.bias 2.weight", "first layer", "reduce 0.bias 0.weight"]
         assert_equal(ours, dense)
 
 
 def _events():
-    """With a part that takes the REDUCE stage; its result is that of the dense default."""
+    """With a part at the REDUCE stage; the result equals that of the default."""
     fleet.init()
     model = net()
     plan = compose([DataParallel(fuse_grad_size_in_MB=0.0005), Dense()])
@@ -105,7 +108,7 @@ def _events():
     return list(EVENTS), weights(model), train_fleet(batches(), {})
 
 
-def test_buffers_are_rank_0s_after_every_round(ranks):
+def test_buffers_equal_those_of_rank_0_after_every_round(ranks):
     for ours, theirs in zip(*ranks.run(_buffers), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -165,7 +168,7 @@ class Optional(nn.Module):
         return (self.a if branch == 0 else self.b)(x)
 
 
-def test_unused_parameters_are_found_when_asked_for(ranks):
+def test_find_unused_parameters(ranks):
     assert_equal(*ranks.run(_branches, 1))
     assert_equal(*ranks.run(_branches, 2))  # withheld, put back, and used on one rank only
 

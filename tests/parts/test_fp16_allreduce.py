@@ -1,4 +1,4 @@
-"""What travels. That it equals the flat sum on four ranks is in tests/test_routes.py."""
+"""What is sent. tests/comm/test_paths.py shows that it equals the flat sum on four ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sent(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_as_many_bytes_travel_in_buffers_that_are_made_once(ranks, dtype):
+def test_buckets_are_sent_in_half_precision_from_reused_buffers(ranks, dtype):
     for seen, kept in ranks.run(sent, dtype):
         assert set(seen) == {getattr(torch, dtype)}
         assert len(seen) == 4 * kept
@@ -41,16 +41,16 @@ def big_gradients():
     return fleet.updated
 
 
-def test_what_does_not_fit_into_float16_is_found_as_an_overflow(ranks):
+def test_a_gradient_too_large_for_float16_is_an_overflow(ranks):
     assert ranks.run(big_gradients) == [False, False]
 
 
-def test_a_dtype_that_is_none():
+def test_an_unknown_dtype():
     with pytest.raises(StrategyError, match="float16"):
         fleet.DistributedStrategy(fp16_allreduce={"dtype": "float8"}).plan()
 
 
-def test_alone_nothing_is_sent():
+def test_one_rank_sends_nothing():
     from training import assert_equal, train
 
     assert_equal(train_fleet(batches(), {"fp16_allreduce": True}), train(batches()))

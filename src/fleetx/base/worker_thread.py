@@ -1,8 +1,8 @@
-"""A thread that talks to the other ranks, one thing after the other, in the order in which it was asked.
+"""A thread that runs collectives one at a time, in the order in which they were submitted.
 
-What takes several collectives, each waiting for the one before, cannot be chained by callbacks of futures on gloo:
-these run in the order in which the futures end, which differs between ranks, and then one rank reduces the first bucket
-where another reduces the second. A line keeps the order in which backward filled the buckets, the same on all ranks.
+A reduction that takes several collectives cannot be chained with future callbacks on gloo: callbacks run in the order
+in which the futures complete, which differs between ranks, so one rank would reduce the first bucket while another
+reduces the second. The queue keeps the order in which backward filled the buckets, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,68 +16,67 @@ import torch
 from torch.futures import Future
 
 Work = Callable[[], Any]
-_PATIENCE = 5.0  # seconds; whoever is not done then waits for a rank that is gone
+_JOIN_SECONDS = 5.0  # work that takes longer is waiting for a rank that is gone
 
 
 class WorkerThread:
-    """`ask(work)` returns at once; the future holds what the work returned, or raises what it raised.
+    """`submit(work)` returns a future of the work's result or exception.
 
-    Work may hand over to another line, and return the future that it got there: then that one's end is the end.
+    If the work returns a future, for example by submitting to another thread, the first future completes with it.
     """
 
     def __init__(self, name: str, device: torch.device):
         self._name, self._device = name, device
-        self._asked: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def ask(self, work: Work) -> Future[Any]:
+    def submit(self, work: Work) -> Future[Any]:
         if self._device.type == "cuda":
             return self._on_stream(work)
         future: Future[Any] = Future()
-        self._asked.put((work, future))
-        if self._thread is None:  # not before there is something to do
-            self._thread = threading.Thread(target=self._talk, name=f"fleetx-{self._name}", daemon=True)
+        self._queue.put((work, future))
+        if self._thread is None:  # started with the first work
+            self._thread = threading.Thread(target=self._run, name=f"fleetx-{self._name}", daemon=True)
             self._thread.start()
         return future
 
-    def _talk(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            _do(*asked)
-            del asked  # what it holds must not live until the next one comes
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            _complete(*item)
+            del item  # or its tensors would stay alive until the next item arrives
 
     def stop(self) -> None:
-        """Do what was asked so far, and no more. A thread inside of a collective when its group goes would abort."""
+        """Finish what was submitted, then end the thread.
+
+        A thread that is still inside a collective when its process group is destroyed would abort the process.
+        """
         if self._thread is not None and self._thread.is_alive():
-            self._asked.put(None)
-            self._thread.join(timeout=_PATIENCE)
+            self._queue.put(None)
+            self._thread.join(timeout=_JOIN_SECONDS)
 
     def _on_stream(self, work: Work) -> Future[Any]:
-        """An accelerator keeps the order by itself: its collectives are queued, and a wait makes the stream wait."""
+        """On an accelerator the stream keeps the order: collectives are queued, and waiting only blocks the stream."""
         future: Future[Any] = Future(devices=[self._device])
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
+
+        def waited() -> Any:
+            result = work()
+            return result.wait() if isinstance(result, Future) else result
+
         with torch.cuda.stream(stream):
-            _do(lambda: _waited(work()), future)
+            _complete(waited, future)
         return future
 
 
-def _waited(result: Any) -> Any:
-    """On an accelerator that makes the stream wait, and not us."""
-    return result.wait() if isinstance(result, Future) else result
-
-
-def _do(work: Work, future: Future[Any]) -> None:
+def _complete(work: Work, future: Future[Any]) -> None:
     try:
         with torch.no_grad():
             result = work()
     except Exception as error:
         future.set_exception(error)
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(lambda done: _complete(done.value, future))
     else:
-        _end(future, result)
-
-
-def _end(future: Future[Any], result: Any) -> None:
-    if not isinstance(result, Future):
         future.set_result(result)
-    else:
-        result.add_done_callback(lambda ended: _do(ended.value, future))

@@ -47,7 +47,7 @@ class Path:
         self.sum(buffer).wait()
 
 
-class Flat(Path):
+class FlatPath(Path):
     """The all-reduce of the backend, over all ranks."""
 
     def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
@@ -67,7 +67,7 @@ class Flat(Path):
         dist.all_reduce(buffer, group=self._messages)
 
 
-class Hierarchical(Path):
+class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
     Each of the three has its own thread and process group, so one buffer travels between the leaders while the next is
@@ -84,35 +84,35 @@ class Hierarchical(Path):
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
         self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
-        self._lines = [WorkerThread(name, world.device) for name in ("inside", "between", "back")]
+        self._threads = [WorkerThread(name, world.device) for name in ("inside", "between", "back")]
 
     def close(self) -> None:
-        for line in self._lines:  # in the order in which work goes through them
-            line.stop()
+        for thread in self._threads:  # in the order in which work goes through them
+            thread.stop()
 
     @property
     def leads(self) -> bool:
         return self._world.rank == self._leader
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
-        inside, between, back = self._lines
+        inside, between, back = self._threads
         done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
 
         def reduce() -> None:
             dist.reduce(buffer, dst=self._root, group=self._inward)
-            _follow(between.ask(exchange), done)
+            _follow(between.submit(exchange), done)
 
         def exchange() -> None:
             if self.leads:
                 self._traffic.sent += _ring(buffer, self._world.size // self._size)
                 dist.all_reduce(buffer, group=self._leaders)
-            _follow(back.ask(broadcast), done)
+            _follow(back.submit(broadcast), done)
 
         def broadcast() -> None:
             dist.broadcast(buffer, src=self._root, group=self._outward)
             done.set_result(buffer)
 
-        _follow(inside.ask(reduce), done)
+        _follow(inside.submit(reduce), done)
         return done
 
     def gather(self, message: Tensor) -> list[Tensor]:
@@ -145,8 +145,8 @@ class Network:
         self.inside = 1  # ranks per group of a hierarchy; 1: no hierarchy
         self.messages = False  # will messages be gathered?
         self.traffic = Traffic()
-        self._lines: list[WorkerThread] = []
-        self.line = self.new_thread("messages")  # gathers one message after the other, in the same order on all ranks
+        self._threads: list[WorkerThread] = []
+        self.thread = self.new_thread("messages")  # gathers one message after the other, in the same order on all ranks
         self._paths: list[Path] = []
         self._beside: list[Network] = []
 
@@ -164,8 +164,8 @@ class Network:
         """Stop all threads. Call it before the process group is destroyed."""
         for other in self._beside:
             other.close()
-        for line in reversed(self._lines):  # later threads pass work on to the first
-            line.stop()
+        for thread in reversed(self._threads):  # later threads pass work on to the first
+            thread.stop()
         for path in self._paths:
             path.close()
 
@@ -183,15 +183,16 @@ class Network:
 
     def new_thread(self, name: str) -> WorkerThread:
         """A thread that `close` stops."""
-        self._lines.append(WorkerThread(name, self.world.device))
-        return self._lines[-1]
+        self._threads.append(WorkerThread(name, self.world.device))
+        return self._threads[-1]
 
     def _make(self, number: int, *, apart: bool = False) -> Path:
         if self.inside > 1:
-            return Hierarchical(self.world, self.inside, self.traffic)
+            return HierarchicalPath(self.world, self.inside, self.traffic)
         # Messages are sent from their own thread, which must not share a group with a reduction that is running.
         messages = self.world.group() if self.messages else None
-        return Flat(self.world, self.world.group() if number or apart else self.world.members, messages, self.traffic)
+        group = self.world.group() if number or apart else self.world.members
+        return FlatPath(self.world, group, messages, self.traffic)
 
     def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         if self.world.size == 1:

@@ -1,130 +1,155 @@
-"""What LocalSGD and its adaptive sister share: rounds without communication, and the average that ends a period."""
+"""The base of localsgd and adaptive_localsgd: rounds without communication, and the average that ends a period."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from pydantic import Field
+from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Optimizer
 
-from fleetx.comm import averaging
+from fleetx.comm.averaging import Background, average, completed
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, StepContext
 from fleetx.errors import UsageError
+from fleetx.strategy.cost_model import CostTerms
+from fleetx.strategy.part import Part, name_of, settings
+from fleetx.strategy.stage import Fact, Stage, at
 
 
-def problems(part: Any) -> Iterator[str]:
-    if part.overlap and _outer(part):
-        yield "overlap and an outer optimizer exclude each other: keep one of overlap and outer_lr / outer_momentum"
-    if part.overlap and part.average_momentum:
-        yield "overlap and average_momentum exclude each other: keep one"
-    if not part.overlap and part.overlap_share != type(part)().overlap_share:
-        yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
+@settings
+class LocalUpdates(Part):
+    """Each rank updates with its own gradient; `end_period` averages the parameters.
+
+    A subclass decides when a period ends. It lists the settings of its period in a second base class, because
+    dataclass fields are ordered from the last base to the first, and these settings come first.
+    """
+
+    average_momentum: bool = False
+    """Also average the optimizer's per-parameter state, such as momentum."""
+    average_buffers: bool = False
+    """Average floating-point buffers, such as BatchNorm statistics, instead of copying those of rank 0."""
+    overlap: bool = False
+    """Average in the background during the next period, and apply the result at its end."""
+    overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Fraction of the distance to such an average, which is one period old, that is applied."""
+    outer_lr: Annotated[float, Field(gt=0)] = 1.0
+    """Learning rate of the outer optimizer."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Nesterov momentum of the outer optimizer."""
+    allow_single: bool = False
+    """Allow a single rank, for debugging."""
+
+    def period(self) -> int:
+        """Rounds in a period, as far as the cost of communication is concerned."""
+        raise NotImplementedError
+
+    def problems(self) -> Iterator[str]:
+        if self.overlap and self._outer:
+            yield "overlap cannot be combined with outer_lr or outer_momentum: remove one of them"
+        if self.overlap and self.average_momentum:
+            yield "overlap cannot be combined with average_momentum: remove one of them"
+        if not self.overlap and self.overlap_share != type(self)().overlap_share:
+            yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
+
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if world.size == 1 and not self.allow_single:
+            name = name_of(type(self))
+            yield (
+                f"{name}: there is only one worker, so there is nothing to communicate: start more with fleetrun, or "
+                f"set strategy.{name}_configs['allow_single'] = True for debugging"
+            )
+
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        return {"last": 0}  # the round of the last average
+
+    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
+        """Two copies: the sent parameters and their mean, or the outer optimizer's anchor and momentum."""
+        return 2 * sum(p.nbytes for p in params) if self.overlap or self._outer else 0
+
+    def cost(self, terms: CostTerms) -> None:
+        terms.every, terms.late, terms.averages = self.period(), True, True
+
+    @at(Stage.REDUCE, makes={Fact.LOCAL})
+    def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
+        """keep each rank's own gradient: nothing is sent during backward"""
+        if self._outer and "anchor" not in ctx.state:
+            self._start_outer(ctx)
+        return completed(bucket.buffer)
+
+    def end_period(self, params: list[Tensor], ctx: StepContext) -> None:
+        """Average the parameters, or start to."""
+        ctx.state["last"] = ctx.round
+        if self.overlap:
+            self._background(ctx).turn(params)
+        else:
+            average(params, ctx.network)
+            if self._outer and "anchor" in ctx.state and ctx.replica_group.size > 1:
+                self._outer_step(params, ctx)
+        if self.average_momentum:
+            average(_optimizer_state(params, ctx), ctx.network)
+        self._sync_buffers(ctx)
+
+    def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
+        if last and self.overlap:
+            self._background(ctx).finish(params)
+            average(params, ctx.network)  # overlapped averages leave the ranks a small distance apart
+            self._sync_buffers(ctx)
+        elif last and ctx.round > ctx.state["last"]:
+            self.end_period(params, ctx)
+        elif self.overlap and not last:
+            ctx.notes["saved"] = ctx.state["under_way"] = self._background(ctx).saved()
+
+    def _background(self, ctx: StepContext) -> Background:
+        """The average under way, restored if a checkpoint was loaded since."""
+        background = ctx.notes.setdefault("background", Background(ctx.network, self.overlap_share))
+        saved = ctx.state.pop("under_way", None)
+        if saved is not None and saved is not ctx.notes.get("saved"):
+            background.load(saved)
+        return background
+
+    def _sync_buffers(self, ctx: StepContext) -> None:
+        buffers = [b for b in ctx.model.buffers() if b is not None]
+        averaged = [b for b in buffers if self.average_buffers and b.is_floating_point()]
+        if ctx.replica_group.size > 1:
+            average(averaged, ctx.network)
+            ctx.replica_group.broadcast([b for b in buffers if not any(b is a for a in averaged)])
+
+    # --- the outer optimizer ----------------------------------------------------------------------
+    @property
+    def _outer(self) -> bool:
+        return self.outer_lr != 1.0 or self.outer_momentum != 0.0
+
+    def _start_outer(self, ctx: StepContext) -> None:
+        """Copy the parameters before the first update, while the ranks are still equal."""
+        if ctx.round:  # resumed from a checkpoint without an outer optimizer: the ranks may differ
+            average(list(ctx.names), ctx.network)
+        ctx.state["anchor"] = {name: p.detach().clone() for p, name in ctx.names.items()}
+        ctx.state["outer"] = {name: torch.zeros_like(a) for name, a in ctx.state["anchor"].items()}
+
+    def _outer_step(self, params: list[Tensor], ctx: StepContext) -> None:
+        for p in params:  # one tensor at a time, to avoid a copy of the model
+            name = ctx.names[p]  # type: ignore[index]
+            anchor, momentum = ctx.state["anchor"][name], ctx.state["outer"][name]
+            step = anchor - p.detach()
+            momentum.mul_(self.outer_momentum).add_(step)
+            anchor.sub_(step.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+            p.detach().copy_(anchor)
 
 
-def incompatibilities(switch: str, part: Any, world: World) -> Iterator[str]:
-    if world.size == 1 and not part.allow_single:
-        yield (
-            f"{switch}: there is one worker, so there is nothing to communicate: start more with fleetrun, or set "
-            f"strategy.{switch}_configs['allow_single'] = True for debugging"
-        )
-
-
-def keeps(part: Any, params: Iterable[Tensor]) -> int:
-    """Two copies: what was sent and its mean, or the anchor and the momentum of the outer optimizer."""
-    return 2 * sum(p.nbytes for p in params) if part.overlap or _outer(part) else 0
-
-
-def keep(part: Any, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
-    if _outer(part) and "anchor" not in ctx.state:
-        _anchor(ctx)
-    return averaging.done(bucket.buffer)
-
-
-def average(part: Any, params: list[Tensor], ctx: StepContext) -> None:
-    """End a period."""
-    ctx.state["last"] = ctx.round
-    if part.overlap:
-        _background(part, ctx).turn(params)
-    elif _outer(part) and ctx.replica_group.size > 1:
-        _outer_step(part, params, ctx)
-    else:
-        averaging.average(params, ctx.network)
-    if part.average_momentum:
-        averaging.average(_gathered(params, ctx), ctx.network)
-    _buffers(part, ctx)
-
-
-def drain(part: Any, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
-    """At the end of training, bring in what is under way and average what was done since; or keep it for later."""
-    if last:
-        if part.overlap:
-            _background(part, ctx).finish(params)
-            averaging.average(params, ctx.network)  # what an average in the background leaves are small distances
-            _buffers(part, ctx)
-        elif ctx.round > ctx.state["last"]:
-            average(part, params, ctx)
-    elif part.overlap:
-        ctx.notes["kept"] = ctx.state["under_way"] = _background(part, ctx).saved()
-
-
-def _background(part: Any, ctx: StepContext) -> averaging.Background:
-    """The average that is under way, be it that of a checkpoint."""
-    background = ctx.notes.setdefault("under_way", averaging.Background(ctx.network, part.overlap_share))
-    saved = ctx.state.pop("under_way", None)
-    if saved is not None and saved is not ctx.notes.get("kept"):
-        background.load(saved)
-    return background
-
-
-def _outer(part: Any) -> bool:
-    return part.outer_lr != 1.0 or part.outer_momentum != 0.0
-
-
-def _anchor(ctx: StepContext) -> None:
-    """Where the outer optimizer measures from: made before the first update, when the ranks are still equal."""
-    if ctx.round:  # a checkpoint had none, and the ranks may have parted since their last average
-        averaging.average(list(ctx.names), ctx.network)
-    ctx.state["anchor"] = {name: p.detach().clone() for p, name in ctx.names.items()}
-    ctx.state["outer"] = {name: torch.zeros_like(a) for name, a in ctx.state["anchor"].items()}
-
-
-def _outer_step(part: Any, params: list[Tensor], ctx: StepContext) -> None:
-    averaging.average(params, ctx.network)
-    if "anchor" not in ctx.state:
-        return
-    names = [ctx.names[p] for p in params]  # type: ignore[index]
-    anchors = [ctx.state["anchor"][name] for name in names]
-    buffers = [ctx.state["outer"][name] for name in names]
-    for p, a, b in zip(params, anchors, buffers, strict=True):  # one tensor at a time: no copy of the model
-        step = a - p.detach()
-        b.mul_(part.outer_momentum).add_(step)
-        a.sub_(step.add_(b, alpha=part.outer_momentum), alpha=part.outer_lr)
-        p.detach().copy_(a)
-
-
-def _gathered(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
-    """What the optimizer keeps for each parameter in its shape: momentum, moments."""
+def _optimizer_state(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
+    """The optimizer's floating-point state tensors, such as momentum. Every rank must have equally many values."""
     state = ctx.optimizer.state
-    found = [s for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
-    found = [s for s in found if s.dim() and s.is_floating_point()]
-    sizes = (
-        ctx.replica_group.gather(torch.tensor([sum(s.numel() for s in found)], device=ctx.device)).flatten().tolist()
-    )
-    if len(set(sizes)) > 1:
+    values = [s for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
+    values = [s for s in values if s.dim() and s.is_floating_point()]
+    count = torch.tensor([sum(s.numel() for s in values)], device=ctx.device)
+    counts = ctx.replica_group.gather(count).flatten().tolist()
+    if len(set(counts)) > 1:
         raise UsageError(
-            f"average_momentum: the optimizers of the ranks have gathered different numbers of values ({sizes}), "
-            "because some parameters got a gradient on some ranks only"
+            f"average_momentum: the ranks' optimizers hold different numbers of values ({counts}), because some "
+            "parameters got a gradient on some ranks only: use every parameter on every rank, or turn it off"
         )
-    return found
-
-
-def _buffers(part: Any, ctx: StepContext) -> None:
-    if ctx.replica_group.size == 1:
-        return
-    buffers = [b for b in ctx.model.buffers() if b is not None]
-    floats = [b for b in buffers if b.is_floating_point()] if part.average_buffers else []
-    averaging.average(floats, ctx.network)
-    ctx.replica_group.broadcast([b for b in buffers if not any(b is f for f in floats)])
+    return values

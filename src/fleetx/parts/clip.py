@@ -17,28 +17,28 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class Clip(Part):
-    """Clip the 2-norm of the whole gradient, after it was unscaled and averaged.
+    """Clip the 2-norm of the full gradient, after unscaling and averaging.
 
     g <- g * min(1, clip_norm / (|g| + 1e-6)), the formula of torch.nn.utils.clip_grad_norm_.
     Neutral: clip_norm=inf.
     """
 
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
-    """The largest norm that the gradient may keep."""
+    """Maximum norm of the gradient."""
 
     neutral: ClassVar[dict[str, float]] = {"clip_norm": float("inf")}
-    costs: ClassVar[str] = "time: one pass over the gradients for the norm, one for the scaling"
+    costs: ClassVar[str] = "time: two passes over the gradients, for the norm and for the scaling"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
-            yield f"clip cannot take sparse gradients, which {sparse} makes: use sparse=False there"
+            yield f"clip does not support the sparse gradients of {sparse}: set sparse=False there"
 
     @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD})
     def shrink(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """scale the gradient down to clip_norm where it is longer"""
+        """limit the norm of the gradient to clip_norm"""
         norm = ctx.norm(grads)
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        # A tensor, not a number: no wait for the device.
+        # A tensor, not a float, so that the host does not wait for the device.
         if all(g.device == factor.device for g in grads):
             torch._foreach_mul_(grads, factor)
         else:

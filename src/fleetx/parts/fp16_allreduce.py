@@ -15,17 +15,17 @@ from fleetx.strategy.stage import Stage, at
 
 @settings
 class FP16AllReduce(Part):
-    """Send gradients in half precision, and use them in float32.
+    """Reduce gradients in half precision, and apply them in float32.
 
-    g <- fp32(sum over ranks of half(g / ranks)). The sum is taken in half precision too, as the backend does it.
-    Neutral: there is none between ranks; alone nothing is sent.
+    g <- fp32(sum over ranks of half(g / ranks)). The backend also sums in half precision.
+    Neutral: one rank, where nothing is sent. With several ranks it always rounds.
     """
 
     dtype: Literal["float16", "bfloat16"] = "float16"
-    """What travels. bfloat16 has the range of float32 and fewer digits."""
+    """The type on the wire. bfloat16 has the range of float32 but fewer digits."""
 
     neutral: ClassVar[dict[str, str]] = {}
-    costs: ClassVar[str] = "network: half; time: two casts of each bucket; precision: 11 bits (8 in bfloat16)"
+    costs: ClassVar[str] = "network: half; time: two casts per bucket; precision: 11 bits (8 with bfloat16)"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -39,13 +39,13 @@ class FP16AllReduce(Part):
 
     @at(Stage.REDUCE)
     def send(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
-        """mean of each bucket over the ranks, in half precision on the wire"""
+        """average each bucket over the ranks, in half precision on the wire"""
         half = torch.float16 if self.dtype == "float16" else torch.bfloat16
         buffers = ctx.notes.setdefault("buffers", {})
         sent = buffers.get(bucket.index)
-        if sent is None or sent.shape != bucket.buffer.shape:  # DDP sorts its buckets anew after the first step
+        if sent is None or sent.shape != bucket.buffer.shape:  # DDP rebuilds its buckets after the first step
             sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
-        # Divided while it is still float32: the sum must not overflow.
+        # Divide in float32, so that the sum does not overflow.
         torch.div(bucket.buffer, ctx.replica_group.size, out=bucket.buffer)
         sent.copy_(bucket.buffer)
         return ctx.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))

@@ -18,24 +18,24 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class GradientMerge(Part):
-    """Update once in `k_steps` steps, with the mean of their gradients, reduced between ranks once.
+    """Update every `k_steps` steps with the mean of their gradients, which are reduced between ranks only once.
 
-    g = (g_1 + ... + g_m) / m, where m is the true number of steps in the window (smaller than k_steps after `flush`).
-    Neutral: k_steps=1. Equals one batch k_steps times as large, for losses that are means over equal batches; over
-    unequal ones with `fleet.weight`.
+    g = (g_1 + ... + g_m) / m, where m is the number of steps in the window (fewer than k_steps after `flush`).
+    Neutral: k_steps=1. Equals one batch k_steps times as large, for losses that are means over batches of equal size,
+    or of any size with `fleet.weight`.
     """
 
     k_steps: Annotated[int, Field(ge=1)] = 1
-    """Steps that are merged into one update."""
+    """Number of steps merged into one update."""
     avg: bool = True
-    """Divide by the number of merged steps; without it the update takes the sum."""
+    """Divide by the number of merged steps. Otherwise the update uses the sum."""
 
     neutral: ClassVar[dict[str, int]] = {"k_steps": 1}
-    costs: ClassVar[str] = "memory: the gradients are kept between steps; network: one reduction in k_steps"
+    costs: ClassVar[str] = "memory: gradients are kept between steps; network: one reduction every k_steps steps"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
-            yield f"gradient_merge cannot take sparse gradients, which {sparse} makes: use sparse=False there"
+            yield f"gradient_merge does not support the sparse gradients of {sparse}: set sparse=False there"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -44,14 +44,14 @@ class GradientMerge(Part):
 
     def cost(self, terms: CostTerms) -> None:
         terms.merged = self.k_steps
-        terms.streamed += 3 * (self.k_steps - 1) * terms.gradients  # two are read, and their sum is written
+        terms.streamed += 3 * (self.k_steps - 1) * terms.gradients  # two reads and one write
 
     @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
     def opens(self, steps: int, ctx: StepContext) -> bool:
-        """let every k_steps-th step update, and only its backward communicate"""
+        """update only in every k_steps-th step, and communicate only in its backward"""
         return steps >= self.k_steps
 
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
     def mean(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """divide the summed gradient by the number of steps in it"""
+        """divide the summed gradient by the number of merged steps"""
         torch._foreach_div_(grads, ctx.divisor)

@@ -17,19 +17,19 @@ from fleetx.strategy.stage import Stage, at
 
 @settings
 class Hierarchical(Part):
-    """Reduce inside of each group of ranks, all-reduce between the leaders of the groups, broadcast inside.
+    """Reduce within each group of ranks, all-reduce between the group leaders, broadcast within each group.
 
-    A group is meant to be a host: then every byte crosses the link between two hosts once.
-    Neutral: groups of one rank are the flat all-reduce.
+    A group is typically a host, so that every byte crosses the link between two hosts once.
+    Neutral: groups of one rank, which is the flat all-reduce.
     """
 
     inter_nranks: Annotated[int, Field(ge=1)] = 1
-    """Ranks in a group, which follow one another; 1: as many as there are on a host."""
+    """Consecutive ranks per group; 1: as many as there are per host."""
 
     switch: ClassVar[str] = "use_hierarchical_allreduce"
     flat: ClassVar[dict[str, str]] = {"hierarchical_allreduce_inter_nranks": "inter_nranks"}
     neutral: ClassVar[dict[str, int]] = {}
-    costs: ClassVar[str] = "network: between hosts the gradients once, inside of them twice"
+    costs: ClassVar[str] = "network: the gradients once between hosts, twice within them"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -45,27 +45,27 @@ class Hierarchical(Part):
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if world.size == 1:
             return
-        found = self._inside(world)
-        if found == 0:
+        size = self._group_size(world)
+        if size == 0:
             yield (
-                "use_hierarchical_allreduce: the hosts do not have equally many workers that follow one another "
-                "in rank: set strategy.hierarchical_allreduce_inter_nranks"
+                "use_hierarchical_allreduce: not every host has the same number of workers with consecutive ranks: "
+                "set strategy.hierarchical_allreduce_inter_nranks"
             )
-        elif world.size % found:
-            good = [n for n in range(2, world.size + 1) if world.size % n == 0]
+        elif world.size % size:
+            divisors = [n for n in range(2, world.size + 1) if world.size % n == 0]
             yield (
-                f"hierarchical_allreduce_inter_nranks = {found} does not divide {world.size} ranks: "
-                f"use {' or '.join(map(str, good))}"
+                f"hierarchical_allreduce_inter_nranks = {size} does not divide {world.size} ranks: "
+                f"use {' or '.join(map(str, divisors))}"
             )
 
-    def _inside(self, world: World) -> int:
+    def _group_size(self, world: World) -> int:
         return self.inter_nranks if self.inter_nranks > 1 else inside_hosts(world.hosts())
 
     @at(Stage.MODEL)
-    def arrange(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """reduce inside of each host, all-reduce between their leaders, broadcast inside"""
+    def group_ranks(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """reduce within each host, all-reduce between host leaders, broadcast within each host"""
         if ctx.replica_group.size > 1:
-            ctx.network.inside = self._inside(ctx.replica_group)
+            ctx.network.inside = self._group_size(ctx.replica_group)
         return model
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
@@ -73,15 +73,15 @@ class Hierarchical(Part):
             return
         inside, size = ctx.network.inside, ctx.replica_group.size
         if inside == size:
-            yield f"all {size} ranks are in one group: there is nothing between groups, and the flat way is faster"
+            yield f"all {size} ranks are in one group: a flat all-reduce would be faster"
         elif inside == 1:
-            yield "every host has one worker: this is the flat way"
+            yield "every host has one worker: this is the same as the flat all-reduce"
         else:
             yield f"{size // inside} groups of {inside} ranks"
 
 
 def _tiers(cluster: Cluster, inside: int, groups: int) -> Link:
-    """Up to the leader and down again inside of a host, one rank after the other; a ring between the leaders."""
+    """To the leader and back within a host, one rank after the other; a ring between the leaders."""
     rounds, share = 2 * (groups - 1), 2 * (groups - 1) / groups
     return Link(
         latency=2 * (inside - 1) * cluster.inner.latency + rounds * cluster.outer.latency,

@@ -20,26 +20,26 @@ from fleetx.strategy.stage import Stage, at
 
 @settings
 class SyncBatchNorm(Part):
-    """Take BatchNorm's statistics over the batches of all ranks together, each weighted by its true size.
+    """Compute BatchNorm statistics over the batches of all ranks, weighted by batch size.
 
-    Neutral: one rank. Equals BatchNorm on the concatenated batch. torch.nn.SyncBatchNorm refuses the CPU; this one
-    runs on any device, and leaves the modules and their types as they are.
+    Neutral: one rank. Equals BatchNorm on the concatenated batch. Unlike torch.nn.SyncBatchNorm, it also runs on the
+    CPU, and modules keep their type.
     """
 
     neutral: ClassVar[dict[str, str]] = {}
-    costs: ClassVar[str] = "network: two small collectives for each BatchNorm, in forward and in backward"
+    costs: ClassVar[str] = "network: two small collectives per BatchNorm, one in forward and one in backward"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         for name, module in _norms(model):
             if type(module).forward is not _BatchNorm.forward:
-                yield f"sync_batch_norm cannot replace the own forward of {name!r}, a {type(module).__name__}"
+                yield f"sync_batch_norm does not support {name!r}: {type(module).__name__} has its own forward"
 
     @at(Stage.MODEL)
-    def join(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """make every BatchNorm see the batches of all ranks"""
+    def synchronize(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """make every BatchNorm use the batches of all ranks"""
         if ctx.replica_group.size > 1:
             for _, module in _norms(model):
-                wrap(module, Layer.MATHEMATICS, functools.partial(_joined, ctx.replica_group))
+                wrap(module, Layer.MATHEMATICS, functools.partial(_synchronized, ctx.replica_group))
         return model
 
 
@@ -47,9 +47,9 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((name, module) for name, module in named_modules(model) if isinstance(module, _BatchNorm))
 
 
-def _joined(world: World, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _synchronized(world: World, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     assert isinstance(module, _BatchNorm)
-    if not module.training:  # statistics of the own batch, if there are no running ones: evaluation asks nobody
+    if not module.training:  # evaluation never communicates, even without running statistics
         return inner(*args, **kwargs)
     (x,) = args or kwargs.values()
     module._check_input_dim(x)
@@ -61,7 +61,7 @@ def _joined(world: World, module: nn.Module, inner: Callable[..., Any], args: An
 
 @torch.no_grad()
 def _track(module: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Update the running statistics as BatchNorm does: with the unbiased variance."""
+    """Update the running statistics like BatchNorm, with the unbiased variance."""
     assert module.num_batches_tracked is not None
     assert module.running_mean is not None
     assert module.running_var is not None
@@ -81,19 +81,19 @@ class _Normalize(torch.autograd.Function):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         n = wide.numel() / wide.shape[1]
         var, mean = torch.var_mean(wide, dims, correction=0) if n else wide.new_zeros(2, wide.shape[1])
-        # One gather of (mean, var, n) and Chan's rule: a sum of squares would cancel where mean is large.
+        # One gather of (mean, var, n) and Chan's rule: sums of squares would cancel if the mean is large.
         means, vars_, counts = _gather(mean, var, n, world)
         total = counts.sum()
         if n <= 1 and total.item() <= 1:
-            raise ValueError("sync_batch_norm needs more than one value per channel over all ranks to train")
+            raise ValueError("sync_batch_norm needs more than one value per channel over all ranks in training")
         mean = (means * counts).sum(0) / total
         var = ((vars_ + (means - mean).square()) * counts).sum(0) / total
         scale = torch.rsqrt(var + eps)
-        y = (wide - _along(mean, x)).mul_(_along(scale, x))
+        y = (wide - _per_channel(mean, x)).mul_(_per_channel(scale, x))
         if weight is not None:
-            y.mul_(_along(weight, x))
+            y.mul_(_per_channel(weight, x))
         if bias is not None:
-            y.add_(_along(bias, x))
+            y.add_(_per_channel(bias, x))
         ctx.save_for_backward(x, weight, mean, scale, total)
         ctx.world = world
         ctx.mark_non_differentiable(mean, var, total)
@@ -105,25 +105,25 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, scale, total = ctx.saved_tensors
         dims = [d for d in range(x.dim()) if d != 1]
         dy = grad.to(mean.dtype)
-        hat = (x.to(mean.dtype) - _along(mean, x)).mul_(_along(scale, x))
+        hat = (x.to(mean.dtype) - _per_channel(mean, x)).mul_(_per_channel(scale, x))
         own = torch.stack([dy.sum(dims), (dy * hat).sum(dims)])
-        everyone = own.clone()
-        ctx.world.sum(everyone)
-        bias_mean, hat_mean = everyone / total
-        dx = (dy - _along(bias_mean, x) - hat * _along(hat_mean, x)).mul_(_along(scale, x))
+        summed = own.clone()
+        ctx.world.sum(summed)
+        bias_mean, hat_mean = summed / total
+        dx = (dy - _per_channel(bias_mean, x) - hat * _per_channel(hat_mean, x)).mul_(_per_channel(scale, x))
         if weight is not None:
-            dx.mul_(_along(weight, x))
+            dx.mul_(_per_channel(weight, x))
         needs = ctx.needs_input_grad
         return dx.to(x.dtype), own[1] if needs[1] else None, own[0] if needs[2] else None, None, None
 
 
 def _gather(mean: Tensor, var: Tensor, count: float, world: World) -> tuple[Tensor, Tensor, Tensor]:
-    """(ranks, channels) of means and variances, (ranks, 1) of counts."""
-    everyone = world.gather(torch.cat([mean, var, mean.new_tensor([count])]))
+    """Means and variances of shape (ranks, channels), counts of shape (ranks, 1)."""
+    gathered = world.gather(torch.cat([mean, var, mean.new_tensor([count])]))
     channels = mean.numel()
-    return everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+    return gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
 
 
-def _along(channel: Tensor, x: Tensor) -> Tensor:
-    """View a vector of channels so that it broadcasts over x."""
+def _per_channel(channel: Tensor, x: Tensor) -> Tensor:
+    """Reshape a per-channel vector to broadcast over x."""
     return channel.view(1, -1, *(1,) * (x.dim() - 2))

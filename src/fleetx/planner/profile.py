@@ -155,7 +155,7 @@ def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
     return Work(
         job.samples, Way(peak=peak, casts=max(casts, 0.0)), 0.0, first.parameters, first.gradients, first.optimizer,
         first.buffers, first.updating, sum(p.requires_grad for p in job.model.parameters()),
-        fsdp.largest(job.model, SEGMENT), averaging.in_turn(list(job.model.parameters())), tuple(made),
+        fsdp.largest(job.model, SEGMENT), averaging.average_bytes(list(job.model.parameters())), tuple(made),
         shapes=tuple(tuple(p.shape) for p in job.model.parameters()),
     )  # fmt: skip
 

@@ -1,9 +1,12 @@
-"""What the tests of the codec share."""
+"""Helpers for the tests of the codec."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,17 +14,53 @@ import torch
 
 from fleetx.parts.dgc import codec, native, payload, plain, rice
 
-CHUNK, BLOCK, PIECE = 64, 16384, 1 << 16  # as in codec.c, and in plain.py
-SIZES = [1, 2, 63, 64, 65, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77, PIECE, PIECE + 1, 2 * PIECE + 63, 200_000]
-SPARSITIES = [0.0, 0.25, 0.75, 0.9375, 0.984375, 0.996, 0.999]
+CHUNK, BLOCK, PIECE = 64, 16384, 1 << 16  # as in codec.c and plain.py
+SPARSITIES = [0.0, 0.25, 0.984375, 0.999]  # dense, more values than chunks, as many, fewer
 USUAL = {"momentum": 0.9, "factor": 1.0, "sparsity": 0.999, "half": False}
+HALF = [False, True]
 
-# Where there is a compiler, a library that is not there is a failure and no reason to skip.
+# With a compiler, a missing library is a failure and not a reason to skip.
 unbuilt = not native.available() and (shutil.which("cc") is None or os.environ.get("FLEETX_KERNELS") == "stock")
 built = pytest.mark.skipif(unbuilt, reason=native.reason())
-NATIVE, PLAIN = pytest.param(native, marks=built, id="native"), pytest.param(plain, id="plain")
-both = pytest.mark.parametrize("way", [NATIVE, PLAIN])
-halves = pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+
+
+def backend(module):
+    return SimpleNamespace(
+        name=module.__name__.rpartition(".")[2],
+        encode=partial(codec.encode, backend=module),
+        decode_add=partial(codec.decode_add, backend=module),
+    )
+
+
+NATIVE, PLAIN = backend(native), backend(plain)
+BACKENDS = [NATIVE, PLAIN]
+
+
+def cases(**axes):
+    """Parametrize with a covering array: any two values of two axes occur together in at least one case."""
+    rows = [[values[i] for values, i in zip(axes.values(), row, strict=True)] for row in covering(axes.values())]
+    params = [
+        pytest.param(
+            *row,
+            marks=[built] if any(value is NATIVE for value in row) else [],
+            id="-".join(str(getattr(value, "name", getattr(value, "__name__", value))) for value in row),
+        )
+        for row in rows
+    ]
+    return pytest.mark.parametrize(list(axes), params)
+
+
+def covering(axes):
+    rows = list(itertools.product(*(range(len(values)) for values in axes)))
+    pairs = {row: set(itertools.combinations(enumerate(row), min(2, len(row)))) for row in rows}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen
+
+
+both = cases(backend=BACKENDS)
 
 
 def tensors(n, kinds=3, seed=0):
@@ -29,22 +68,26 @@ def tensors(n, kinds=3, seed=0):
     return [torch.randn(n, generator=source) for _ in range(kinds)]
 
 
-def decoded(way, data, n):
-    """What a payload says, by adding it to zeros."""
+def zeros(n):
+    return torch.zeros(n), torch.zeros(n)
+
+
+def decoded(backend, data, n):
+    """The content of a payload, added to zeros."""
     out = torch.zeros(n)
-    way.decode_add(data, out, 1.0)
+    backend.decode_add(data, out, 1.0)
     return out.double()
 
 
 def sent_at(data, n):
-    """The indices in it, as numpy reads them."""
-    of = codec.header(data)
-    if of.dense:
+    """The indices in a payload, decoded with numpy."""
+    head = codec.header(data)
+    if head.dense:
         return np.arange(n)
     body = data.numpy()[payload.HEADER_BYTES :]
-    lows, unary = body[of.value_bytes :][: of.low_bytes], body[of.value_bytes + of.low_bytes :]
-    found = [indices for _, indices in rice.unpack(lows, unary, of.count, of.shift, n)] if of.count else []
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    lows, unary = body[head.value_bytes :][: head.low_bytes], body[head.value_bytes + head.low_bytes :]
+    pieces = [indices for _, indices in rice.unpack(lows, unary, head.count, head.shift, n)] if head.count else []
+    return np.concatenate([np.zeros(0, np.int64), *pieces])
 
 
 def same_bits(a, b):

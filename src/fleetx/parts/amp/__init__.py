@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import difflib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import has_forward, named_modules, sparse_modules
+from fleetx.base.suggest import did_you_mean
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
@@ -27,7 +27,7 @@ _SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
 _DYNAMIC = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
 
 
-def _lists(amp: AMP) -> bool:
+def _has_lists(amp: AMP) -> bool:
     return bool(amp.custom_white_list or amp.custom_black_list)
 
 
@@ -39,63 +39,63 @@ def _scales(amp: AMP) -> bool:
 class AMP(Part):
     """Run the forward in half precision under torch.autocast; in float16, scale the loss and skip overflowed updates.
 
-    float16: the gradient that enters the model is multiplied by `scale`; before the update it is divided again. If
-    anything is not finite on any rank, the update is skipped on every rank (PyTorch's rule; Paddle applies a zero
-    gradient instead), and after decr_every_n_nan_or_inf of these in a row scale = max(1, scale * decr_ratio). After
+    float16: the gradient that enters the model is multiplied by `scale`, and divided by it before the update. If any
+    value is not finite on any rank, the update is skipped on every rank (as in PyTorch; Paddle applies a zero gradient
+    instead). After decr_every_n_nan_or_inf skipped updates in a row scale = max(1, scale * decr_ratio); after
     incr_every_n_steps good ones in a row scale = scale * incr_ratio. bfloat16 needs no scale.
     Neutral: use_dynamic_loss_scaling=False, init_loss_scaling=1.0 is plain autocast. With
     decr_every_n_nan_or_inf=1 it equals torch.amp.GradScaler. Reference: Micikevicius et al. 2018, arXiv 1710.03740.
     """
 
     init_loss_scaling: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32768.0
-    """The scale at the first step (float16 only)."""
+    """Initial loss scale (float16 only)."""
     incr_every_n_steps: Annotated[int, Field(ge=1)] = 1000
-    """Good updates in a row before the scale grows."""
+    """Consecutive good updates before the scale grows."""
     decr_every_n_nan_or_inf: Annotated[int, Field(ge=1)] = 2
-    """Overflowed updates in a row before the scale shrinks."""
+    """Consecutive overflowed updates before the scale shrinks."""
     incr_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
-    """The scale grows by this factor."""
+    """Factor by which the scale grows."""
     decr_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """The scale shrinks by this factor. 0.8 is what Paddle's code has; its manual says 0.5."""
+    """Factor by which the scale shrinks. 0.8 is the default in Paddle's code; its manual says 0.5."""
     use_dynamic_loss_scaling: bool = True
-    """Without it the scale stays at init_loss_scaling."""
+    """Adapt the scale. Otherwise it stays at init_loss_scaling."""
     custom_white_list: Names = Field(default_factory=list)
-    """Operations or modules that run in half precision although autocast would not: `softmax`, `encoder.norm`."""
+    """Operations or modules to run in half precision even if autocast would not: `softmax`, `encoder.norm`."""
     custom_black_list: Names = Field(default_factory=list)
-    """Operations or modules that run in float32 although autocast would not: `linear`, `head`."""
+    """Operations or modules to run in float32 even if autocast would not: `linear`, `head`."""
     custom_black_varnames: Names = Field(default_factory=list)
-    """Names of intermediate variables, which a Paddle program has and a PyTorch model has not."""
+    """Names of intermediate variables. Not supported: PyTorch models do not have them."""
     use_pure_fp16: bool = False
-    """Keep the parameters themselves in float16."""
+    """Keep the parameters in float16. Not supported."""
     use_fp16_guard: bool = True
-    """In Paddle: with use_pure_fp16, only what is inside fp16_guard runs in float16."""
+    """In Paddle: with use_pure_fp16, run only code inside fp16_guard in float16."""
     dtype: Literal["float16", "bfloat16"] = "float16"
-    """The half precision. float16 is Paddle's."""
+    """Half-precision type. Paddle uses float16."""
 
-    no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it belongs to use_pure_fp16"}
+    no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it only matters with use_pure_fp16"}
     changes_forward: ClassVar[bool] = True
-    costs: ClassVar[str] = "time: casts at the borders; gains where the device computes in half precision"
+    costs: ClassVar[str] = "time: casts; faster on devices with half-precision arithmetic"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
         yield Offer({"dtype": "bfloat16"}, "bf16")
         yield Offer({"dtype": "float16"}, "lossy")
 
-    # --- what cannot be ---------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
     def problems(self) -> Iterator[str]:
-        blank = type(self)()
-        for key in _SCALING + _DYNAMIC if self.dtype == "bfloat16" else ():
-            if getattr(self, key) != getattr(blank, key):
-                yield f"{key} has no effect with dtype='bfloat16', which needs no loss scale: remove it"
-        for key in _DYNAMIC if not self.use_dynamic_loss_scaling else ():
-            if getattr(self, key) != getattr(blank, key):
+        default = type(self)()
+        changed = [key for key in _SCALING + _DYNAMIC if getattr(self, key) != getattr(default, key)]
+        for key in changed if self.dtype == "bfloat16" else ():
+            yield f"{key} has no effect with dtype='bfloat16', which needs no loss scale: remove it"
+        for key in changed if not self.use_dynamic_loss_scaling else ():
+            if key in _DYNAMIC:
                 yield f"{key} has no effect with use_dynamic_loss_scaling=False: remove one of them"
         if self.custom_black_varnames:
-            yield "custom_black_varnames: a PyTorch model has no variable names; use module names in custom_black_list"
+            yield "custom_black_varnames: PyTorch models have no variable names: put module names in custom_black_list"
         if self.use_pure_fp16:
-            yield "use_pure_fp16=True is not supported: parameters stay in float32, which is what keeps updates exact"
+            yield "use_pure_fp16=True is not supported: parameters stay in float32, so that updates stay exact"
         for name in sorted(set(self.custom_white_list) & set(self.custom_black_list)):
-            yield f"{name!r} is in custom_white_list and in custom_black_list: keep one"
+            yield f"{name!r} is in both custom_white_list and custom_black_list: remove it from one"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         modules = dict(named_modules(model))
@@ -103,24 +103,25 @@ class AMP(Part):
             for name in getattr(self, key):
                 if name in modules:
                     if key == "custom_black_list" and not has_forward(modules[name]):
-                        yield f"amp_configs[{key!r}]: {name!r} has no forward of its own: name the modules inside of it"
-                elif reason := op_lists.unfit(name):
-                    near = difflib.get_close_matches(name, [*modules, *dir(torch.ops.aten)], n=3, cutoff=0.6)
-                    hint = f": did you mean {', '.join(near)}?" if near and name not in near else ""
-                    yield f"amp_configs[{key!r}]: {name!r} is no module of the model, and {reason}{hint}"
+                        yield f"amp_configs[{key!r}]: {name!r} has no forward: list the modules inside it"
+                elif reason := op_lists.unsupported(name):
+                    known = [*modules, *dir(torch.ops.aten)]
+                    hint = "" if name in known else did_you_mean(name, known, most=3)
+                    problem = f"amp_configs[{key!r}]: {name!r} is not a module of the model, and {reason}"
+                    yield ": ".join(filter(None, [problem, hint]))
         if self._operations(modules) and isinstance(model, torch._dynamo.OptimizedModule):
             yield (
-                "amp_configs: operations in the custom lists do not reach the backward of a compiled model: "
-                "name modules instead"
+                "amp_configs: operations in the custom lists do not affect the backward of a compiled model: "
+                "list modules instead"
             )
         if not _scales(self):
             return
         if any(p.dtype is torch.float16 for p in model.parameters()):
-            yield "amp needs parameters in float32 and found some in float16: do not call model.half()"
+            yield "amp needs float32 parameters, but some are float16: do not call model.half()"
         if any(p.is_complex() for p in model.parameters()):
-            yield "amp in float16 cannot unscale complex gradients: use bfloat16"
+            yield "amp in float16 does not support complex gradients: use bfloat16"
         if sparse := sparse_modules(model):
-            yield f"amp in float16 cannot take sparse gradients, which {sparse} makes: use sparse=False or bfloat16"
+            yield f"amp in float16 does not support the sparse gradients of {sparse}: set sparse=False or use bfloat16"
 
     def _operations(self, modules: Mapping[str, nn.Module]) -> list[str]:
         return [n for n in (*self.custom_white_list, *self.custom_black_list) if n not in modules]
@@ -133,55 +134,54 @@ class AMP(Part):
     def _half(self) -> torch.dtype:
         return torch.float16 if self.dtype == "float16" else torch.bfloat16
 
-    @at(Stage.MODEL, when=_lists)
-    def fence(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """make the modules and operations of the custom lists run in the precision that was asked for"""
+    @at(Stage.MODEL, when=_has_lists)
+    def wrap_listed(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """make the modules in the custom lists run in the requested precision"""
         modules = dict(named_modules(model))
         kind = ctx.device.type
         for name in self.custom_black_list:
             if name in modules:
                 wrap(modules[name], Layer.PRECISION, functools.partial(_in_float32, kind))
         for name in self.custom_white_list:
-            # Only leaves are wrapped: what recompute runs again must lie inside of what it runs again.
+            # Only leaves are wrapped, so that recompute's segments stay outside the casts.
             for leaf in _leaves(modules[name]) if name in modules else ():
                 wrap(leaf, Layer.PRECISION, functools.partial(_in_half, kind, self._half))
         for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
-            ctx.notes[key] = {op_lists.operation(n) for n in names if n not in modules}
+            ctx.notes[key] = {op_lists.torch_name(n) for n in names if n not in modules}
         op_lists.override(ctx.notes["white"] | ctx.notes["black"], ctx.device)
         return model
 
-    @at(Stage.FORWARD, replay=False)  # torch.utils.checkpoint restores autocast itself, as it was at that very place
+    @at(Stage.FORWARD, replay=False)  # torch.utils.checkpoint restores autocast itself
     @contextmanager
     def cast(self, ctx: StepContext) -> Iterator[Callable[[Tensor], Tensor]]:
-        """run the model under torch.autocast and hand its outputs over in float32"""
+        """run the model under torch.autocast and return its outputs in float32"""
         with torch.autocast(ctx.device.type, dtype=self._half):
             yield _to_float32
 
-    @at(Stage.FORWARD, when=_lists)
-    def overrule(self, ctx: StepContext) -> AbstractContextManager[None]:
-        """let the operations of the custom lists run in the precision that was asked for"""
-        return op_lists.listed(ctx.notes["white"], ctx.notes["black"], self._half)
+    @at(Stage.FORWARD, when=_has_lists)
+    def override_ops(self, ctx: StepContext) -> AbstractContextManager[None]:
+        """make the operations in the custom lists run in the requested precision"""
+        return op_lists.active(ctx.notes["white"], ctx.notes["black"], self._half)
 
     @at(Stage.LOSS, makes={Fact.SCALED}, when=_scales)
     def scale(self, ctx: StepContext) -> float:
-        """multiply the gradient that enters the model, so that small values survive float16"""
+        """multiply the gradient that enters the model, so that small values do not vanish in float16"""
         return ctx.state["scale"]
 
     @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
     def unscale(self, grads: list[Tensor], ctx: StepContext) -> bool:
-        """divide by the scale again; skip the update on every rank if anything overflowed on any of them"""
+        """divide by the loss scale; skip the update on every rank if any value overflowed on any rank"""
         state = ctx.state
-        inverse = 1.0 / state["scale"]
-        found = torch.zeros(1, device=ctx.device)
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        overflows = torch.zeros(1, device=ctx.device)
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for g in grads:
-            alike[g.device, g.dtype].append(g)
-        for (device, _), group in alike.items():
-            here = torch.zeros(1, device=device)
-            factor = torch.full((1,), inverse, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, here, factor)
-            found += here.to(found.device)
-        finite = not ctx.anywhere(found)
+            groups[g.device, g.dtype].append(g)
+        for (device, _), group in groups.items():
+            found = torch.zeros(1, device=device)
+            factor = torch.full((1,), 1.0 / state["scale"], device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+            overflows += found.to(overflows.device)
+        finite = not ctx.anywhere(overflows)
         if self.use_dynamic_loss_scaling:
             self._adapt(state, finite)
         return finite
@@ -198,7 +198,7 @@ class AMP(Part):
 
 
 def _float32(value: float) -> float:
-    """Round as GradScaler does, which keeps its scale in a float32 tensor."""
+    """Round like GradScaler, which keeps its scale in a float32 tensor."""
     return torch.tensor(value, dtype=torch.float32).item()
 
 
@@ -210,6 +210,7 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if not list(m.children())]
 
 
+# Layers around listed modules, as `wrap` calls them.
 def _in_float32(device: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not torch.is_autocast_enabled(device):
         return inner(*args, **kwargs)
@@ -224,7 +225,7 @@ def _in_half(
     if not torch.is_autocast_enabled(device):
         return inner(*args, **kwargs)
     args, kwargs = op_lists.to_dtype((args, kwargs), half)
-    # BatchNorm takes half-precision inputs beside its own float32 parameters and statistics.
+    # BatchNorm accepts half-precision inputs together with float32 parameters and statistics.
     params = {} if isinstance(module, _BatchNorm) else {name: p.to(half) for name, p in module.named_parameters()}
     with torch.autocast(device, enabled=False), _reparametrize_module(module, params):
         return inner(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Operations that autocast must run in float32 (black) or in half precision (white), beyond its own lists.
+"""Operations that autocast runs in float32 (black) or half precision (white), in addition to its own lists.
 
-torch.autocast decides by operation in C++ and takes no list from outside. So the kernel of each listed operation is
-overridden where autocast dispatches: every way of calling it is covered, from `F.softmax` to C++ composites. The
-override acts only inside `listed(...)`; elsewhere it hands over to what was there before.
+torch.autocast has its lists in C++ and does not accept others. So the kernel of each listed operation is overridden at
+the autocast dispatch key, which covers every way to call it, from `F.softmax` to C++ composites. The override is only
+effective inside `active(...)`; elsewhere it calls the previous kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# What Paddle calls these operations, where PyTorch says it differently.
+# Paddle's names of operations, where they differ from PyTorch's.
 PADDLE_OPERATIONS = {
     "matmul_v2": "matmul",
     "lookup_table": "embedding",
@@ -34,10 +34,10 @@ PADDLE_OPERATIONS = {
     "reduce_mean": "mean",
 }
 
-# Names that mean one thing in Paddle and another in PyTorch.
-AMBIGUOUS = {"mul": "Paddle's fully connected product and PyTorch's elementwise one: write 'linear' or 'multiply'"}
-# Their running statistics are written in place, although their schemas do not say so.
-KEEPS_STATE = {"batch_norm", "native_batch_norm", "instance_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+# Names with different meanings in Paddle and PyTorch.
+AMBIGUOUS = {"mul": "is a matrix product in Paddle but elementwise in PyTorch: use 'linear' or 'multiply'"}
+# These update running statistics in place, although their schemas do not declare it.
+UPDATES_BUFFERS = {"batch_norm", "native_batch_norm", "instance_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,30 @@ class _Lists:
 
 
 _active: list[_Lists] = []  # innermost last
-_overridden: set[tuple[str, str]] = set()  # (operation, dispatch key): an override stays, because others may use it
+_overridden: set[tuple[str, str]] = set()  # (operation, dispatch key); never undone, because other models may use it
 _library: torch.library.Library | None = None
 
 
-def operation(name: str) -> str:
-    """PyTorch's name of an operation that is given by PyTorch's or by Paddle's name."""
+def torch_name(name: str) -> str:
+    """PyTorch's name of an operation, given PyTorch's or Paddle's."""
     return PADDLE_OPERATIONS.get(name, name)
 
 
-def unfit(name: str) -> str:
+def unsupported(name: str) -> str:
     """Why an operation of this name cannot be listed; empty if it can."""
     if name in AMBIGUOUS:
         return AMBIGUOUS[name]
-    packet = getattr(torch.ops.aten, operation(name), None) if operation(name).isidentifier() else None
+    name = torch_name(name)
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return "no operation of torch"
-    if operation(name) in KEEPS_STATE or any(o._schema.is_mutable for o in _overloads(packet)):
-        return "an operation that changes its arguments, which a cast would lose: name the module instead"
+        return "not an operation of torch"
+    if name in UPDATES_BUFFERS or any(o._schema.is_mutable for o in _overloads(packet)):
+        return "changes its arguments in place, which a cast would lose: list the module instead"
     return ""
 
 
 def override(names: Collection[str], device: torch.device) -> None:
-    """Make the operations listen to `listed`."""
+    """Install the overrides that `active` controls."""
     key = f"Autocast{device.type.upper()}"
     for name in names:
         if (name, key) not in _overridden:
@@ -80,7 +81,7 @@ def override(names: Collection[str], device: torch.device) -> None:
 
 
 def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
-    """Those that the dispatcher knows (TorchScript has more) and that return their result."""
+    """Overloads that the dispatcher knows (TorchScript has more), without the `out` variants."""
     found = [getattr(packet, o) for o in packet.overloads() if "out" not in o]
     return [o for o in found if torch._C._dispatch_has_kernel(_full_name(o))]
 
@@ -90,8 +91,8 @@ def _full_name(op: torch._ops.OpOverload) -> str:
 
 
 @contextmanager
-def listed(white: Collection[str], black: Collection[str], half: torch.dtype) -> Iterator[None]:
-    """While this is open, white operations run in `half` and black ones in float32, wherever autocast is on."""
+def active(white: Collection[str], black: Collection[str], half: torch.dtype) -> Iterator[None]:
+    """Run white operations in `half` and black ones in float32 wherever autocast is enabled."""
     _active.append(_Lists(frozenset(white), frozenset(black), half))
     try:
         yield
@@ -100,7 +101,7 @@ def listed(white: Collection[str], black: Collection[str], half: torch.dtype) ->
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the float32, float16 and bfloat16 tensors in a structure; leave float64 and everything else alone."""
+    """Cast the float32, float16 and bfloat16 tensors in a nested structure. Leave everything else unchanged."""
     kinds = (torch.float32, torch.float16, torch.bfloat16)
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in kinds else t, value)
 
@@ -126,5 +127,5 @@ def _override(op: torch._ops.OpOverload, name: str, key: str) -> None:
             return op(*args, **kwargs)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # to override is the intention
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # the override is intended
         _library.impl(full, kernel, key, with_keyset=True, allow_override=True)

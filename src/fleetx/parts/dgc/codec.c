@@ -1,12 +1,12 @@
-/* Deep gradient compression of one fp32 tensor in host memory. native.py calls it through ctypes. It knows neither
-   Python nor torch, nor the header of a payload: only the body, which payload.py describes and decode.c reads.
+/* Deep gradient compression of one fp32 tensor in host memory. native.py calls it through ctypes. It depends on neither
+   Python nor torch, and writes only the body of a payload, which payload.py describes and decode.c reads.
 
-   Memory traffic is the limit: u and v are read and written once, in one pass that also notes the largest |v| of every
-   chunk of 64. These notes (the "tops") make an exact selection cheap, so that no threshold has to be guessed from a
-   sample: if the k-th largest top is t, k elements at least are as large as t, so the k largest are in the chunks whose
-   top is t or more; and those are k chunks, whatever the distribution (more only if tops are equal).
+   Memory traffic is the bottleneck: u and v are read and written once, in one pass that also records the largest |v|
+   of every chunk of 64, its "top". The tops make an exact selection cheap, so no threshold has to be estimated from a
+   sample: if the k-th largest top is t, at least k elements are as large as t, so the k largest are in chunks whose top
+   is at least t. There are k such chunks for any distribution, or more if tops are equal.
 
-   Magnitudes are compared as integers: infinities and nan come out largest. The result does not depend on the number of
+   Magnitudes are compared as integers, so infinity and nan are largest. The result does not depend on the number of
    threads. */
 
 #include <math.h>
@@ -17,7 +17,7 @@
 
 #include "wire.h"
 
-/* A copy of each inner loop for each kind of x86, as in ../optim/kernels.c. */
+/* Compile inner loops once per x86 instruction set, as in ../../optim/kernels.c. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "fma", "default")))
 #else
@@ -28,18 +28,18 @@
 
 enum {
     CHUNK = 64,        /* elements that share a top */
-    BLOCK = 16384,     /* elements that one thread takes at a time */
-    PASS = 1 << 16,    /* so many elements to update are worth another thread, */
-    LOOK = 1 << 22,    /* and so many to look through */
+    BLOCK = 16384,     /* elements per unit of work of a thread */
+    PASS = 1 << 16,    /* elements to update that are worth another thread */
+    LOOK = 1 << 22,    /* elements to search that are worth another thread */
     BINS = 1 << 16,
-    AHEAD = 16,        /* so many places are prefetched */
+    AHEAD = 16,        /* prefetch distance, in items */
 };
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Where cores are shared, a thread may come late by a slice of the scheduler, which is more than a small task takes. */
-static inline int hands(int64_t elements, int64_t enough, int threads) {
-    return (int)least(threads, 1 + elements / enough);
+/* If cores are shared, a thread may start late by a scheduler time slice, which is longer than a small task takes. */
+static inline int threads_for(int64_t elements, int64_t enough, int threads) {
+    return (int)min64(threads, 1 + elements / enough);
 }
 
 /* ---- the update -------------------------------------------------------------------------------------------------- */
@@ -47,11 +47,12 @@ static inline int hands(int64_t elements, int64_t enough, int threads) {
 typedef struct {
     int64_t n;
     const float *g, *u, *v, *p; /* p: NULL without decay */
-    float *u_out, *v_out;       /* may be u and v */
+    float *u_out, *v_out;       /* may alias u and v */
     float momentum, factor, decay;
 } update;
 
-/* Inlined, so that no loop has a condition. All is read before anything is written: ../optim/kernels.c says why. */
+/* Inlined, so that `decays` is not tested inside the loop. Reads everything before it writes: see
+   ../../optim/kernels.c. */
 INLINED uint32_t advance_chunk(const update *s, int64_t start, int64_t n, int decays) {
     const float *g = s->g + start, *u = s->u + start, *v = s->v + start, *p = decays ? s->p + start : NULL;
     float *u_out = s->u_out + start, *v_out = s->v_out + start, m = s->momentum, f = s->factor, d = s->decay;
@@ -79,16 +80,16 @@ CLONES static void advance(const update *s, int64_t start, int64_t n, uint32_t *
 }
 
 static void advance_all(const update *s, uint32_t *tops, int threads) {
-#pragma omp parallel num_threads(hands(s->n, PASS, threads))
+#pragma omp parallel num_threads(threads_for(s->n, PASS, threads))
     {
-        /* u of a parameter without gradients decays to denormal numbers, which are slow: let it become zero. */
+        /* u decays to denormals, which are slow, if a parameter gets no gradients: flush them to zero. */
 #ifdef __SSE2__
         unsigned mode = _mm_getcsr();
         _mm_setcsr(mode | _MM_FLUSH_ZERO_ON);
 #endif
 #pragma omp for schedule(static)
         for (int64_t start = 0; start < s->n; start += BLOCK)
-            advance(s, start, least(BLOCK, s->n - start), tops + start / CHUNK);
+            advance(s, start, min64(BLOCK, s->n - start), tops + start / CHUNK);
 #ifdef __SSE2__
         _mm_setcsr(mode);
 #endif
@@ -105,11 +106,11 @@ CLONES static double squares(const float *x, int64_t n) {
     return sum;
 }
 
-/* Summed by block, then over the blocks in their order. `room`: a number for each block. */
+/* Sums within blocks, then over blocks in order. `room` holds one number per block. */
 static double norm(const float *x, int64_t n, double *room, int threads) {
-#pragma omp parallel for schedule(static) num_threads(hands(n, PASS, threads))
+#pragma omp parallel for schedule(static) num_threads(threads_for(n, PASS, threads))
     for (int64_t start = 0; start < n; start += BLOCK)
-        room[start / BLOCK] = squares(x + start, least(BLOCK, n - start));
+        room[start / BLOCK] = squares(x + start, min64(BLOCK, n - start));
     double sum = 0;
     for (int64_t b = 0; b * BLOCK < n; b++) sum += room[b];
     return sqrt(sum);
@@ -117,7 +118,7 @@ static double norm(const float *x, int64_t n, double *room, int threads) {
 
 /* ---- the selection ----------------------------------------------------------------------------------------------- */
 
-/* Counts the magnitudes from `low` on by (magnitude - first) >> shift. */
+/* A histogram of (magnitude - first) >> shift over magnitudes of at least `low`. */
 static void tally(const void *x, int64_t start, int64_t end, uint32_t low, uint32_t first, int shift, uint32_t bins,
                   uint32_t *into) {
     for (int64_t i = start; i < end; i++) {
@@ -126,42 +127,42 @@ static void tally(const void *x, int64_t start, int64_t end, uint32_t low, uint3
     }
 }
 
-/* The magnitude that is `rank`-th from above; 0 if not so many are `low` or more. In *larger: how many are larger than
-   it. Its bits are found from the highest on: 16 and 15 of them, or where so many bins would take longer than the
-   numbers, 11, 11 and 9. x: floats, or magnitudes. */
+/* The `rank`-th largest magnitude, or 0 if fewer than `rank` are at least `low`. *larger: how many are larger. Finds
+   its bits from the highest down: 16 and 15 of them, or 11, 11 and 9 if there are few numbers, where clearing so many
+   bins would take longer than counting. x: floats or magnitudes. */
 static uint32_t ranked(const void *x, int64_t n, int64_t rank, uint32_t low, int64_t *larger, int threads) {
     int width = n < LOOK / 4 ? 11 : 16, shift = 31;
     uint32_t first = 0;
     *larger = 0;
     while (shift > 0) {
-        int bits = (int)least(width, shift);
+        int bits = (int)min64(width, shift);
         int64_t bin = ((int64_t)1 << bits) - 1;
-        uint32_t into[BINS];
+        uint32_t counts[BINS];
         shift -= bits;
-        memset(into, 0, sizeof *into << bits);
-#pragma omp parallel num_threads(hands(n, LOOK, threads))
+        memset(counts, 0, sizeof *counts << bits);
+#pragma omp parallel num_threads(threads_for(n, LOOK, threads))
         {
-            uint32_t mine[BINS];
-            memset(mine, 0, sizeof *mine << bits);
+            uint32_t local[BINS];
+            memset(local, 0, sizeof *local << bits);
 #pragma omp for schedule(static)
             for (int64_t start = 0; start < n; start += BLOCK)
-                tally(x, start, least(start + BLOCK, n), low, first, shift, 1u << bits, mine);
+                tally(x, start, min64(start + BLOCK, n), low, first, shift, 1u << bits, local);
 #pragma omp critical
-            for (int64_t i = 0; i < (int64_t)1 << bits; i++) into[i] += mine[i];
+            for (int64_t i = 0; i < (int64_t)1 << bits; i++) counts[i] += local[i];
         }
-        while (bin >= 0 && *larger + into[bin] < rank) *larger += into[bin--];
+        while (bin >= 0 && *larger + counts[bin] < rank) *larger += counts[bin--];
         if (bin < 0) return 0;
         first += (uint32_t)bin << shift;
     }
     return first;
 }
 
-/* Where few chunks are looked into, they lie far apart, and each would cost the latency of the memory. */
+/* If few chunks are searched they are far apart, and each would cost a cache miss. */
 static inline void prefetch_chunk(const float *v, int64_t start) {
     for (int i = 0; i < CHUNK; i += 16) __builtin_prefetch(v + start + i);
 }
 
-/* Which of up to 64 are `low` or more. */
+/* A bit mask of the elements, at most 64, that are at least `low`. */
 CLONES static uint64_t mask_of(const float *v, int64_t n, uint32_t low) {
     uint8_t flags[CHUNK] = {0};
     uint64_t mask = 0;
@@ -172,33 +173,33 @@ CLONES static uint64_t mask_of(const float *v, int64_t n, uint32_t low) {
     for (int64_t i = 0; i < CHUNK; i += 8) {
         uint64_t eight;
         memcpy(&eight, flags + i, 8);
-        mask |= (eight * 0x0102040810204080u >> 56) << i; /* gathers the lowest bits of eight bytes */
+        mask |= (eight * 0x0102040810204080u >> 56) << i; /* gather the lowest bits of eight bytes */
     }
     return mask;
 }
 
-/* The indices of all that are `low` or more, in order; NULL if there is no memory. */
+/* The sorted indices of all elements that are at least `low`; NULL if out of memory. */
 static uint32_t *collect(const float *v, int64_t n, const uint32_t *tops, uint32_t low, int64_t *count, int threads) {
-    int64_t chunks = (n + CHUNK - 1) / CHUNK, many = 0;
-    for (int64_t c = 0; c < chunks; c++) many += tops[c] >= low;
-    uint32_t *list = malloc((size_t)(many + 1) * sizeof *list), *indices = NULL;
-    uint64_t *masks = malloc((size_t)(many + 1) * sizeof *masks);
+    int64_t chunks = (n + CHUNK - 1) / CHUNK, matching = 0;
+    for (int64_t c = 0; c < chunks; c++) matching += tops[c] >= low;
+    uint32_t *list = malloc((size_t)(matching + 1) * sizeof *list), *indices = NULL;
+    uint64_t *masks = malloc((size_t)(matching + 1) * sizeof *masks);
     *count = 0;
     if (list && masks) {
         int64_t total = 0, at = 0;
-        for (int64_t c = 0; at < many; c++) {
+        for (int64_t c = 0; at < matching; c++) {
             list[at] = (uint32_t)c;
             at += tops[c] >= low;
         }
-#pragma omp parallel for schedule(static) num_threads(hands(many * CHUNK, LOOK, threads)) reduction(+ : total)
-        for (int64_t i = 0; i < many; i++) {
-            if (i + AHEAD < many) prefetch_chunk(v, (int64_t)list[i + AHEAD] * CHUNK);
-            int64_t start = (int64_t)list[i] * CHUNK, end = least(CHUNK, n - start);
+#pragma omp parallel for schedule(static) num_threads(threads_for(matching * CHUNK, LOOK, threads)) reduction(+ : total)
+        for (int64_t i = 0; i < matching; i++) {
+            if (i + AHEAD < matching) prefetch_chunk(v, (int64_t)list[i + AHEAD] * CHUNK);
+            int64_t start = (int64_t)list[i] * CHUNK, end = min64(CHUNK, n - start);
             masks[i] = mask_of(v + start, end, low);
             total += __builtin_popcountll(masks[i]);
         }
         indices = malloc((size_t)(total + 1) * sizeof *indices);
-        for (int64_t i = 0; i < many && indices; i++)
+        for (int64_t i = 0; i < matching && indices; i++)
             for (uint64_t mask = masks[i]; mask; mask &= mask - 1)
                 indices[(*count)++] = list[i] * CHUNK + (uint32_t)__builtin_ctzll(mask);
     }
@@ -207,8 +208,8 @@ static uint32_t *collect(const float *v, int64_t n, const uint32_t *tops, uint32
     return indices;
 }
 
-/* The indices of the k largest, in order, without those that are less than `lowest`; NULL if there is no memory. Of
-   those that are equal to the last one the first ones are taken: the others will be larger than these next time. */
+/* The sorted indices of the k largest elements that are at least `lowest`; NULL if out of memory. Of elements equal to
+   the k-th, those with the lowest indices are taken; the others will be sent later. */
 static uint32_t *largest(const float *v, int64_t n, const uint32_t *tops, int64_t k, uint32_t lowest, int64_t *count,
                          int threads) {
     int64_t chunks = (n + CHUNK - 1) / CHUNK, larger, kept = 0;
@@ -232,7 +233,7 @@ static uint32_t *largest(const float *v, int64_t n, const uint32_t *tops, int64_
     return indices;
 }
 
-/* ---- what is sent ------------------------------------------------------------------------------------------------ */
+/* ---- values ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
     int half;
@@ -240,17 +241,18 @@ typedef struct {
     double up;  /* the scale */
 } wire;
 
-/* The largest half below 2^15: rounded up to 2^15, the largest float would come out as an infinity. */
-#define MOST_HALF 32752.0f
+/* The largest half below 2^15. If the largest float were rounded up to 2^15, it would decode to infinity. */
+#define MAX_HALF 32752.0f
 
-/* Writes x as value number `at`; returns what stays behind, which is exact: a float less its leading 11 bits is one. */
+/* Writes x as value number `at`. Returns the rounding error, which is exact: a float minus its leading 11 bits is a
+   float. */
 static inline float send(wire w, uint8_t *values, int64_t at, float x) {
     if (!w.half) {
         memcpy(values + 4 * at, &x, 4);
         return 0;
     }
     float y = x * w.down;
-    y = y > MOST_HALF ? MOST_HALF : y < -MOST_HALF ? -MOST_HALF : y;
+    y = y > MAX_HALF ? MAX_HALF : y < -MAX_HALF ? -MAX_HALF : y;
     uint16_t h = to_half(y);
     memcpy(values + 2 * at, &h, 2);
     return (float)(x - from_half(h, w.up));
@@ -265,7 +267,7 @@ CLONES static void send_all(wire w, uint8_t *values, int64_t start, float *v, in
 
 static void send_some(wire w, uint8_t *values, const uint32_t *indices, int64_t count, float *u, float *v,
                       int threads) {
-#pragma omp parallel for schedule(static) num_threads(hands(count * CHUNK, LOOK, threads))
+#pragma omp parallel for schedule(static) num_threads(threads_for(count * CHUNK, LOOK, threads))
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count) {
             __builtin_prefetch(u + indices[i + AHEAD], 1);
@@ -277,7 +279,7 @@ static void send_some(wire w, uint8_t *values, const uint32_t *indices, int64_t 
     }
 }
 
-/* ---- the gaps, in Rice code -------------------------------------------------------------------------------------- */
+/* ---- indices: gaps in Rice code ---------------------------------------------------------------------------------- */
 
 static int64_t quotients(const uint32_t *gaps, int64_t n, int shift) {
     int64_t sum = 0;
@@ -285,8 +287,8 @@ static int64_t quotients(const uint32_t *gaps, int64_t n, int shift) {
     return sum;
 }
 
-/* The parameter with the fewest bits, and of several the smallest: shift + 1 a gap, and the quotients. That is convex,
-   so the search goes downhill from log2 of the mean gap. In *ones: the bits of the unary part. */
+/* The smallest parameter with the fewest bits in total: shift + 1 per gap, plus the quotients. The total is convex in
+   the parameter, so the search goes downhill from log2 of the mean gap. *ones: number of bits of the unary part. */
 static int best_shift(const uint32_t *gaps, int64_t n, int64_t *ones) {
     int64_t all = quotients(gaps, n, 0), sum, other;
     int shift = 0;
@@ -300,7 +302,8 @@ static int best_shift(const uint32_t *gaps, int64_t n, int64_t *ones) {
     return shift;
 }
 
-/* Turns indices into gaps. First the low bits of all, `shift` each, then the quotients in unary: zeros and a one. */
+/* Overwrites the indices with their gaps. Writes the low `shift` bits of all gaps, then the quotients in unary: zeros,
+   then a one. */
 static uint8_t *write_indices(uint8_t *to, uint32_t *gaps, int64_t n, int *shift) {
     for (int64_t i = n - 1; i > 0; i--) gaps[i] -= gaps[i - 1] + 1;
     int64_t ones;
@@ -326,22 +329,22 @@ static uint8_t *write_indices(uint8_t *to, uint32_t *gaps, int64_t n, int *shift
     return to + bytes;
 }
 
-/* ---- what native.py calls ---------------------------------------------------------------------------------------- */
+/* ---- called by native.py ----------------------------------------------------------------------------------------- */
 
 enum { NO_MEMORY = -1 };
 
 typedef struct {
     int64_t count, finite, shift, exponent;
-} found;
+} result;
 
-/* The length of the body, which the caller has made large enough; or NO_MEMORY. norm_limit: 0 for none. */
+/* Returns the length of the body, for which the caller has allocated enough, or NO_MEMORY. norm_limit: 0 for none. */
 int64_t fleetx_encode(int64_t n, const float *g, const float *u, const float *v, const float *p, float *u_out,
                       float *v_out, double momentum, double factor, double decay, double norm_limit, int64_t k,
-                      int half, uint8_t *body, found *out, int threads) {
+                      int half, uint8_t *body, result *out, int threads) {
     int64_t chunks = (n + CHUNK - 1) / CHUNK, blocks = (n + BLOCK - 1) / BLOCK, length = NO_MEMORY;
     uint32_t *tops = malloc((size_t)(chunks + 1) * sizeof *tops), *indices = NULL, top = 0;
     double *sums = malloc((size_t)(blocks + 1) * sizeof *sums);
-    *out = (found){.finite = 1};
+    *out = (result){.finite = 1};
     if (!tops || !sums) goto end;
 
     if (norm_limit > 0) {
@@ -357,7 +360,7 @@ int64_t fleetx_encode(int64_t n, const float *g, const float *u, const float *v,
         goto end;
     }
 
-    /* The largest lies in [2^14, 2^15) on the wire: it cannot overflow, and 38 octaves below it are not lost. */
+    /* Scale the largest to [2^14, 2^15): it cannot overflow, and values down to 2^-38 of it are kept. */
     wire w = {.half = half};
     uint32_t lowest = 1;
     if (half) {
@@ -366,13 +369,13 @@ int64_t fleetx_encode(int64_t n, const float *g, const float *u, const float *v,
         out->exponent = exponent;
         w.down = ldexpf(1, -exponent);
         w.up = ldexp(1, exponent);
-        /* Nothing is sent that would be zero on the wire, and no denormal number. */
+        /* Skip values that would be rounded to zero, and denormals. */
         lowest = magnitude(ldexpf(1, exponent < -102 ? -126 : exponent - 24));
     }
     if (k == n) {
-#pragma omp parallel for schedule(static) num_threads(hands(n, PASS, threads))
+#pragma omp parallel for schedule(static) num_threads(threads_for(n, PASS, threads))
         for (int64_t start = 0; start < n; start += BLOCK)
-            send_all(w, body, start, v_out + start, least(BLOCK, n - start));
+            send_all(w, body, start, v_out + start, min64(BLOCK, n - start));
         out->count = n;
         length = n * (half ? 2 : 4);
         goto end;
@@ -395,5 +398,5 @@ end:
     return length;
 }
 
-/* compiled.py compares it: a library that was built before the arguments changed must not be called. */
+/* compiled.py checks it, so as not to call a library that was built before the arguments changed. */
 int fleetx_version(void) { return 2; }

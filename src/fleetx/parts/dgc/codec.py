@@ -1,11 +1,12 @@
-"""Deep gradient compression (Lin et al. 2018) of one tensor: a gradient becomes a payload, a payload is added.
+"""Deep gradient compression (Lin et al. 2018) of one tensor: turn a gradient into a payload, and add a payload.
 
 u = momentum * u + factor * g (+ decay * p)    v = v + u
-the k largest |v| are sent; what was sent leaves v, and u is zero there (momentum factor masking)
+The k largest |v| are sent. Where a value was sent, v keeps only what was rounded off, and u is zero (momentum factor
+masking).
 
-payload.py   what a payload looks like; the arguments
+payload.py   the format of a payload
 native.py    the compiled codec (codec.c, decode.c, wire.h): fp32 on the CPU
-plain.py     the same with torch and numpy; rice.py: the indices
+plain.py     the same in torch and numpy; rice.py codes the indices
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from fleetx.parts.dgc import native, plain
-from fleetx.parts.dgc.payload import Header, header
+from fleetx.parts.dgc.payload import Header, Update, flat, header, header_for, wanted
 
 __all__ = ["Header", "decode_add", "encode", "header"]
 
@@ -34,36 +35,54 @@ def encode(
     u_out: Tensor | None = None,
     v_out: Tensor | None = None,
     norm_limit: float | None = None,
+    backend: ModuleType | None = None,
 ) -> Tensor:
-    """Take in a gradient and take out the k = int(n * (1 - sparsity)) largest values, at least one, as a payload.
+    """Add a gradient to u and v, and extract the k = max(1, int(n * (1 - sparsity))) largest values as a payload.
 
-    All tensors are fp32, contiguous and of the same size. The selection is exact: never more than k, and fewer only
-    if there are not k that are not zero, or in 16 bits, that would not be zero (2**-38 of the largest, or less).
-    Of values that are equal the first are sent, the others next time.
+    All tensors must be fp32, contiguous and of the same size. The selection is exact: never more than k, and fewer only
+    if fewer are nonzero (with `half`, nonzero after rounding, that is, above 2**-38 of the largest). Of equal values,
+    those with the lowest indices are sent first.
 
-    half: values are sent in 16 bits, and what that rounds off stays in v: v is exactly what was not sent.
-    u_out, v_out: the new u and v go there, and the old ones are untouched, for a step that may be taken back.
-    norm_limit: a gradient for which |factor * g| is more is first scaled down to it.
+    half: send values in 16 bits. The rounding error stays in v, so that v is exactly what was not sent.
+    u_out, v_out: where to write the new u and v, leaving the old ones unchanged, for a step that may be undone.
+    norm_limit: if |factor * g| is larger, scale the gradient down to it.
+    backend: native or plain; by default the fastest that works.
 
-    If k is n, as at sparsity 0, everything is sent, and u is not masked: the mask takes away momentum that would push
-    twice, and where nothing was left behind there is none. So sparsity 0 is plain momentum SGD.
+    If k is n, as with sparsity 0, everything is sent and u is not masked: masking removes momentum that would be
+    applied twice, and here nothing is left to apply again. So sparsity 0 is SGD with momentum.
 
-    If a number is nan or infinite, or v would be, the payload says so: `header(payload).finite`, and holds no values.
-    Then the new u and v are worth nothing, so a caller that wants to skip such a step needs u_out and v_out.
+    If any number is nan or infinite, `header(payload).finite` is false, and the payload holds no values. The new u and
+    v are then invalid, so pass u_out and v_out to be able to skip such a step.
     """
-    return _way(g).encode(
-        g, u, v, momentum=momentum, factor=factor, sparsity=sparsity, half=half, decay=decay, p=p, u_out=u_out,
-        v_out=v_out, norm_limit=norm_limit,
+    if (u_out is None) != (v_out is None):
+        raise ValueError("u_out and v_out must be passed together")
+    if decay and p is None:
+        raise ValueError(f"decay={decay} needs the parameter: pass p")
+    if norm_limit is not None and not 0 < norm_limit < float("inf"):
+        raise ValueError(f"norm_limit={norm_limit}: must be positive and finite, or None")
+    named = {"g": g, "u": u, "v": v, "p": p if decay else None, "u_out": u_out, "v_out": v_out}
+    given = {name: flat(tensor, name) for name, tensor in named.items() if tensor is not None}
+    for name, tensor in given.items():
+        if tensor.shape != given["g"].shape or tensor.device != g.device:
+            where = f"{tensor.numel()} elements on {tensor.device}"
+            raise ValueError(f"{name} has {where}, but the gradient has {g.numel()} on {g.device}")
+    given = {"u_out": given["u"], "v_out": given["v"]} | given
+    update = Update(
+        **given, momentum=momentum, factor=factor, decay=decay, norm_limit=norm_limit, half=half,
+        k=wanted(g.numel(), sparsity),
     )  # fmt: skip
+    payload: Tensor = (backend or _backend(g)).encode(update)
+    return payload
 
 
-def decode_add(payload: Tensor, out: Tensor, scale: float) -> None:
-    """out[i] += scale * value for every value of the payload, to the same bits on every machine.
+def decode_add(payload: Tensor, out: Tensor, scale: float, *, backend: ModuleType | None = None) -> None:
+    """out[i] += scale * value for every value in the payload, with bitwise identical results on every machine.
 
-    A payload that `encode` cannot have made for a tensor of this size is a ValueError, and `out` is as before.
+    Raises ValueError, without changing `out`, for a payload that `encode` cannot have made for a tensor of this size.
     """
-    _way(out).decode_add(payload, out, scale)
+    head = header_for(payload, out)
+    (backend or _backend(out)).decode_add(head, payload.cpu(), out.detach().view(-1), scale)
 
 
-def _way(tensor: Tensor) -> ModuleType:
+def _backend(tensor: Tensor) -> ModuleType:
     return native if tensor.device.type == "cpu" and native.available() else plain

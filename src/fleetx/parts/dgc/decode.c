@@ -1,5 +1,5 @@
-/* Adds what codec.c has written to a tensor. The body comes from the network: whatever its bytes are, nothing is read
-   beyond it and nothing written beyond the tensor. */
+/* Adds a payload to a tensor. The body comes from the network, so no bytes in it may cause a read beyond the body or a
+   write beyond the tensor. */
 
 #include <math.h>
 
@@ -17,8 +17,8 @@ static uint64_t read_word(const uint8_t *from, const uint8_t *end) {
     return word;
 }
 
-/* The product of two floats is exact in double. So a fused multiply-add rounds as two operations do, and every kind of
-   processor, and plain.py, comes to the same bits; else the parameters of the ranks would drift apart. */
+/* The product of two floats is exact in double, so a fused multiply-add rounds like two operations. Every processor,
+   and plain.py, gets the same bits; otherwise the parameters of the ranks would drift apart. */
 static inline float added(float to, double scale, double value) { return (float)(to + scale * value); }
 
 typedef struct {
@@ -58,7 +58,7 @@ static int add_some(const reader *r, int64_t count, const uint8_t *lows, const u
     for (int64_t i = 0; i < count; i++, at++) {
         int64_t from = at;
         uint64_t word;
-        /* 56 bits at least of a word are left after the shift; the last word is filled with zeros. */
+        /* At least 56 bits of a word remain after the shift; the last word is padded with zeros. */
         while ((word = read_word(unary + (at >> 3), end) >> (at & 7)) == 0) {
             at = ((at >> 3) + 8) * 8;
             if (at >= bits) return SHORT;
@@ -72,7 +72,7 @@ static int add_some(const reader *r, int64_t count, const uint8_t *lows, const u
             value(r, i, &bad);
             continue;
         }
-        /* The places lie far apart: ask the memory for a batch of them before the first is needed. */
+        /* The elements are far apart: prefetch a batch of them. */
         __builtin_prefetch(out + index, 1);
         indices[i % BATCH] = index;
         if (i % BATCH == BATCH - 1 || i == count - 1)
@@ -85,8 +85,8 @@ static int add_some(const reader *r, int64_t count, const uint8_t *lows, const u
     return bits - at >= 8 ? LONG : 0;
 }
 
-/* 0, or why the body is not one that fleetx_encode wrote, and then `out` is as before. The caller has checked that the
-   values and the low bits fit into the body. */
+/* Returns 0, or an error code if fleetx_encode cannot have written this body; then `out` is unchanged. The caller has
+   checked that the values and the low bits fit into the body. */
 int fleetx_decode_add(const uint8_t *body, int64_t length, int64_t count, int half, int dense, int shift, int exponent,
                       float *out, int64_t n, double scale, int threads) {
     reader r = {half, ldexp(1, exponent), body};

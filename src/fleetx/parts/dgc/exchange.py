@@ -1,9 +1,8 @@
-"""One bucket between the ranks: large tensors as payloads of their largest values, small ones whole."""
+"""Reduce one bucket: large tensors as payloads of their largest values, small ones uncompressed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,11 @@ from fleetx.parts.dgc.codec import decode_add, encode, header
 
 
 @dataclass(frozen=True)
-class Carried:
-    """A gradient with what its rank keeps for it. `new`: where the new u and v go, if the old ones must stay."""
+class LargeTensor:
+    """A gradient to compress, with the u and v that this rank accumulates for it.
+
+    new: where to write the new u and v, if the old ones must be kept.
+    """
 
     g: Tensor
     p: Tensor
@@ -29,43 +31,32 @@ class Carried:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is to be done to a bucket. `factor` is by what its gradient is multiplied."""
+    """How to reduce a bucket. `factor` is what its gradients are multiplied by."""
 
-    tensors: list[Carried | Tensor]
+    tensors: list[LargeTensor | Tensor]
     sparsity: float
     factor: float
     half: bool
-    limit: float | None
+    norm_limit: float | None
 
     def run(self, bucket: Bucket, network: Network) -> Future[Tensor]:
-        """For a line. What travels does so on another: small tensors meanwhile, payloads while the next are made."""
-        large = [t for t in self.tensors if isinstance(t, Carried)]
+        """For a WorkerThread. Communication runs on `network.thread`, while this thread encodes the next payloads."""
+        large = [t for t in self.tensors if isinstance(t, LargeTensor)]
         small = [t for t in self.tensors if isinstance(t, Tensor)]
-        whole = network.line.ask(lambda: _mean_whole(small, network, bucket.index)) if small else None
+        uncompressed = network.thread.submit(lambda: _average(small, network, bucket.index)) if small else None
         payloads = torch.cat([self._encode(t) for t in large]) if large else None
 
         def finish() -> Tensor:
-            if whole is not None:
-                whole.wait()  # it was asked for before us: this only raises what it raised
+            if uncompressed is not None:
+                uncompressed.wait()  # it was submitted first, so this only raises its exception
             if payloads is not None:
-                self._add_up(large, network.gather(payloads, bucket.index))
+                self._add(large, network.gather(payloads, bucket.index))
             return bucket.buffer
 
-        return network.line.ask(finish)
+        return network.thread.submit(finish)
 
-    def _add_up(self, large: list[Carried], messages: list[Tensor]) -> None:
-        by_rank = [_split(message, len(large)) for message in messages]
-        for i, t in enumerate(large):
-            out = _in_memory_order(t.g, t.p).zero_()
-            for payloads in by_rank:  # in the order of the ranks, so that all of them get the same sum
-                if not header(payloads[i]).finite:
-                    out.fill_(float("nan"))  # whoever looks for overflows finds this one, on every rank
-                    break
-                decode_add(payloads[i], out, self.factor / len(messages))
-            _write_back(out, t.g, t.p)
-
-    def _encode(self, t: Carried) -> Tensor:
-        into: dict[str, Any] = {} if t.new is None else {"u_out": _flat(t.new[0]), "v_out": _flat(t.new[1])}
+    def _encode(self, t: LargeTensor) -> Tensor:
+        u_out, v_out = (_flat(t.new[0]), _flat(t.new[1])) if t.new else (None, None)
         return encode(
             _in_memory_order(t.g, t.p),
             _flat(t.u),
@@ -76,13 +67,27 @@ class Exchange:
             half=self.half,
             decay=t.decay,
             p=_flat(t.p.detach()),
-            norm_limit=self.limit,
-            **into,
+            u_out=u_out,
+            v_out=v_out,
+            norm_limit=self.norm_limit,
         )
+
+    def _add(self, large: list[LargeTensor], messages: list[Tensor]) -> None:
+        """Replace each gradient by the mean of what the ranks sent."""
+        by_rank = [_split(message, len(large)) for message in messages]
+        for i, t in enumerate(large):
+            out = _in_memory_order(t.g, t.p).zero_()
+            for payloads in by_rank:  # by rank, so that every rank gets bitwise the same sum
+                if not header(payloads[i]).finite:
+                    out.fill_(float("nan"))  # makes the overflow visible on every rank
+                    break
+                decode_add(payloads[i], out, self.factor / len(messages))
+            if out.data_ptr() != t.g.data_ptr():
+                t.g.copy_(out.as_strided(t.p.shape, t.p.stride()))
 
 
 def _split(message: Tensor, count: int) -> list[Tensor]:
-    """Payloads that follow one another: each tells its length."""
+    """Split concatenated payloads."""
     out = []
     for _ in range(count):
         out.append(message[: header(message).length])
@@ -90,23 +95,18 @@ def _split(message: Tensor, count: int) -> list[Tensor]:
     return out
 
 
-def _mean_whole(small: list[Tensor], network: Network, number: int) -> None:
+def _average(small: list[Tensor], network: Network, number: int) -> None:
     flat = torch.cat([g.reshape(-1) for g in small]).div_(network.world.size)
     network.sum_here(flat, number)
     for g, mean in zip(small, flat.split([g.numel() for g in small]), strict=True):
         g.copy_(mean.view_as(g))
 
 
-# u, v and p lie in memory in the order of the parameter, which may be channels-last; so does a gradient in DDP's
-# buckets, but not one that was collected outside of a backward.
+# u, v and p have the memory layout of the parameter, which may be channels-last. So do gradients in DDP's buckets, but
+# not those that were collected outside backward.
 def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
 
 def _in_memory_order(g: Tensor, p: Tensor) -> Tensor:
     return _flat(g) if g.stride() == p.stride() else _flat(torch.empty_like(p).copy_(g))
-
-
-def _write_back(out: Tensor, g: Tensor, p: Tensor) -> None:
-    if out.data_ptr() != g.data_ptr():
-        g.copy_(out.as_strided(p.shape, p.stride()))

@@ -1,4 +1,4 @@
-"""SGD for gradients of which some carry their momentum and decay already."""
+"""SGD for gradients that may already include momentum and weight decay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import SGD
 from torch.optim.sgd import sgd
 
 
-class CarriedMomentum(SGD):
-    """As SGD, but p <- p - lr * g for each parameter that `carries` tells of."""
+class MomentumInGrad(SGD):
+    """SGD, except that p <- p - lr * g where `in_grad(p)`: the gradient already includes momentum and weight decay."""
 
-    carries: Callable[[Tensor], bool] | None = None
+    in_grad: Callable[[Tensor], bool] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -23,20 +23,22 @@ class CarriedMomentum(SGD):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            present = [p for p in group["params"] if p.grad is not None]
-            for carried in (False, True):
-                self._update(group, [p for p in present if bool(self.carries and self.carries(p)) is carried], carried)
+            split: dict[bool, list[Tensor]] = {False: [], True: []}
+            for p in group["params"]:
+                if p.grad is not None:
+                    split[self.in_grad is not None and self.in_grad(p)].append(p)
+            self._update(group, split[False], group["momentum"], group["weight_decay"])
+            self._update(group, split[True], 0.0, 0.0)
         return loss
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], carried: bool) -> None:
+    def _update(self, group: dict[str, Any], params: list[Tensor], momentum: float, decay: float) -> None:
         if not params:
             return
-        momentum = 0.0 if carried else group["momentum"]
         buffers = [self.state[p].get("momentum_buffer") if momentum else None for p in params]
         sgd(
             params, [p.grad for p in params if p.grad is not None], buffers, foreach=group["foreach"],
-            fused=group["fused"], weight_decay=0.0 if carried else group["weight_decay"], momentum=momentum,
-            lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"], maximize=group["maximize"],
+            fused=group["fused"], weight_decay=decay, momentum=momentum, lr=group["lr"],
+            dampening=group["dampening"], nesterov=group["nesterov"], maximize=group["maximize"],
         )  # fmt: skip
         if momentum:
             for p, buffer in zip(params, buffers, strict=True):

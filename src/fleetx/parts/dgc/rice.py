@@ -1,4 +1,4 @@
-"""Indices as gaps in Rice code, with numpy. payload.py describes the bits; codec.c and decode.c do the same."""
+"""Rice coding of indices with numpy. payload.py describes the bits; codec.c and decode.c do the same."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetx.parts.dgc.payload import BEYOND, LONG, MOST_SHIFT, SHORT
+from fleetx.parts.dgc.payload import BEYOND, LONG, MAX_SHIFT, SHORT
 
-_PIECE = 1 << 14  # gaps at a time; a multiple of 8, so that the low bits of a piece are whole bytes
+_PIECE = 1 << 14  # gaps processed at a time; a multiple of 8, so that the low bits of a piece fill whole bytes
 
 
 def pack(indices: NDArray[np.uint32]) -> tuple[int, NDArray[np.uint8], NDArray[np.uint8]]:
-    """The parameter, the low bits and the quotients."""
+    """Returns the parameter, the low bits and the quotients."""
     gaps = indices.copy()
     gaps[1:] -= indices[:-1] + np.uint32(1)
     shift = best_shift(gaps)
@@ -30,16 +30,16 @@ def pack(indices: NDArray[np.uint32]) -> tuple[int, NDArray[np.uint8], NDArray[n
 
 
 def best_shift(gaps: NDArray[np.uint32]) -> int:
-    """The parameter with the fewest bits, and of several the smallest: shift + 1 a gap, and the quotients.
+    """The smallest parameter with the fewest bits in total: shift + 1 per gap, plus the quotients.
 
-    That is convex, so the search goes downhill from log2 of the mean gap.
+    The total is convex in the parameter, so the search goes downhill from log2 of the mean gap.
     """
     count = max(len(gaps), 1)
-    shift = min(max((_quotients(gaps, 0) // count).bit_length() - 1, 0), MOST_SHIFT)
+    shift = min(max((_quotients(gaps, 0) // count).bit_length() - 1, 0), MAX_SHIFT)
     here, start = _quotients(gaps, shift), shift
     while shift > 0 and (other := _quotients(gaps, shift - 1)) - count <= here:
         shift, here = shift - 1, other
-    while shift >= start and shift < MOST_SHIFT and (other := _quotients(gaps, shift + 1)) + count < here:
+    while shift >= start and shift < MAX_SHIFT and (other := _quotients(gaps, shift + 1)) + count < here:
         shift, here = shift + 1, other
     return shift
 
@@ -47,7 +47,7 @@ def best_shift(gaps: NDArray[np.uint32]) -> int:
 def unpack(
     lows: NDArray[np.uint8], unary: NDArray[np.uint8], count: int, shift: int, n: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The indices in pieces, each with the number of those before it; ValueError if they are not `count` below n."""
+    """The indices in pieces, each with the number of indices before it. ValueError unless there are `count` below n."""
     seen, index, last = 0, -1, -1
     for start in range(0, len(unary), _PIECE // 8):
         ones = np.flatnonzero(np.unpackbits(unary[start : start + _PIECE // 8], bitorder="little")) + 8 * start
@@ -81,12 +81,12 @@ def _low_bits(gaps: NDArray[np.uint32], shift: int) -> NDArray[np.uint8]:
 
 
 def _read_low_bits(lows: NDArray[np.uint8], first: int, count: int, shift: int) -> NDArray[np.int64]:
-    """`count` numbers of `shift` bits, from number `first` on."""
+    """Read `count` numbers of `shift` bits, starting with number `first`."""
     if shift == 0:
         return np.zeros(count, np.int64)
     start, end = first * shift // 8, ((first + count) * shift + 7) // 8
-    read = np.zeros(end - start + 8, np.int64)  # zeros, for the last number may begin in the last byte
+    read = np.zeros(end - start + 8, np.int64)  # padded, because the last number may start in the last byte
     read[: end - start] = lows[start:end]
     at = np.arange(first, first + count) * shift - 8 * start
-    words = sum(read[at // 8 + i] << 8 * i for i in range(5))  # 31 bits and 7 that another number has
+    words = sum(read[at // 8 + i] << 8 * i for i in range(5))  # up to 31 bits, after up to 7 bits of another number
     return words >> at % 8 & (1 << shift) - 1

@@ -1,35 +1,35 @@
-"""Which modules FSDP gathers as one, and how it divides them."""
+"""Which modules FSDP2 gathers as one segment, and the calls to `fully_shard`."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
+from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 
-_SMALL = 1 / 8  # of a segment: what is smaller is gathered with the rest of the model
+_SMALL = 1 / 8  # of the segment size: smaller modules are gathered with the rest of the model
 
 
 def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]:
     modules = dict(named_modules(model))
     for pattern in anchors:
-        found = matches(pattern, modules)
-        if not found:
-            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
-            hint = f": did you mean {', '.join(near)}?" if near else ""
-            yield f"sharding_configs['segment_anchors']: the model has no module {pattern!r}{hint}"
-        elif bare := [n for n in found if not has_forward(modules[n])]:
-            yield f"sharding_configs['segment_anchors']: {bare[0]!r} has no forward of its own: write '{bare[0]}.*'"
-        elif shared := [t for t in _tied(model) if any(t.startswith(f"{n}.") for n in found)]:
-            yield f"sharding_configs['segment_anchors']: {shared[0]!r} is tied to another: it belongs to no segment"
+        names = matches(pattern, modules)
+        where = "sharding_configs['segment_anchors']"
+        if not names:
+            hint = did_you_mean(pattern, modules, most=3, cutoff=0.4)
+            yield f"{where}: the model has no module {pattern!r}{': ' if hint else ''}{hint}"
+        elif bare := [n for n in names if not has_forward(modules[n])]:
+            yield f"{where}: {bare[0]!r} has no forward: use '{bare[0]}.*'"
+        elif tied := [t for t in _tied(model) if any(t.startswith(f"{n}.") for n in names)]:
+            yield f"{where}: {tied[0]!r} is tied to another parameter, so it cannot be in a segment: remove {pattern!r}"
 
 
 def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:
-    """The names of the modules that are gathered as one. What is in none of them is gathered with the model itself."""
+    """Names of the modules that are segments. All other parameters are gathered with the root."""
     if anchors:
         return named(model, anchors)
     tied = _tied(model)
@@ -37,15 +37,18 @@ def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:
 
 
 def largest(model: nn.Module, size: int) -> int:
-    """Bytes of the largest of them, the model itself included."""
+    """Bytes of the largest segment, including the root."""
     modules = dict(named_modules(model))
-    names = segments(model, [], size)
-    found = [sum(p.nbytes for p in modules[name].parameters()) for name in names]
-    return max((*found, sum(p.nbytes for p in model.parameters()) - sum(found)))
+    sizes = [_bytes(modules[name]) for name in segments(model, [], size)]
+    return max((*sizes, _bytes(model) - sum(sizes)))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
 
 
 def _tied(model: nn.Module) -> list[str]:
-    """The names of parameters that have several. FSDP would divide each of them apart."""
+    """All names of parameters with several names. FSDP would shard them separately."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(plain_name(name))
@@ -55,20 +58,19 @@ def _tied(model: nn.Module) -> list[str]:
 def _by_size(module: nn.Module, name: str, size: int) -> Iterator[str]:
     for key, child in module.named_children():
         inner = plain_name(f"{name}.{key}" if name else key)
-        bytes_ = sum(p.nbytes for p in child.parameters())
-        whole = has_forward(child) and (bytes_ <= size or not any(True for _ in child.children()))
-        if whole and bytes_ >= size * _SMALL:
-            yield inner
-        elif not whole:
+        fits = has_forward(child) and (_bytes(child) <= size or not any(True for _ in child.children()))
+        if not fits:
             yield from _by_size(child, inner, size)
+        elif _bytes(child) >= size * _SMALL:
+            yield inner
 
 
-def divide(model: nn.Module, names: Sequence[str], world: World, degree: int, *, again: bool, offload: bool) -> World:
-    """Shard the model in place, over neighbouring ranks; returns those that hold one copy together."""
+def shard(model: nn.Module, names: Sequence[str], world: World, degree: int, *, reshard: bool, offload: bool) -> World:
+    """Shard the model in place across consecutive ranks. Returns the ranks that hold one copy together."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank made its own
+    world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
     kind = world.device.type
     if degree == world.size:
         mesh = init_device_mesh(kind, (degree,), mesh_dim_names=("shard",))
@@ -77,6 +79,6 @@ def divide(model: nn.Module, names: Sequence[str], world: World, degree: int, *,
     policy: Any = CPUOffloadPolicy() if offload else OffloadPolicy()
     modules = dict(named_modules(model))
     for name in names:
-        fully_shard(modules[name], mesh=mesh, reshard_after_forward=again, offload_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=again, offload_policy=policy)
+        fully_shard(modules[name], mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     return world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])

@@ -1,4 +1,4 @@
-"""Give a model that FSDP divided back as it was: plain modules, whole parameters, whole optimizer state."""
+"""Undo `fully_shard`: plain modules, full parameters and full optimizer state."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch.optim import Optimizer
 _FSDP = "torch.distributed.fsdp"
 
 
-class Undivided:
-    """Made before `fully_shard`, which torch cannot undo: it leaves classes, attributes and hooks on modules."""
+class Unsharded:
+    """The model before `fully_shard`, which changes classes, attributes and hooks of modules. torch cannot undo it."""
 
     def __init__(self, model: nn.Module):
         self._model = model
         self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
 
     def restore(self, optimizer: Optimizer) -> None:
-        """A collective: every rank gets the whole model."""
+        """Give every rank the full model. A collective."""
         module: Any
         for module in self._model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-        whole: dict[Any, nn.Parameter] = {}
+        full: dict[Any, nn.Parameter] = {}
         for module in self._model.modules():
             for name, p in module._parameters.items():
-                if p is not None and p not in whole:
-                    whole[p] = _whole_parameter(p)
-                module._parameters[name] = None if p is None else whole[p]
+                if p is not None and p not in full:
+                    full[p] = _full_parameter(p)
+                module._parameters[name] = None if p is None else full[p]
         for group in optimizer.param_groups:
-            group["params"] = [whole.get(p, p) for p in group["params"]]
+            group["params"] = [full.get(p, p) for p in group["params"]]
         for old in list(optimizer.state):
             state = optimizer.state.pop(old)
-            new: Tensor = whole.get(old, old)
-            optimizer.state[new] = {k: _whole(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+            new: Tensor = full.get(old, old)
+            optimizer.state[new] = {k: _full(v) if isinstance(v, Tensor) else v for k, v in state.items()}
         for module, (kind, attributes) in self._before.items():
             module.__class__ = kind
             for name in set(vars(module)) - attributes:
@@ -55,13 +55,13 @@ def _origin(hook: Any) -> str:
     return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
-def _whole_parameter(p: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(_whole(p.detach()), requires_grad=p.requires_grad)
+def _full_parameter(p: nn.Parameter) -> nn.Parameter:
+    full = nn.Parameter(_full(p.detach()), requires_grad=p.requires_grad)
     if p.grad is not None:
-        made.grad = _whole(p.grad)
-    return made
+        full.grad = _full(p.grad)
+    return full
 
 
-def _whole(t: Any) -> Tensor:
-    whole: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return whole
+def _full(t: Any) -> Tensor:
+    full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return full

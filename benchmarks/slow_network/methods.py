@@ -1,4 +1,4 @@
-"""The strategies and their peers. Each arms a model and an optimizer, and gives back the loop that goes with them."""
+"""The strategies and their peers. Each takes a model and an optimizer, and returns a training loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fleetx import fleet
 
 H = 8  # local steps of LocalSGD
 SPARSITY = 0.999
-WALK = [0.75, 0.9375, 0.984375, 0.996, 0.999]  # the sparsity of DGC's first steps in a training, as in its paper
-ONE_BUCKET_MB = 10_000.0  # torch's PowerSGD aborts on gloo with more than one
+WALK = [0.75, 0.9375, 0.984375, 0.996, 0.999]  # DGC's ramp-up, as in its paper
+ONE_BUCKET_MB = 10_000.0  # torch's PowerSGD aborts on gloo with more than one bucket
 
 
 @dataclass(frozen=True)
 class Loop:
     model: nn.Module
-    optimizer: Any  # torch's PostLocalSGDOptimizer is only in part one
+    optimizer: Any  # torch's PostLocalSGDOptimizer is not quite an Optimizer
     backward: Callable[[Tensor], None]
 
     def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
@@ -36,46 +36,46 @@ class Loop:
         return loss.detach()
 
 
-Arm = Callable[[nn.Module, SGD], Loop]
+Prepare = Callable[[nn.Module, SGD], Loop]
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     name: str
     title: str
-    arm: Arm
-    period: int = 1  # steps from one communication to the next
-    background: bool = False  # does it communicate during the steps of the next period?
-    few: bool = False  # does it send so little that a step is short at any rate?
+    prepare: Prepare
+    period: int = 1  # steps between two communications
+    background: bool = False  # does it communicate during the next period?
+    few: bool = False  # does it send so little that a step is short on any link?
 
     @property
     def ours(self) -> bool:
         return self.name not in ("alone", "ddp", "fp16_hook", "power1", "power4", "post_local")
 
 
-def ours(**switches: Any) -> Arm:
-    def arm(model: nn.Module, optimizer: SGD) -> Loop:
+def ours(**switches: Any) -> Prepare:
+    def prepare(model: nn.Module, optimizer: SGD) -> Loop:
         made, stepped = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**switches))
         return Loop(made, stepped, lambda loss: fleet.backward(loss, optimizer=stepped))
 
-    return arm
+    return prepare
 
 
 def alone(model: nn.Module, optimizer: SGD) -> Loop:
     return Loop(model, optimizer, Tensor.backward)
 
 
-def ddp(hook: Callable[[], tuple[Any, Any]] | None = None, *, bucket_cap_mb: float | None = None) -> Arm:
-    def arm(model: nn.Module, optimizer: SGD) -> Loop:
+def ddp(hook: Callable[[], tuple[Any, Any]] | None = None, *, bucket_cap_mb: float | None = None) -> Prepare:
+    def prepare(model: nn.Module, optimizer: SGD) -> Loop:
         made = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
         if hook is not None:
             made.register_comm_hook(*hook())
         return Loop(made, optimizer, Tensor.backward)
 
-    return arm
+    return prepare
 
 
-def power(rank: int) -> Arm:
+def power(rank: int) -> Prepare:
     def hook() -> tuple[Any, Any]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         return state, powerSGD_hook.powerSGD_hook
@@ -83,46 +83,46 @@ def power(rank: int) -> Arm:
     return ddp(hook, bucket_cap_mb=ONE_BUCKET_MB)
 
 
-def post_local(period: int) -> Arm:
-    """torch's own LocalSGD, as its documentation puts it together."""
+def post_local(period: int) -> Prepare:
+    """torch's LocalSGD, set up as in its documentation."""
 
     def hook() -> tuple[Any, Any]:
         state = post_localSGD_hook.PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)
         return state, post_localSGD_hook.post_localSGD_hook
 
-    def arm(model: nn.Module, optimizer: SGD) -> Loop:
-        from torch.distributed.optim import PostLocalSGDOptimizer  # its own imports warn
+    def prepare(model: nn.Module, optimizer: SGD) -> Loop:
+        from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
 
         averager = PeriodicModelAverager(period=period, warmup_steps=0)
         return Loop(ddp(hook)(model, optimizer).model, PostLocalSGDOptimizer(optimizer, averager), Tensor.backward)
 
-    return arm
+    return prepare
 
 
 def fp16_hook() -> tuple[Any, Any]:
     return dist.group.WORLD, default_hooks.fp16_compress_hook
 
 
-def dgc(dtype: str, **settings: Any) -> Arm:
+def dgc(dtype: str, **settings: Any) -> Prepare:
     return ours(dgc={"sparsity": [SPARSITY], "value_dtype": dtype, **settings})
 
 
 STEPS = [
-    Way("alone", "no communication", alone, few=True),
-    Way("ddp", "DDP, fp32", ddp()),
-    Way("fp16_hook", "DDP, torch's fp16 hook", ddp(fp16_hook)),
-    Way("power1", "DDP, torch's PowerSGD, rank 1", power(1), few=True),
-    Way("power4", "DDP, torch's PowerSGD, rank 4", power(4), few=True),
-    Way("post_local", f"torch's PostLocalSGD, H={H}", post_local(H), period=H),
-    Way("dense", "no strategy", ours()),
-    Way("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
-    Way("dgc32", f"dgc {SPARSITY}, values in fp32", dgc("float32"), few=True),
-    Way("dgc16", f"dgc {SPARSITY}, values in fp16", dgc("float16"), few=True),
-    Way("local", f"localsgd k={H}", ours(localsgd={"k_steps": H}), period=H),
-    Way("overlap", f"localsgd k={H}, overlap", ours(localsgd={"k_steps": H, "overlap": True}), period=H,
+    Method("alone", "no communication", alone, few=True),
+    Method("ddp", "DDP, fp32", ddp()),
+    Method("fp16_hook", "DDP, torch's fp16 hook", ddp(fp16_hook)),
+    Method("power1", "DDP, torch's PowerSGD, rank 1", power(1), few=True),
+    Method("power4", "DDP, torch's PowerSGD, rank 4", power(4), few=True),
+    Method("post_local", f"torch's PostLocalSGD, H={H}", post_local(H), period=H),
+    Method("dense", "no strategy", ours()),
+    Method("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
+    Method("dgc32", f"dgc {SPARSITY}, values in fp32", dgc("float32"), few=True),
+    Method("dgc16", f"dgc {SPARSITY}, values in fp16", dgc("float16"), few=True),
+    Method("local", f"localsgd k={H}", ours(localsgd={"k_steps": H}), period=H),
+    Method("overlap", f"localsgd k={H}, overlap", ours(localsgd={"k_steps": H, "overlap": True}), period=H,
         background=True),
-    Way("adaptive", f"adaptive_localsgd, its period at {H}", ours(adaptive_localsgd={"init_k_steps": H}), period=H),
-    Way("hierarchical", "use_hierarchical_allreduce", ours(use_hierarchical_allreduce=True)),
+    Method("adaptive", f"adaptive_localsgd, period {H}", ours(adaptive_localsgd={"init_k_steps": H}), period=H),
+    Method("hierarchical", "use_hierarchical_allreduce", ours(use_hierarchical_allreduce=True)),
 ]  # fmt: skip
 
 
