@@ -16,6 +16,25 @@ hypothesis.settings.register_profile("unhurried", deadline=None)  # timings are 
 hypothesis.settings.load_profile("unhurried")
 
 
+# Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.
+SLOW = (
+    "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
+    "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch", "test_child",
+    "test_bert_and_gpt2", "test_lost_rank", "parts/test_pipeline", "test_static_documents", "test_static_equals_eager",
+    "test_static_imports", "test_download_node", "test_download_faults", "test_application_training",
+)  # fmt: skip
+NIGHTLY = ("bench/",)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        place = item.nodeid.split("::")[0].removeprefix("tests/")
+        if any(place.startswith(name) or f"/{name}" in f"/{place}" for name in NIGHTLY):
+            item.add_marker(pytest.mark.nightly)
+        if any(f"/{name}" in f"/{place}" for name in SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Two ranks, for the whole run."""
