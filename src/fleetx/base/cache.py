@@ -1,44 +1,42 @@
-"""Choices that were made before, for the same model, shapes, budget and machine: a restart need not probe again."""
+"""JSON files in the user's cache folder: results that a restart need not measure again."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from fleetx.base.files import write_atomic
+
 log = logging.getLogger(__name__)
-_VERSION = 1  # of what is stored
 
 
-def folder(of: str = "recompute") -> Path | None:
-    """FLEETX_CACHE, or the user's cache; None where FLEETX_CACHE is empty: then nothing is stored."""
-    set_ = os.environ.get("FLEETX_CACHE")
-    if set_ == "":
+def folder(kind: str) -> Path | None:
+    """The folder `kind` in FLEETX_CACHE or else in the user's cache. None if FLEETX_CACHE is empty: nothing is stored."""
+    root = os.environ.get("FLEETX_CACHE")
+    if root == "":
         return None
-    root = Path(set_) if set_ else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fleetx"
-    return root / of
+    return (Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fleetx") / kind
 
 
-def load(name: str) -> dict[str, Any] | None:
-    where = folder()
+def load(kind: str, name: str) -> Any:
+    """The stored data, or None if it is missing or cannot be read."""
+    where = folder(kind)
     try:
         return json.loads((where / f"{name}.json").read_text()) if where is not None else None
     except (OSError, ValueError):
         return None
 
 
-def save(name: str, choice: Any) -> None:
-    """Beside, then renamed: several ranks may write the same. A disk that is full or closed costs time only."""
-    where = folder()
+def save(kind: str, name: str, data: Any) -> None:
+    """Store the data. A disk that is full or read-only only costs the time to measure again."""
+    where = folder(kind)
     if where is None:
         return
     try:
         where.mkdir(parents=True, exist_ok=True)
-        beside = where / f"{name}.{os.getpid()}"
-        beside.write_text(json.dumps(dataclasses.asdict(choice)))
-        beside.replace(where / f"{name}.json")
+        write_atomic(where / f"{name}.json", json.dumps(data))
     except OSError as error:
-        log.warning("the choice of what to recompute could not be stored: %s", error)
+        log.warning("%s/%s could not be stored: %s", kind, name, error)

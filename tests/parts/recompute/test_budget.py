@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, 
 
 
 def test_nothing_is_stored_where_the_folder_is_empty():
-    assert cache.folder() is None
+    assert cache.folder("recompute") is None
 
 
 def test_a_model_that_never_needs_gradients_is_refused():

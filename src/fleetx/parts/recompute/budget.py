@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -232,7 +232,7 @@ def buckets(model: nn.Module) -> int:
 def _stored(step: Step, budget: str | float) -> Choice:
     """One that was made before, if it still holds: the code of the model may be another."""
     name = step_key.key(step, budget)
-    if (known := cache.load(name)) is not None:
+    if (known := cache.load("recompute", name)) is not None:
         try:
             choice = Choice(**known)
             if estimate(step, choice.arm if choice.tree else None).peak <= max(choice.limit, choice.peak):
@@ -240,7 +240,7 @@ def _stored(step: Step, budget: str | float) -> Choice:
         except (UsageError, KeyError, TypeError):
             log.info("recompute: what was stored for this model does not fit it any more")
     choice = choose(step, budget)
-    cache.save(name, choice)
+    cache.save("recompute", name, asdict(choice))
     return choice
 
 
