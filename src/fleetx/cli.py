@@ -43,7 +43,14 @@ def explain(path: str) -> None:
 @click.option("--objective", type=click.Choice(["throughput", "memory"]), help="What is made best.")
 @click.option("--allow", type=click.Choice(["exact", "bf16", "lossy"]), help="Which strategies may be chosen.")
 @click.option("--memory", metavar="SIZE", help="What a rank may use, such as 80GiB.")
-@click.option("--trials", type=click.IntRange(min=0), help="Plans that are tried for real.")
+@click.option("--trials", type=click.IntRange(min=0), help="How many plans to run for real.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="strategy.yaml",
+    show_default=True,
+    help="Where to write the strategy.",
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="What if: so many machines?")
 @click.option(
     "--gpus_per_node",
@@ -58,11 +65,12 @@ def explain(path: str) -> None:
     "--inner-link", "--inner_link", metavar="SPEED", help="What if: inside of a machine. [default: as --link]"
 )
 @click.option("--latency", type=float, default=2e-5, show_default=True, help="What if: seconds of a message.")
-@click.option("--speed", type=float, default=1.0, show_default=True, help="What if: compute, times that of the probe.")
+@click.option("--speed", type=float, default=1.0, show_default=True, help="What if: compute, relative to the profile.")
 @click.option(
+    "--profile",
     "--probe",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What if: a stored probe. [default: the last]",
+    help="What if: a stored profile. [default: the last one]",
 )
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="What if: draw throughput against nodes to a PNG."
@@ -70,10 +78,10 @@ def explain(path: str) -> None:
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def plan(script: str | None, arguments: tuple[str, ...], **given: Any) -> None:
-    """Choose a strategy for SCRIPT without training: measured, predicted, tried, explained, written to strategy.yaml.
+    """Choose a strategy for SCRIPT without training: measure, predict, try, explain, and write it to --output.
 
-    The script runs up to its fleet.distribute(..., sample=...); its own options come after `--`. With --nodes: predict
-    for another machine, from the probe of SCRIPT, or without one from the last.
+    The script runs up to its fleet.distribute(..., sample=...); its own options come after `--`. With --nodes, predict
+    for another cluster from the profile of SCRIPT, or without a script from the last profile.
     """
     from fleetx.errors import FleetxError
     from fleetx.launch.options import main as fleetrun
@@ -82,7 +90,7 @@ def plan(script: str | None, arguments: tuple[str, ...], **given: Any) -> None:
     if script is None and given["nodes"] is None:
         raise click.UsageError("name a script to plan for, or ask what if: --nodes N --link SPEED --memory SIZE")
     try:
-        if script is not None and (code := command.measured(script, arguments, given, fleetrun)):
+        if script is not None and (code := command.plan(script, arguments, given, fleetrun)):
             raise SystemExit(code)
         if given["nodes"] is not None:
             click.echo(command.what_if(given))

@@ -68,7 +68,7 @@ class AdaptiveLocalSGD(Part):
         return local_updates.keeps(self, params)
 
     def cost(self, terms: CostTerms) -> None:
-        terms.every, terms.late, terms.averages = self.init_k_steps, True, True
+        terms.reduce_every, terms.after_backward, terms.averages_parameters = self.init_k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:

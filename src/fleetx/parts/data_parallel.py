@@ -49,7 +49,7 @@ class DataParallel(Part):
 
     def cost(self, terms: CostTerms) -> None:
         terms.bucket = self._bucket * 2**20
-        terms.buckets = terms.gradients  # copied there and divided: one pass more than to add them up
+        terms.bucket_copies = terms.gradients  # copied there and divided: one pass more than to add them up
 
     @at(Stage.MODEL)
     def replicate(self, model: nn.Module, ctx: SetupContext) -> nn.Module:

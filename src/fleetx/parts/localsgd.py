@@ -65,7 +65,7 @@ class LocalSGD(Part):
             yield Offer({"k_steps": 4}, "lossy")
 
     def cost(self, terms: CostTerms) -> None:
-        terms.every, terms.late, terms.averages = self.k_steps, True, True
+        terms.reduce_every, terms.after_backward, terms.averages_parameters = self.k_steps, True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:

@@ -94,7 +94,7 @@ class DGC(Part):
         )  # values and places, of every rank to every one
         slow = terms.cluster.device == "cpu" and not native.available()
         terms.streamed += PASSES * (PLAIN if slow else 1.0) * terms.gradients
-        terms.bytes -= terms.gradients  # what the optimizer gathers is gathered here instead
+        terms.extra_bytes -= terms.gradients  # what the optimizer gathers is gathered here instead
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)
