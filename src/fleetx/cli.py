@@ -48,6 +48,9 @@ def explain(path: str) -> None:
 @click.option("--allow", type=click.Choice(["exact", "bf16", "lossy"]), help="Which strategies may be chosen.")
 @click.option("--memory", metavar="SIZE", help="Memory per rank, such as 80GiB.")
 @click.option("--trials", type=click.IntRange(min=0), help="Number of plans to test by running them.")
+@click.option(
+    "--output", type=_output_file, default="strategy.yaml", show_default=True, help="Where to write the strategy."
+)
 @click.option("--nodes", type=_positive, help="Prediction: number of machines.")
 @click.option("--gpus_per_node", type=_positive, default=1, show_default=True, help="Prediction: ranks per machine.")
 @click.option("--link", metavar="SPEED", help="Prediction: bandwidth between machines, such as 25GB/s or 100Mbit/s.")
@@ -60,12 +63,14 @@ def explain(path: str) -> None:
     show_default=True,
     help="Prediction: compute speed relative to the measured machine.",
 )
-@click.option("--probe", type=_input_file, help="Prediction: file with earlier measurements. [default: the latest]")
+@click.option(
+    "--profile", "--probe", type=_input_file, help="Prediction: file with earlier measurements. [default: the latest]"
+)
 @click.option("--plot", type=_output_file, help="Prediction: plot throughput against machines to this PNG file.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:
-    """Find the best strategy for SCRIPT without training, explain it, and write it to strategy.yaml.
+    """Find the best strategy for SCRIPT without training, explain it, and write it to --output.
 
     Runs SCRIPT up to its fleet.distribute(..., sample=...), measures, predicts, and tests the best plans. Put the
     script's own options after `--`. With --nodes, also predicts the throughput on other machines, from the measurements
@@ -78,7 +83,7 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
     if script is None and options["nodes"] is None:
         raise click.UsageError("give a SCRIPT, or for a prediction --nodes N --link SPEED --memory SIZE")
     try:
-        if script is not None and (code := command.measured(script, arguments, options, fleetrun)):
+        if script is not None and (code := command.plan(script, arguments, options, fleetrun)):
             raise SystemExit(code)
         if options["nodes"] is not None:
             click.echo(command.what_if(options))

@@ -1,4 +1,4 @@
-"""Peaks that are predicted, beside those of real updates on two ranks."""
+"""Predicted peaks against those of real updates on two ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from fixed_times import cluster, fixed_times
 from fleetx import DistributedStrategy, fleet
 from fleetx.measure import allocator
 from fleetx.measure.fake_step import Step, estimate
 from fleetx.measure.tracker import bytes_of
-from fleetx.planner.candidates import Candidate, cut
-from fleetx.planner.cost import account, terms_of
-from fleetx.planner.profile import cluster, work
-from fleetx.planner.trial import tried
-from fleetx.planner.workload import Job, name
+from fleetx.planner.candidates import Candidate, kept_bytes
+from fleetx.planner.cost import step_cost, terms_of
+from fleetx.planner.profile import measure_model
+from fleetx.planner.trial import try_out
+from fleetx.planner.workload import Workload
 
 
 def tall(width=512):
@@ -24,24 +25,22 @@ def tall(width=512):
 
 
 def _both(declared, feed):
-    """Predicted and measured."""
+    """The predicted and the measured peak."""
     fleet.init()
     world, model = fleet._here(), tall()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batch = torch.randn(64, 512), torch.randint(0, 10, (64,))
-    job = Job.of(model, optimizer, batch, cross_entropy)
-    strategy = DistributedStrategy(**declared)
-    plan = strategy.plan()
-    here = cluster(world, memory=1 << 40, global_batch=None)
+    workload = Workload.of(model, optimizer, batch, cross_entropy)
+    plan = DistributedStrategy(**declared).plan()
     base = [part for part in plan.parts if part.changes_forward]
-    found = work(job, base, [], world, largest=256, seconds=60)
-    terms = terms_of(plan.parts, here, found)
-    assert cut(terms, 64) == 64
-    candidate = Candidate(declared, {}, plan, feed, terms)
-    trial = tried(job, candidate, world, seconds=60, peak=True)
+    with fixed_times():
+        profile = measure_model(workload, base, [], world, largest=256, seconds=60)
+    terms = terms_of(plan.parts, cluster(world, memory=None, global_batch=None), profile)
+    kept = kept_bytes(plan, model.parameters())
+    cost = step_cost(terms, profile, profile.forward_with(plan.parts), feed, kept=kept)
+    trial = try_out(workload, Candidate(declared, {}, plan, feed, terms, cost), world, seconds=110, peak=True)
     assert not trial.error, trial.error
-    kept = candidate.keeps(model.parameters())
-    return account(terms, found, found.way(name(plan.parts)), feed, kept=kept).peak, trial.peak
+    return cost.peak, trial.peak
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Predictions for machines that are not here."""
+"""Predictions for other clusters, from a stored profile."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
-from test_cost import MB, SCENE, WORK
+from test_cost import CLUSTER, MB, PROFILE
 
 from fleetx.cli import main
 from fleetx.planner import whatif
+from fleetx.planner.cache import StoredProfile
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_speeds_are_read_as_people_write_them(text, bytes_):
 
 
 @pytest.mark.parametrize("text", ["fast", "25", "0GB/s", "25GiB", "-1GB/s"])
-def test_what_is_no_speed_is_refused(text):
+def test_an_invalid_speed_is_an_error(text):
     with pytest.raises(ValueError, match="is not a speed such as"):
         whatif.speed(text)
 
@@ -32,15 +33,15 @@ def machine(**changed):
     return whatif.Machine(**made)
 
 
-def rows(**changed):
-    return whatif.rows(machine(**changed), SCENE, WORK, {}, allow="exact")
+def rows(profile=PROFILE, declared=None, **changed):
+    return whatif.rows(machine(**changed), StoredProfile(CLUSTER, profile, declared or {}), allow="exact")
 
 
 def test_a_slow_link_limits_and_a_fast_one_does_not():
     slow, fast = rows(link=10.0 * MB), rows(link=1e13)
     assert [row.nodes for row in slow] == [1, 2, 4, 8]
-    assert slow[-1].account.limit(1 << 40) == "link"
-    assert fast[-1].account.limit(1 << 40) == "compute"
+    assert slow[-1].best.cost.bottleneck(1 << 40) == "link"
+    assert fast[-1].best.cost.bottleneck(1 << 40) == "compute"
     assert fast[-1].rate > slow[-1].rate
     assert fast[-1].rate == pytest.approx(8 * fast[0].rate, rel=0.1)
 
@@ -51,51 +52,63 @@ def test_faster_devices_are_faster_by_the_stated_factor():
 
 
 def test_what_a_strategy_keeps_is_counted():
-    shaped = replace(WORK, shapes=((50 * MB,),))  # of four bytes each
-    both = [whatif.rows(machine(nodes=1), SCENE, work, {"dgc": True}, allow="exact") for work in (WORK, shaped)]
-    assert both[1][0].account.peak - both[0][0].account.peak == 2 * 200 * MB
+    shaped = replace(PROFILE, shapes=((50 * MB,),))  # of four bytes each
+    both = [rows(profile, {"dgc": True}, nodes=1)[0].best.cost.peak for profile in (PROFILE, shaped)]
+    assert both[1] - both[0] == 2 * 200 * MB
 
 
-def test_what_does_not_fit_is_said_with_the_least():
+def test_if_nothing_fits_the_least_is_shown():
     text = whatif.text(machine(memory=100 * MB), rows(memory=100 * MB))
     assert "nothing fits into 100.0 MiB: the least is" in text
-    assert "A prediction: nothing below was run" in text
+    assert "This is a prediction: nothing below was run" in text
 
 
 @pytest.fixture
-def probe(tmp_path):
-    path = tmp_path / "probe.json"
-    path.write_text(json.dumps({"cluster": asdict(SCENE), "work": WORK.written(), "declared": {}}))
-    return str(path)
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(asdict(StoredProfile(CLUSTER, PROFILE, {}))))
+    return path
 
 
-def test_the_command_answers_from_a_stored_probe(probe, tmp_path):
-    words = ["plan", "--nodes", "64", "--gpus_per_node", "8", "--link", "25GB/s", "--inner-link", "300GB/s",
-             "--memory", "80GiB", "--speed", "40", "--probe", probe]  # fmt: skip
-    result = CliRunner().invoke(main, words)
+QUESTION = ["plan", "--nodes", "64", "--gpus_per_node", "8", "--link", "25GB/s", "--inner-link", "300GB/s"]
+QUESTION += ["--memory", "80GiB", "--speed", "40"]
+
+
+@pytest.mark.parametrize("option", ["--profile", "--probe"])
+def test_the_command_answers_from_a_stored_profile(option, profile):
+    result = CliRunner().invoke(main, [*QUESTION, option, str(profile)])
     assert result.exit_code == 0, result.output
     assert "512 ranks" in result.output
     assert "40 times as fast" in result.output
     assert "limited by" in result.output
 
 
+@pytest.mark.parametrize("change", [{"version": 2}, {"cluster": {}}])
+def test_a_profile_in_another_format_is_an_error(change, profile):
+    profile.write_text(json.dumps(json.loads(profile.read_text()) | change))
+    result = CliRunner().invoke(main, [*QUESTION, "--profile", str(profile)])
+    assert result.exit_code == 1
+    assert "is not a profile that this version of fleetx can read" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "give a SCRIPT, or for a prediction --nodes N"),
-        (["--nodes", "4"], "--link and --memory must be said too"),
+        ([], "name a script to plan for"),
+        (["--nodes", "4"], "--nodes 4 needs --link and --memory too"),
         (["--nodes", "4", "--link", "much", "--memory", "8GiB"], "is not a speed such as"),
         (["--nodes", "4", "--link", "1GB/s", "--memory", "lots"], "is not a number of bytes"),
-        (["--nodes", "4", "--link", "1GB/s", "--memory", "8GiB", "--speed", "0"], "--speed must be above 0"),
+        (["--nodes", "4", "--link", "1GB/s", "--memory", "8GiB", "--speed", "0"], "--speed must be greater than 0"),
+        (["--nodes", "4", "--link", "1GB/s", "--memory", "8GiB", "--global_batch", "6"], "cannot be split evenly"),
     ],
 )
-def test_questions_that_cannot_be_answered_are_refused(words, told, probe):
-    result = CliRunner().invoke(main, ["plan", *words, *(["--probe", probe] if words else [])])
+def test_invalid_questions_are_errors(words, told, profile):
+    result = CliRunner().invoke(main, ["plan", *words, *(["--profile", str(profile)] if words else [])])
     assert result.exit_code != 0
     assert told in result.output
 
 
-def test_without_a_probe_it_says_where_to_get_one(monkeypatch, tmp_path):
+def test_without_a_profile_the_error_says_how_to_get_one(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEETX_CACHE", str(tmp_path))
     result = CliRunner().invoke(main, ["plan", "--nodes", "2", "--link", "1GB/s", "--memory", "8GiB"])
-    assert "there is no probe yet" in result.output
+    assert "no profile is stored yet" in result.output

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path | None:
-    """The folder `kind` in FLEETX_CACHE or else in the user's cache. None if FLEETX_CACHE is empty: store nothing."""
+    """The folder `kind` in FLEETX_CACHE, or else in the user's cache; None if FLEETX_CACHE is empty: store nothing."""
     root = os.environ.get("FLEETX_CACHE")
     if root == "":
         return None

@@ -37,8 +37,8 @@ class Entry:
     """What belongs to one engine."""
 
     strategy: DistributedStrategy
-    chosen: Any = None  # what `auto` chose
-    feed: Any = None  # checks that a pipeline gets the batches that `auto` planned for
+    chosen: Any = None  # how `auto` or `batch` splits the batch
+    feed: Any = None  # checks that a pipeline gets the batches that were planned for
 
 
 @dataclass

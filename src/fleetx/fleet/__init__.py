@@ -23,7 +23,7 @@ from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy
-from fleetx.fleet.auto import check_feed, planned, watch_feed
+from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
 from fleetx.fleet.workers import (
     barrier_worker,
@@ -44,7 +44,6 @@ from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
     from fleetx.measure.largest_batch import LargestBatch
-    from fleetx.planner import Chosen
 
 __all__ = [
     "DistributedStrategy",
@@ -301,16 +300,19 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
         return Explanation(_checked(strategy), strategy.plan(), current().world)
     engine = _engine(model)
     entry = current().entries[engine]
-    return Explanation(entry.strategy, engine.plan, engine.world, engine, str(entry.chosen or ""))
+    return Explanation(entry.strategy, engine.plan, engine.world, engine, entry.chosen.text if entry.chosen else "")
 
 
-def batch(*, model: nn.Module | None = None) -> Chosen:
-    """How `auto` divides the batch: make the loader with batch_size=fleet.batch().feed. Print it to see the search."""
+def batch(*, model: nn.Module | None = None) -> BatchPlan:
+    """How `auto` or `strategy.batch` splits the batch: create the loader with batch_size=fleet.batch().feed.
+
+    Under `auto`, print it to see the search.
+    """
     engine = _engine(model)
-    chosen = current().entries[engine].chosen
-    if chosen is None:
-        raise UsageError("fleet.batch() returns what strategy.auto chose, but auto is off: set strategy.auto = True")
-    return chosen
+    plan: BatchPlan | None = current().entries[engine].chosen
+    if plan is None:
+        raise UsageError("fleet.batch() needs a strategy with auto or batch: turn one of them on")
+    return plan
 
 
 def _engine(which: nn.Module | Optimizer | None) -> Engine:

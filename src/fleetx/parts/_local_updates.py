@@ -71,7 +71,7 @@ class LocalUpdates(Part):
         return 2 * sum(p.nbytes for p in params) if self.overlap or self._outer else 0
 
     def cost(self, terms: CostTerms) -> None:
-        terms.every, terms.late, terms.averages = self.period(), True, True
+        terms.reduce_every, terms.after_backward, terms.averages_parameters = self.period(), True, True
 
     @at(Stage.REDUCE, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:

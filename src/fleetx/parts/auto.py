@@ -8,31 +8,33 @@ from pydantic import Field
 from fleetx.base import sizes
 from fleetx.strategy.part import Part, settings
 
-ASKED = "FLEETX_PLAN"  # set by `fleetx plan`: settings of auto, as YAML; the script ends when the plan is there
+PLAN = "FLEETX_PLAN"  # set by `fleetx plan`: settings of auto, as YAML; the script exits once the plan is made
 
 
 @settings
 class Auto(Part):
-    """Measure, predict and choose the other strategies, when a model is distributed; what the user set is kept.
+    """Measure, predict and choose the other strategies when a model is distributed; what the user sets is kept.
 
-    Every part offers settings and tells what they cost; those that compose are predicted, the best are tried in child
-    processes, and the winner is written to a file with which the run can be repeated.
+    Every part offers settings and reports their cost. Combinations that compose are predicted, and the best few are
+    tried in child processes.
     """
 
     objective: Literal["throughput", "memory"] = "throughput"
-    """What is made best."""
+    """What to optimize for."""
     global_batch: Annotated[int, Field(ge=1)] | None = None
-    """Samples in one update over all ranks. Without it every rank goes on with batches of the sample's size."""
+    """Samples per update over all ranks. By default, every rank keeps the batch size of the sample."""
     memory_budget: str | Annotated[int, Field(gt=0)] | None = None
-    """Bytes that each rank may use, such as "6GiB"; by default what the device, or the machine's share, has."""
+    """Bytes that each rank may use, such as "6GiB"; by default those of the device, or a share of the machine's."""
     allow: Literal["exact", "bf16", "lossy"] = "exact"
-    """Which strategies may be chosen: those that do not change the mathematics, bfloat16 too, or all."""
+    """Which strategies may be chosen: those that do not change the math, also bfloat16, or all of them."""
     trials: Annotated[int, Field(ge=0)] = 3
-    """Plans that are tried for real."""
+    """How many plans to run for real."""
     max_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """After so many no plan is tried any more."""
+    """After this time, no further trial is started."""
     cache: bool = True
-    """Keep the result for the next run."""
+    """Store the result for the next run."""
+    output: str | None = None
+    """A YAML file to write the chosen strategy to; `DistributedStrategy.load` of it repeats the run."""
 
     is_meta: ClassVar[bool] = True
     costs: ClassVar[str] = "time: a search before training, of about max_seconds"

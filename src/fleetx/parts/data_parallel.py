@@ -49,7 +49,7 @@ class DataParallel(Part):
 
     def cost(self, terms: CostTerms) -> None:
         terms.bucket = self._bucket * 2**20
-        terms.buckets = terms.gradients  # copied and divided: one pass more than summing
+        terms.bucket_copies = terms.gradients  # copied and divided: one pass more than summing
 
     @at(Stage.MODEL)
     def replicate(self, model: nn.Module, ctx: SetupContext) -> nn.Module:

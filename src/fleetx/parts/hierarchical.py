@@ -33,14 +33,14 @@ class Hierarchical(Part):
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
-        if 1 < cluster.inside < cluster.ranks:
-            yield Offer({"inter_nranks": cluster.inside})
+        if 1 < cluster.ranks_per_host < cluster.ranks:
+            yield Offer({"inter_nranks": cluster.ranks_per_host})
 
     def cost(self, terms: CostTerms) -> None:
-        inside = self.inter_nranks if self.inter_nranks > 1 else terms.cluster.inside
+        inside = self.inter_nranks if self.inter_nranks > 1 else terms.cluster.ranks_per_host
         groups = terms.cluster.ranks // inside
         if groups > 1 and inside > 1:
-            terms.way = _tiers(terms.cluster, inside, groups)
+            terms.link = _tiers(terms.cluster, inside, groups)
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if world.size == 1:

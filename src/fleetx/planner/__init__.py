@@ -1,13 +1,17 @@
-"""`auto`: measure, predict, choose, explain.
+"""`auto`: measure, predict, try, choose, explain.
 
-    probe.py        what the model asks of this device, and how fast ranks talk: measured
-    candidates.py   every plan that the parts offer, that composes, and that cuts the batch evenly
-    cost.py         the terms of a plan, added up to seconds and bytes
-    search.py       predict all, try the best in children, take the winner
-    report.py       what was considered and why; the winner as YAML
-    whatif.py       the same for another machine, from a stored probe
+    workload.py          the model, the optimizer and the batch to measure with
+    profile.py           measures the cluster (link_benchmark.py) and the model (model_profile.py)
+    candidates.py        every plan that the parts offer, that composes, and that splits the batch evenly
+    cost.py              adds up the terms of a plan: predicted seconds and bytes
+    search.py trial.py   rank all candidates, try the best in child processes (children.py), choose the winner
+    report.py            which plans were considered, and why the winner won
+    strategy_file.py     the winner as YAML
+    cache.py             earlier results, and profiles
+    whatif.py            predictions for another cluster, from a stored profile
+    command.py           `fleetx plan`
 
-Ranks go through it together; what one of them alone finds out is told to the others, so that all take the same plan.
+All ranks run a search together. What only one of them finds out is sent to the others, so that all choose the same.
 """
 
 from __future__ import annotations
@@ -26,100 +30,86 @@ from fleetx.comm.world import World
 from fleetx.engine.checks import check
 from fleetx.errors import UsageError
 from fleetx.measure.fake_step import preserve_rng
-from fleetx.planner import cache, profile, report
-from fleetx.planner.candidates import declared, offered
-from fleetx.planner.search import Search, allowed, ways
-from fleetx.planner.workload import Job, from_first
+from fleetx.planner import cache, profile, report, strategy_file
+from fleetx.planner.candidates import Candidate, declared, offered
+from fleetx.planner.children import on_rank_0
+from fleetx.planner.search import Search, compatible, forward_variants
+from fleetx.planner.workload import Workload
 from fleetx.strategy import DistributedStrategy
 
 NO_SAMPLE = (
     "strategy.auto needs a batch to measure with. Add two lines:\n"
     "    x, y = next(iter(loader))\n"
     "    model, optimizer = fleet.distribute(model, optimizer, strategy, sample=(x, y), loss_fn=loss_fn)\n"
-    "Where the model returns its loss: sample=batch, without loss_fn"
+    "If the model returns its loss: sample=batch, without loss_fn"
 )
-
-ONLY_FORM = (
-    "a pipeline: call fleet.forward_backward(batch) instead of model(x) and loss.backward(), and give all ranks of one "
+PIPELINE = (
+    "a pipeline: call fleet.forward_backward(batch) instead of model(x) and loss.backward(), and give all ranks of a "
     "replica the same batch (fleet.replica_index(), fleet.replica_num())"
 )
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What auto chose. Each rank is given `feed` samples at a time; `merged` such steps make an update."""
+    """The strategy that auto chose, which includes how the batch is split (`batch`)."""
 
     strategy: DistributedStrategy
-    feed: int
-    merged: int
-    replicas: int
     text: str  # the explanation
-    path: str  # where the strategy was written
-
-    @property
-    def total(self) -> int:
-        return self.feed * self.merged * self.replicas
-
-    def __str__(self) -> str:
-        return self.text
+    path: str  # where the strategy was written; empty if auto_configs['output'] is not set
 
 
 def choose(
     model: nn.Module, optimizer: Optimizer, strategy: DistributedStrategy, world: World, *,
     sample: Any, loss_fn: Callable[..., Tensor] | None,
 ) -> Chosen:  # fmt: skip
-    """Every rank must call it. Raises StrategyError where no plan fits."""
+    """Choose a strategy. Every rank must call this. Raises StrategyError if no plan fits."""
+    settings, batch = strategy.auto_configs, strategy.auto_configs["global_batch"]
     if sample is None:
         raise UsageError(NO_SAMPLE)
-    check(strategy.plan(), model, optimizer, world)
-    job = Job.of(model, optimizer, sample, loss_fn).shared(world)
-    settings = strategy.auto_configs
-    batch = settings["global_batch"]
+    if strategy.batch:
+        raise UsageError("strategy.auto chooses how the batch is split: remove strategy.batch, or turn auto off")
     if batch is not None and batch < world.size:
-        raise UsageError(f"auto_configs['global_batch'] = {batch}: each of {world.size} ranks needs a sample")
-    name = cache.key(job, strategy, world, world.hosts())
-    known = from_first(world, lambda: cache.load(name) if settings["cache"] else None)
-    if known is None:
-        with preserve_rng():
-            known = _searched(job, strategy, world, settings)
-        if world.rank == 0 and settings["cache"]:
-            cache.save(name, known)
+        raise UsageError(f"auto_configs['global_batch'] = {batch}: {world.size} ranks need at least one sample each")
+    check(strategy.plan(), model, optimizer, world)
+    output = Path(settings["output"]) if settings["output"] else None
+    if output is not None:
+        on_rank_0(world, lambda: strategy_file.check(output))
+    workload = Workload.of(model, optimizer, sample, loss_fn).with_sample_of_rank_0(world)
+    name = cache.key(workload, strategy, world, world.hosts())
+    known = on_rank_0(world, lambda: cache.load(name) if settings["cache"] else None)
+    if known is not None:
+        chosen, lines = DistributedStrategy(**known["declared"]), [known["text"]]
+        lines.append("found in the cache: set auto_configs['cache'] = False to search again")
     else:
-        known["text"] += "\nchosen before, for the same model, batch and world: auto_configs['cache'] = False asks anew"
-    made = known["declared"], known["equation"]
-    path = from_first(world, lambda: report.write(*made, Path.cwd()))
-    chosen = DistributedStrategy(**known["declared"])
-    lines = [known["text"]]
-    if path:
-        lines.append(f"written to {path}: DistributedStrategy.load of it repeats the run without auto")
+        with preserve_rng():
+            best, text = _search(workload, strategy, world, settings)
+        chosen, lines = best.strategy, [text]
+        if world.rank == 0 and settings["cache"]:
+            cache.save(name, chosen.declared(), text)
+    if output is not None:
+        on_rank_0(world, lambda: strategy_file.write(output, chosen))
+        lines.append(f'written to {output}: DistributedStrategy.load("{output}") repeats this run without a search')
     if any(part.divides and part.span(model, world) > 1 for part in chosen.plan().parts):
-        lines.append(ONLY_FORM)
-    return Chosen(chosen, known["feed"], known["merged"], known["replicas"], "\n".join(lines), path)
+        lines.append(PIPELINE)
+    return Chosen(chosen, "\n".join(lines), str(output or ""))
 
 
-def _searched(job: Job, strategy: DistributedStrategy, world: World, settings: Any) -> dict[str, Any]:
-    begun = time.monotonic()
-    until = begun + settings["max_seconds"]
+def _search(workload: Workload, strategy: DistributedStrategy, world: World, settings: Any) -> tuple[Candidate, str]:
+    start = time.monotonic()
+    memory, batch, allow = settings["memory_budget"], settings["global_batch"], settings["allow"]
+    memory = parse_bytes(memory) if isinstance(memory, str) else memory
+    cluster = profile.measure_cluster(world, memory=memory, global_batch=batch)
     base = strategy.plan().parts
-    memory = settings["memory_budget"]
-    cluster = profile.cluster(
-        world, memory=parse_bytes(memory) if isinstance(memory, str) else memory, global_batch=settings["global_batch"]
-    )
-    forms = ways(strategy, cluster, base, settings["allow"])
-    share = (settings["global_batch"] or 0) // world.size
-    work = profile.work(
-        job, base, forms, world, largest=max(job.samples, share), seconds=max(settings["max_seconds"], 60)
-    )
+    model = profile.measure_model(
+        workload, base, forward_variants(strategy, cluster, base, allow), world,
+        largest=max(workload.samples, (batch or 0) // world.size), seconds=max(settings["max_seconds"], 60),
+    )  # fmt: skip
     if world.rank == 0:
-        cache.keep_probe(cluster, work, declared(strategy))
-    plans = list(allowed(offered(strategy, cluster, work, allow=settings["allow"]), job, world))
-    search = Search(job, cluster, work, world, settings["objective"])
-    search.predict(plans)
-    search.sharpen(max(settings["trials"], 1))
-    search.try_out(settings["trials"], until)
+        cache.StoredProfile(cluster, model, declared(strategy)).save()
+    candidates = offered(strategy, cluster, model, workload.model.parameters(), allow=allow)
+    search = Search(workload, cluster, model, world, settings["objective"])
+    search.predict(list(compatible(candidates, workload, world)))
+    search.refine(max(settings["trials"], 1))
+    search.try_out(settings["trials"], start + settings["max_seconds"])
     best = search.winner()
-    return {
-        "declared": best.candidate.strategy.declared(), "feed": best.candidate.feed,
-        "merged": best.candidate.terms.merged, "replicas": best.candidate.terms.replicas,
-        "equation": best.candidate.equation, "text": report.full(search, best, time.monotonic() - begun),
-    }  # fmt: skip
+    return best, report.explanation(search, best, time.monotonic() - start)

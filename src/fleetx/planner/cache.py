@@ -1,14 +1,15 @@
-"""Plans that were chosen before, for the same model, batch, strategy and world; and the last probe, to ask about."""
+"""Stored results: plans that were chosen for the same model, batch, strategy and world; and profiles for what-if."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from fleetx import __version__
 from fleetx.base import cache
@@ -16,30 +17,31 @@ from fleetx.base.trees import tensors_of
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
 from fleetx.measure import step_key
-from fleetx.planner import link_benchmark
-from fleetx.planner.model_profile import Work
-from fleetx.planner.workload import Job
+from fleetx.planner.model_profile import ModelProfile
+from fleetx.planner.profile import host_memory
+from fleetx.planner.workload import Workload
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.cost_model import Cluster, Link
+from fleetx.strategy.cost_model import Cluster
 
-log = logging.getLogger(__name__)
-_LAST = "last_probe"
-_VERSION = 2  # of what is stored
-_FIELDS = {"declared", "equation", "text", "feed", "merged", "replicas"}
-PROBE = "FLEETX_PLAN_PROBE"  # a file to which the probe is written too
+PROFILE = "FLEETX_PLAN_PROFILE"  # an environment variable: a file to which the profile is written too
+_KIND, _LAST = "auto", "last_profile"
+_VERSION = 3  # of the format of both
 
 
-def key(job: Job, strategy: DistributedStrategy, world: World, hosts: list[int]) -> str:
+# --- plans ----------------------------------------------------------------------------------------
+def key(workload: Workload, strategy: DistributedStrategy, world: World, hosts: list[int]) -> str:
+    declared = strategy.declared()
+    declared["auto_configs"] = {k: v for k, v in declared.get("auto_configs", {}).items() if k != "output"}
     about = (
-        _VERSION, __version__, sorted(strategy.declared().items()), world.size, [hosts.count(host) for host in hosts],
-        job.samples, [(tuple(t.shape), str(t.dtype)) for t in tensors_of(job.targets)], link_benchmark.memory(),
-        _code(job.loss_fn), sorted({_code(type(module)) for module in job.model.modules()}),
+        _VERSION, __version__, sorted(declared.items()), world.size, [hosts.count(host) for host in hosts],
+        workload.samples, [(tuple(t.shape), str(t.dtype)) for t in tensors_of(workload.targets)], host_memory(),
+        _source(workload.loss_fn), sorted({_source(type(module)) for module in workload.model.modules()}),
     )  # fmt: skip
-    return step_key.key(job.step(job.samples, strategy.plan().parts, kept=True), repr(about))
+    return step_key.key(workload.step(workload.samples, strategy.plan().parts), repr(about))
 
 
-def _code(thing: Any) -> str:
-    """What the user wrote, as far as it can be read: another forward, or another loss, is another job."""
+def _source(thing: Any) -> str:
+    """The user's code, if it can be read: a changed forward or loss needs a new search."""
     try:
         return inspect.getsource(thing)
     except (OSError, TypeError):
@@ -47,49 +49,43 @@ def _code(thing: Any) -> str:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    folder = cache.folder("auto")
-    try:
-        found = json.loads((folder / f"{name}.json").read_text()) if folder is not None else None
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.keys() >= _FIELDS else None
+    data = cache.load(_KIND, name)
+    return data if isinstance(data, dict) and data.keys() >= {"declared", "text"} else None
 
 
-def save(name: str, data: dict[str, Any]) -> None:
-    """Beside, then renamed. A disk that is full or closed costs time only."""
-    folder = cache.folder("auto")
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{name}.{os.getpid()}"
-        beside.write_text(json.dumps(data))
-        beside.replace(folder / f"{name}.json")
-    except OSError as error:
-        log.warning("the chosen plan could not be stored: %s", error)
+def save(name: str, declared: dict[str, Any], text: str) -> None:
+    cache.save(_KIND, name, {"declared": declared, "text": text})
 
 
-def keep_probe(cluster: Cluster, work: Work, declared: dict[str, Any]) -> None:
-    data = {"cluster": asdict(cluster), "work": work.written(), "declared": declared}
-    save(_LAST, data)
-    if asked := os.environ.get(PROBE):
-        Path(asked).write_text(json.dumps(data))
+# --- profiles -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StoredProfile:
+    """What a what-if question needs to know about a model and the cluster on which it was profiled."""
+
+    cluster: Cluster
+    model: ModelProfile
+    declared: dict[str, Any]
+    version: int = _VERSION
+
+    def save(self) -> None:
+        data = asdict(self)
+        cache.save(_KIND, _LAST, data)
+        if path := os.environ.get(PROFILE):
+            Path(path).write_text(json.dumps(data))
 
 
-def probe(path: Path | None) -> tuple[Cluster, Work, dict[str, Any]] | None:
-    """From a file, or the last one; None: there is none."""
-    folder = cache.folder("auto")
+def load_profile(path: Path | None) -> StoredProfile | None:
+    """Read a profile from a file, or the last one that was stored; None if there is none."""
+    folder = cache.folder(_KIND)
     file = path or (folder / f"{_LAST}.json" if folder is not None else None)
     if file is None or not file.exists():
         return None
     try:
-        return _probe(json.loads(file.read_text()))
+        data = json.loads(file.read_text())
+        if data["version"] != _VERSION:
+            raise ValueError(f"format {data['version']} instead of {_VERSION}")
+        return TypeAdapter(StoredProfile).validate_python(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file} is no probe of this version of fleetx: {error!r}") from None
-
-
-def _probe(found: dict[str, Any]) -> tuple[Cluster, Work, dict[str, Any]]:
-    cluster = found["cluster"]
-    links: dict[str, Any] = {name: Link(**cluster[name]) for name in ("flat", "gather", "scatter", "inner", "outer")}
-    links["sixteen"] = {name: Link(**link) for name, link in cluster["sixteen"].items()}
-    return Cluster(**(cluster | links)), Work.of(found["work"]), found["declared"]
+        raise UsageError(
+            f"{file} is not a profile that this version of fleetx can read ({error!r}): run `fleetx plan SCRIPT` again"
+        ) from None

@@ -1,80 +1,90 @@
-"""All plans that there are: what the user set, and the offers of the parts that he left alone; those that compose."""
+"""All plans: what the user declared, plus every combination of what the other parts offer that composes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fleetx.errors import StrategyError
-from fleetx.planner.cost import terms_of
-from fleetx.planner.model_profile import Work
-from fleetx.planner.workload import by_budget
+from fleetx.planner.cost import StepCost, step_cost, terms_of
+from fleetx.planner.model_profile import ModelProfile
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.compose import Plan, compose
 from fleetx.strategy.cost_model import ALLOWED, Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, every
 from fleetx.strategy.stage import Fact
 
+if TYPE_CHECKING:
+    from fleetx.planner.trial import Trial
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Candidate:
-    """A strategy, and how the batch is cut under it: global = feed x merged x replicas."""
+    """A plan, how it splits the batch (global batch = feed x merged x replicas), and what is known about it."""
 
-    mine: Mapping[str, Any]  # what the user said
-    chosen: Mapping[str, Mapping[str, Any]]  # and what not
+    declared: Mapping[str, Any]  # by the user
+    chosen: Mapping[str, Mapping[str, Any]]  # settings that were added, by switch
     plan: Plan
     feed: int
     terms: CostTerms
+    cost: StepCost  # predicted
+    exact: bool = True  # False: the cost of recomputation is a guess
+    trial: Trial | None = None
+    rejection: str = ""  # why it is not the winner
 
     @property
     def strategy(self) -> DistributedStrategy:
-        return DistributedStrategy(**self.mine, **_keywords(self.chosen))
-
-    def keeps(self, params: Iterable[Tensor]) -> int:
-        """Bytes that strategies keep."""
-        params, made = list(params), frozenset().union(*(act.claim.makes for act in self.plan.acts))
-        return sum(part.keeps(params, scaled=Fact.SCALED in made) for part in self.plan.parts)
+        batch = {"feed": self.feed, "merged": self.terms.merged, "replicas": self.terms.replicas}
+        return DistributedStrategy(**self.declared, **_keywords(self.chosen), batch=batch)
 
     @property
-    def budgeted(self) -> bool:
-        return any(by_budget(part) for part in self.plan.parts)
+    def total(self) -> int:
+        """Samples per update."""
+        return self.feed * self.terms.merged * self.terms.replicas
 
     @property
     def title(self) -> str:
-        words = [f"{switch}({_settings(values)})" for switch, values in self.chosen.items()]
-        return " + ".join(words) or "as it is"
+        return " + ".join(f"{switch}({_settings(values)})" for switch, values in self.chosen.items()) or "as declared"
 
     @property
     def equation(self) -> str:
-        feed, merged, replicas = self.feed, self.terms.merged, self.terms.replicas
-        cut = f" (as {self.terms.micro} micro-batches)" if self.terms.micro > 1 else ""
-        return f"{feed * merged * replicas} = {feed} samples at a time{cut} x {merged} merged x {replicas} replicas"
+        micro = f" (in {self.terms.micro_batches} micro-batches)" if self.terms.micro_batches > 1 else ""
+        merged, replicas = self.terms.merged, self.terms.replicas
+        return f"{self.total} = {self.feed} samples per step{micro} x {merged} merged x {replicas} replicas"
 
 
-def _settings(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items())
+def kept_bytes(plan: Plan, params: Iterable[Tensor]) -> int:
+    """What the strategies keep between steps."""
+    params, facts = list(params), frozenset().union(*(act.claim.makes for act in plan.acts))
+    return sum(part.keeps(params, scaled=Fact.SCALED in facts) for part in plan.parts)
+
+
+def budget_of(parts: Iterable[Part]) -> Any:
+    """The memory budget for which recomputation chooses its segments; None without one."""
+    budgets = (getattr(part, "memory_budget", None) for part in parts if part.segments)
+    return next((budget for budget in budgets if budget is not None), None)
 
 
 def declared(strategy: DistributedStrategy) -> dict[str, Any]:
-    """The user's own, without the switch that asks for others."""
-    choosers = {switch for switch, part in every().items() if part.is_meta}
-    return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in choosers}
+    """What the user declared, without the parts that choose others and the batch that they choose."""
+    skipped = {"batch", *(switch for switch, part in every().items() if part.is_meta)}
+    return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in skipped}
 
 
 def offered(
-    strategy: DistributedStrategy, cluster: Cluster, work: Work, *, allow: str, budgets: bool = True
-) -> Iterator[Candidate]:
-    """budgets: may recomputation be chosen, too?"""
-    mine = declared(strategy)
+    strategy: DistributedStrategy, cluster: Cluster, profile: ModelProfile, params: Iterable[Tensor], *,
+    allow: str, budgets: bool = True,
+) -> Iterator[Candidate]:  # fmt: skip
+    """Every candidate with its predicted cost. budgets: recomputation may be chosen too."""
+    params, mine = list(params), declared(strategy)
     given = {key.removesuffix("_configs") for key in mine}
     free: dict[str, list[tuple[Offer, Part] | None]] = {}
     for switch, part in every().items():
-        said = switch in given or any(name in given for name in part.flat)
-        if said or part.always or (part.segments and not budgets):
+        if part.always or not given.isdisjoint((switch, *part.flat)) or (part.segments and not budgets):
             continue
         if offers := [offer for offer in part.offers(cluster) if offer.needs in ALLOWED[allow]]:
             free[switch] = [None, *((offer, part(**offer.settings)) for offer in offers)]
@@ -82,29 +92,36 @@ def offered(
     for combination in itertools.product(*free.values()):
         taken = {switch: one for switch, one in zip(free, combination, strict=True) if one is not None}
         parts = [*base, *(part for _, part in taken.values())]
-        terms = terms_of(parts, cluster, work)
-        feed = cut(terms, work.samples)
-        if feed is None or (terms.stages > 1 and work.stages(terms.stages) is None):
+        terms = terms_of(parts, cluster, profile)
+        feed = split(terms, profile.samples)
+        if feed is None or (terms.stages > 1 and profile.stages(terms.stages) is None):
             continue
         try:
             plan = compose(parts)
         except StrategyError:
             continue
-        yield Candidate(mine, {switch: offer.settings for switch, (offer, _) in taken.items()}, plan, feed, terms)
+        chosen = {switch: offer.settings for switch, (offer, _) in taken.items()}
+        cost = step_cost(terms, profile, profile.forward_with(parts), feed, kept=kept_bytes(plan, params))
+        yield Candidate(mine, chosen, plan, feed, terms, cost)
 
 
-def cut(terms: CostTerms, samples: int) -> int | None:
-    """How many samples a rank is given at a time; None: the batch cannot be cut so."""
+def split(terms: CostTerms, samples: int) -> int | None:
+    """The samples per step of a rank, or None if the global batch cannot be split evenly."""
     batch = terms.cluster.global_batch
     if batch is None:
         return samples
     if not terms.replicas:
-        return None  # a pipeline longer than there are ranks
+        return None  # the pipeline needs more ranks
     feed, rest = divmod(batch, terms.merged * terms.replicas)
-    return feed if feed and not rest and feed % terms.micro == 0 else None
+    return feed if feed and not rest and feed % terms.micro_batches == 0 else None
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def _keywords(chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The chosen settings as keywords of DistributedStrategy."""
     out: dict[str, Any] = {}
     for switch, values in chosen.items():
         flat = {field: name for name, field in every()[switch].flat.items()}

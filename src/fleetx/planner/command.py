@@ -1,4 +1,4 @@
-"""`fleetx plan`: the search for a script, without its training; and what it would be like elsewhere."""
+"""`fleetx plan`: run the search for a script without training, or answer a what-if question."""
 
 from __future__ import annotations
 
@@ -13,53 +13,52 @@ import yaml
 
 from fleetx.base.sizes import parse_bytes
 from fleetx.errors import UsageError
-from fleetx.parts.auto import ASKED
-from fleetx.planner import cache, whatif
+from fleetx.parts.auto import PLAN
+from fleetx.planner import cache, strategy_file, whatif
 
 _PASSED = ("global_batch", "objective", "allow", "trials")
 
 
-def measured(
-    script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetrun: Callable[[list[str]], int]
-) -> int:
-    """Start the script with fleetrun; it ends when the plan is there."""
-    settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False}
-    if given["memory"] is not None and given["nodes"] is None:  # with --nodes it is that of the other machine
-        settings["memory_budget"] = given["memory"]
+def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetrun: Callable[[list[str]], int]) -> int:
+    """Start the script with fleetrun; it exits once the plan is made. Returns the exit code."""
+    output = Path(given["output"]).absolute()
+    strategy_file.check(output)
+    settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False, "output": str(output)}
     if given["memory"] is not None:
-        parse_bytes(given["memory"])  # before anything is started
-    words = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
+        parse_bytes(given["memory"])  # raises an error before anything is started
+        if given["nodes"] is None:  # with --nodes, it is the memory of the other cluster
+            settings["memory_budget"] = given["memory"]
+    options = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
     with tempfile.TemporaryDirectory() as folder:
-        probe = Path(folder) / "probe.json"
-        os.environ[ASKED], os.environ[cache.PROBE] = yaml.safe_dump(settings), str(probe)
+        profile = Path(folder) / "profile.json"
+        os.environ[PLAN], os.environ[cache.PROFILE] = yaml.safe_dump(settings), str(profile)
         try:
-            code = fleetrun([*words, script, *arguments])
+            code = fleetrun([*options, script, *arguments])
         finally:
-            del os.environ[ASKED], os.environ[cache.PROBE]
-        if not code and not probe.exists():
-            raise UsageError(f"{script} ended without fleet.distribute(model, optimizer, ..., sample=...)")
+            del os.environ[PLAN], os.environ[cache.PROFILE]
+        if not code and not profile.exists():
+            raise UsageError(f"{script} ended without calling fleet.distribute(model, optimizer, ..., sample=...)")
     return code
 
 
 def what_if(given: Mapping[str, Any]) -> str:
-    """Raises UsageError or ValueError for what cannot be understood."""
+    """Raises UsageError or ValueError for invalid options."""
     if missing := [f"--{name}" for name in ("link", "memory") if given[name] is None]:
-        raise UsageError(f"what if {given['nodes']} nodes: {' and '.join(missing)} must be said too")
+        raise UsageError(f"--nodes {given['nodes']} needs {' and '.join(missing)} too")
     if not 0 < given["speed"] < math.inf or not 0 <= given["latency"] < math.inf:
-        raise UsageError("--speed must be above 0, and --latency not below")
-    found = cache.probe(given["probe"])
-    if found is None:
-        raise UsageError("there is no probe yet: name a script, which is measured first, or a file with --probe")
-    cluster, work, declared = found
+        raise UsageError("--speed must be greater than 0, and --latency at least 0")
+    batch, ranks = given["global_batch"], given["nodes"] * given["gpus_per_node"]
+    if batch is not None and batch % ranks:
+        raise UsageError(f"--global_batch {batch} cannot be split evenly between {ranks} ranks")
+    stored = cache.load_profile(given["profile"])
+    if stored is None:
+        raise UsageError("no profile is stored yet: name a script, which is profiled first, or a file with --profile")
     machine = whatif.Machine(
         nodes=given["nodes"], per_node=given["gpus_per_node"], link=whatif.speed(given["link"]),
         inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse_bytes(given["memory"]),
-        latency=given["latency"], compute=given["speed"], global_batch=given["global_batch"],
+        latency=given["latency"], compute=given["speed"], global_batch=batch,
     )  # fmt: skip
-    batch, ranks = given["global_batch"], given["nodes"] * given["gpus_per_node"]
-    if batch is not None and batch % ranks:
-        raise UsageError(f"--global_batch {batch} cannot be cut evenly for {ranks} ranks")
-    rows = whatif.rows(machine, cluster, work, declared, allow=given["allow"] or "exact")
+    rows = whatif.rows(machine, stored, allow=given["allow"] or "exact")
     if given["plot"] is not None:
         whatif.plot(rows, given["plot"])
     return whatif.text(machine, rows)

@@ -1,13 +1,17 @@
-"""What a model asks of a device: plain data, which can be stored, told to other ranks, and asked about elsewhere."""
+"""Times and bytes of a model on a device: plain data, which can be stored, sent to other ranks and scaled. No torch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fleetx.parts.pipeline.partition import partition
+from fleetx.strategy.part import Part
 
 
 @dataclass(frozen=True)
@@ -20,125 +24,122 @@ class LinearFit:
     def at(self, n: float) -> float:
         return self.base + self.slope * n
 
-    def times(self, factor: float) -> LinearFit:
+    def scaled(self, factor: float) -> LinearFit:
         return LinearFit(self.base * factor, self.slope * factor)
 
     @staticmethod
     def through(points: Sequence[tuple[float, float]]) -> LinearFit:
-        """Of least squares, relative to the values: small batches count as much as large ones. Never falls."""
+        """Fit by least squares of relative errors: small batches count as much as large ones. Never negative."""
         if len(points) == 1:
             ((n, value),) = points
             return LinearFit(0.0, value / n)
-        weights = [1 / value**2 for _, value in points]
-        total = sum(weights)
-        n = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-        mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-        above = sum(w * (x - n) * (y - mean) for w, (x, y) in zip(weights, points, strict=True))
-        below = sum(w * (x - n) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-        slope = max(above / below, 0.0)
-        base = mean - slope * n
-        if base < 0:  # through the origin instead
-            squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-            return LinearFit(0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares)
+        weighted = [(1 / y**2, x, y) for x, y in points]
+        total = sum(w for w, _, _ in weighted)
+        mean_x = sum(w * x for w, x, _ in weighted) / total
+        mean_y = sum(w * y for w, _, y in weighted) / total
+        covariance = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in weighted)
+        slope = max(covariance / sum(w * (x - mean_x) ** 2 for w, x, _ in weighted), 0.0)
+        base = mean_y - slope * mean_x
+        if base < 0:  # fit a line through the origin instead
+            return LinearFit(0.0, sum(w * x * y for w, x, y in weighted) / sum(w * x * x for w, x, _ in weighted))
         return LinearFit(base, slope)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A block of the model, in the order of the calls."""
+class BlockShare:
+    """One block of the model, in call order."""
 
     name: str
-    seconds: float  # forward and backward, alone
+    seconds: float  # forward and backward, measured alone
     gradients: int  # bytes
-    border: int  # bytes that it hands on, of one sample
-    saved: int  # bytes that it keeps for backward, of one sample
-    starts: bool  # may a stage begin with it?
-    tied: tuple[tuple[int, int, int], ...] = ()  # weights that an earlier piece has too: its number, bytes, which
+    border: int  # bytes that it passes to the next block, per sample
+    saved: int  # bytes that it keeps for backward, per sample
+    can_start_stage: bool
+    tied: tuple[tuple[int, int, int], ...] = ()  # weights shared with an earlier block: (block, bytes, parameter)
 
 
-_NEVER = LinearFit(0.0, 0.0)
+_ZERO = LinearFit(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a forward runs, with the parts that change it (`amp`) or without; or why it does not run."""
+class ForwardProfile:
+    """Forward and backward under one set of parts that change the forward, such as `amp`; or why they do not run."""
 
-    forward: LinearFit = _NEVER  # seconds, of a batch of n
-    backward: LinearFit = _NEVER
-    peak: LinearFit = _NEVER  # bytes of forward and backward, gradients there from the beginning
-    border: float = 1.0  # of the bytes that modules hand on without these parts
-    casts: float = 0.0  # bytes of the parameters in another type, of which each batch under way has its own
+    forward: LinearFit = _ZERO  # seconds for a batch of n
+    backward: LinearFit = _ZERO
+    peak: LinearFit = _ZERO  # bytes of forward and backward, with gradients allocated from the start
+    border_ratio: float = 1.0  # bytes between blocks, relative to those without these parts
+    cast_bytes: float = 0.0  # copies of the parameters in another dtype, one per batch in flight
     error: str = ""
 
-    def faster(self, factor: float) -> Way:
-        return replace(self, forward=self.forward.times(1 / factor), backward=self.backward.times(1 / factor))
+    def faster(self, factor: float) -> ForwardProfile:
+        return replace(self, forward=self.forward.scaled(1 / factor), backward=self.backward.scaled(1 / factor))
 
 
 @dataclass(frozen=True)
-class Work:
-    samples: int  # in the batch that was probed
-    plain: Way  # with the user's own parts
-    update: float  # seconds
+class ModelProfile:
+    samples: int  # in the batch that was measured
+    declared: ForwardProfile  # with the parts that the user declared
+    update: float  # seconds of optimizer.step()
     parameters: int  # bytes
     gradients: int
     state: int
     buffers: int
-    floor: int  # bytes of an update
-    tensors: int = 0  # that have gradients
-    segment: int = 0  # bytes of the largest piece that FSDP would gather as one
-    averaged: int = 0  # bytes that are under way at once when parameters are averaged
-    pieces: tuple[Piece, ...] = ()
-    ways: dict[str, Way] = field(default_factory=dict)
+    update_peak: int  # bytes
+    tensors: int = 0  # trainable parameters
+    largest_segment: int = 0  # bytes of the largest module that FSDP would gather at once
+    averaging: int = 0  # bytes in flight while parameters are averaged
+    blocks: tuple[BlockShare, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()  # of the parameters
-    _cuts: dict[int, list[list[Piece]] | None] = field(init=False, default_factory=dict, compare=False, repr=False)
+    variants: dict[str, ForwardProfile] = field(default_factory=dict)  # by `forward_key`
+
+    @staticmethod
+    def parse(data: Any) -> ModelProfile:
+        """The inverse of `dataclasses.asdict`. Raises ValueError."""
+        return TypeAdapter(ModelProfile).validate_python(data)
 
     @property
     def fixed(self) -> int:
         return self.parameters + self.gradients + self.state + self.buffers
 
-    def way(self, name: str) -> Way:
-        return self.ways.get(name, self.plain)
+    def forward_with(self, parts: Iterable[Part]) -> ForwardProfile:
+        return self.variants.get(forward_key(parts), self.declared)
 
-    def faster(self, factor: float) -> Work:
-        """On a device that computes so many times faster."""
-        ways = {name: way.faster(factor) for name, way in self.ways.items()}
-        return replace(self, plain=self.plain.faster(factor), update=self.update / factor, ways=ways)
+    def faster(self, factor: float) -> ModelProfile:
+        """The profile on a device that computes `factor` times as fast."""
+        variants = {key: variant.faster(factor) for key, variant in self.variants.items()}
+        return replace(self, declared=self.declared.faster(factor), update=self.update / factor, variants=variants)
 
-    def stages(self, number: int) -> list[list[Piece]] | None:
-        """The pieces of each stage, cut where it is balanced; None: there are not so many places to cut at."""
-        if number not in self._cuts:
-            self._cuts[number] = self._balanced(number)
-        return self._cuts[number]
+    @cached_property
+    def _stages(self) -> dict[int, list[list[BlockShare]] | None]:
+        return {}
 
-    def _balanced(self, number: int) -> list[list[Piece]] | None:
-        starts = [i for i, piece in enumerate(self.pieces) if i and piece.starts]
+    def stages(self, number: int) -> list[list[BlockShare]] | None:
+        """The blocks of each stage of a balanced pipeline, or None if the model cannot be cut into so many stages."""
+        if number not in self._stages:
+            self._stages[number] = self._balanced(number)
+        return self._stages[number]
+
+    def _balanced(self, number: int) -> list[list[BlockShare]] | None:
+        starts = [i for i, block in enumerate(self.blocks) if i and block.can_start_stage]
         if len(starts) < number - 1:
             return None
-        times = [piece.seconds for piece in self.pieces]
-        sizes = [float(piece.saved) for piece in self.pieces]
-        cuts = [0, *partition(times, sizes, number, starts), len(self.pieces)]
-        return [list(self.pieces[low:high]) for low, high in itertools.pairwise(cuts)]
-
-    def tied(self, stages: Sequence[Sequence[Piece]]) -> list[int]:
-        """Bytes of the weights that each stage has beside an earlier one."""
-        ends = list(itertools.accumulate(len(stage) for stage in stages))
-        found = []
-        for stage, end in zip(stages, ends, strict=True):
-            own = {(which, size) for piece in stage for first, size, which in piece.tied if first < end - len(stage)}
-            found.append(sum(size for _, size in own))
-        return found
-
-    def written(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "_cuts"}
-
-    @staticmethod
-    def of(data: dict[str, Any]) -> Work:
-        ways = {name: _way(way) for name, way in data["ways"].items()}
-        pieces = tuple(Piece(**{**piece, "tied": tuple(map(tuple, piece["tied"]))}) for piece in data["pieces"])
-        shapes = tuple(map(tuple, data["shapes"]))
-        return Work(**{**data, "plain": _way(data["plain"]), "ways": ways, "pieces": pieces, "shapes": shapes})
+        times = [block.seconds for block in self.blocks]
+        sizes = [float(block.saved) for block in self.blocks]
+        cuts = [0, *partition(times, sizes, number, starts), len(self.blocks)]
+        return [list(self.blocks[low:high]) for low, high in itertools.pairwise(cuts)]
 
 
-def _way(data: dict[str, Any]) -> Way:
-    forward, backward, peak = (LinearFit(**data[key]) for key in ("forward", "backward", "peak"))
-    return Way(forward, backward, peak, data["border"], data["casts"], data["error"])
+def tied_bytes(stages: Sequence[Sequence[BlockShare]]) -> list[int]:
+    """For each stage, the bytes of the weights that an earlier stage holds too."""
+    result, start = [], 0
+    for stage in stages:
+        shared = {(parameter, size) for block in stage for first, size, parameter in block.tied if first < start}
+        result.append(sum(size for _, size in shared))
+        start += len(stage)
+    return result
+
+
+def forward_key(parts: Iterable[Part]) -> str:
+    """A key for the parts that change how a forward runs; empty if none of them does."""
+    return "; ".join(sorted(repr(part) for part in parts if part.changes_forward))

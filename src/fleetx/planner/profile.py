@@ -1,13 +1,13 @@
-"""Measures what a model asks of this device: real steps of a few sizes on all ranks at once, in children; bytes on
+"""Measures the cluster and the model: real steps of a few sizes on all ranks at once, in child processes, and bytes on
 tensors without data."""
 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -17,175 +17,201 @@ from fleetx.base.trees import loss_by
 from fleetx.comm import averaging
 from fleetx.comm.paths import inside_hosts
 from fleetx.comm.roles import Place
-from fleetx.comm.world import World, rejoin
+from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
-from fleetx.measure.child import Answer, forked
+from fleetx.measure.child import Answer
 from fleetx.measure.fake_step import estimate
 from fleetx.parts.pipeline.cut_points import find_cut_points
 from fleetx.parts.recompute import budget
 from fleetx.parts.sharding import fsdp
 from fleetx.planner import link_benchmark
-from fleetx.planner.model_profile import LinearFit, Piece, Way, Work
-from fleetx.planner.workload import Job, alone, apart, from_first, name, now
+from fleetx.planner.candidates import budget_of
+from fleetx.planner.children import count_on_rank_0, now, on_all_ranks, slowest
+from fleetx.planner.model_profile import BlockShare, ForwardProfile, LinearFit, ModelProfile, forward_key
+from fleetx.planner.workload import Workload
 from fleetx.strategy.compose import compose
 from fleetx.strategy.cost_model import Cluster
 from fleetx.strategy.part import Part
+from fleetx.strategy.stage import Stage
 
 HALVES = (torch.float16, torch.bfloat16)
-SEGMENT = 32 << 20  # bytes: as sharding gathers by default
-SLOW = 1.5  # times: another way to run a forward that takes so much longer is not looked at more closely
-SHORT = 1.0  # seconds: of a step that takes less, the better of two counts
+SEGMENT = 32 << 20  # bytes: the default segment size of sharding
+MUCH_SLOWER = 1.5  # a variant of the forward that takes this many times as long is not measured further
+SHORT = 1.0  # seconds: shorter steps are run twice, and the faster one counts
+Times = Sequence[tuple[int, float, float]]  # samples, seconds of forward, seconds of backward
 
 
-# --- the machine ----------------------------------------------------------------------------------
-def cluster(world: World, *, memory: int | None, global_batch: int | None) -> Cluster:
+# --- the cluster ----------------------------------------------------------------------------------
+def measure_cluster(world: World, *, memory: int | None, global_batch: int | None) -> Cluster:
     hosts = world.hosts()
-    inside = inside_hosts(hosts) or 1  # unequal hosts: nothing is arranged by them
-    inner, outer = link_benchmark.tiers(world, hosts)
-    if memory is None:
-        memory = _memory(world, hosts.count(hosts[world.rank]))
-    sixteen = {str(dtype).removeprefix("torch."): link_benchmark.reduced(world, dtype) for dtype in HALVES}
+    inner, outer = link_benchmark.inner_and_outer(world, hosts)
     return Cluster(
-        world.size, inside, link_benchmark.reduced(world), link_benchmark.gathered(world),
-        link_benchmark.scattered(world), inner, outer, link_benchmark.stream(world), memory, sixteen,
-        world.device.type, global_batch,
-    )  # fmt: skip
+        ranks=world.size,
+        ranks_per_host=inside_hosts(hosts) or 1,  # hosts of different sizes cannot be used as groups
+        all_reduce=link_benchmark.all_reduce(world),
+        all_gather=link_benchmark.all_gather(world),
+        reduce_scatter=link_benchmark.reduce_scatter(world),
+        inner=inner,
+        outer=outer,
+        bandwidth=link_benchmark.bandwidth(world),
+        memory=memory if memory is not None else _memory_per_rank(world, hosts.count(hosts[world.rank])),
+        all_reduce_16bit={str(d).removeprefix("torch."): link_benchmark.all_reduce(world, d) for d in HALVES},
+        device=world.device.type,
+        global_batch=global_batch,
+    )
 
 
-def _memory(world: World, neighbours: int) -> int:
-    """What a rank may use: on a CPU its share of the machine, less a tenth that is left to the rest of it."""
+def _memory_per_rank(world: World, ranks_here: int) -> int:
+    """What every rank can use. On a CPU, a tenth of the machine is left to everything else."""
     if world.device.type == "cuda":
         mine = torch.cuda.mem_get_info(world.device)[0]
     else:
-        mine = int(0.9 * link_benchmark.memory() / neighbours)
+        mine = int(0.9 * host_memory() / ranks_here)
     least = torch.tensor([-mine], dtype=torch.int64, device=world.device)
-    world.maximum(least)  # the smallest of all
+    world.maximum(least)
     return -int(least.item())
 
 
-# --- the model ------------------------------------------------------------------------------------
-def work(
-    job: Job, base: Sequence[Part], ways: Sequence[Sequence[Part]], world: World, *, largest: int, seconds: float
-) -> Work:
-    """`base` are the user's own parts; each of `ways` are parts that change how a forward runs, to be measured too.
+def host_memory() -> int:
+    """The bytes of this machine, or of the cgroup of this process."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    mine = PurePosixPath(next((line.split("::")[1] for line in lines if line.startswith("0::")), "/"))
+    files = [f"/sys/fs/cgroup/{folder}/memory.max" for folder in (mine, *mine.parents)]  # each may have a limit
+    for file in (*files, "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(file).read_text()))
+        except (OSError, ValueError):  # missing, or "max"
+            continue
+    return min(limits)
 
-    largest: samples that a rank may be given at a time. A peak bends upwards where activations outgrow the rest, so its
-    line goes through the smallest size and this one: between them it is rather too high than too low.
+
+# --- the model ------------------------------------------------------------------------------------
+def measure_model(
+    workload: Workload, base: Sequence[Part], variants: Sequence[Sequence[Part]], world: World, *,
+    largest: int, seconds: float,
+) -> ModelProfile:  # fmt: skip
+    """Profile the model with the user's own parts (`base`), and with each of `variants`, which change the forward.
+
+    largest: samples that a rank may be fed per step. The peak curves upwards where activations outgrow everything
+    else, so its line goes through the smallest size and this one: in between it is too high rather than too low.
     """
-    sizes = _sizes(job.samples)
+    sizes = _sizes(workload.samples)
     ends = sizes[0], max(largest, 2 * sizes[0])
-    plain = _timed(job, base, sizes, world, seconds)
-    if plain.error:
-        raise UsageError(f"the model could not be run with the sample that was given: {plain.error}")
-    times = plain.value["times"]
-    made = from_first(world, lambda: apart(lambda: _counted(job, base, ends).written(), world.device))
-    found = replace(Work.of(made), update=plain.value["update"])
-    found = replace(found, plain=replace(_way(times, found.plain.peak), casts=found.plain.casts))
-    for parts in ways:
-        found.ways[name(parts)] = _another(job, parts, times, ends, world, seconds)
-    return found
+    timed = _timed(workload, base, sizes, world, seconds)
+    if timed.error:
+        raise UsageError(f"the model failed on the sample: {timed.error}")
+    times = timed.value["times"]
+    counted = count_on_rank_0(world, lambda: asdict(_count(workload, base, ends)))
+    profile = ModelProfile.parse(counted | {"update": timed.value["update"]})
+    declared = replace(_fitted(times, profile.declared.peak), cast_bytes=profile.declared.cast_bytes)
+    found = {forward_key(parts): _variant(workload, parts, times, ends, world, seconds) for parts in variants}
+    return replace(profile, declared=declared, variants=found)
 
 
 def _sizes(samples: int) -> list[int]:
-    least = min(2, samples)  # batch norm does not take a single sample
+    least = min(2, samples)  # batch norm fails on a single sample
     return sorted({max(samples // 4, least), max(samples // 2, least), samples})
 
 
-def _way(times: Sequence[tuple[int, float, float]], peak: LinearFit) -> Way:
-    return Way(LinearFit.through([(n, f) for n, f, _ in times]), LinearFit.through([(n, b) for n, _, b in times]), peak)
+def _fitted(times: Times, peak: LinearFit) -> ForwardProfile:
+    forward = LinearFit.through([(n, seconds) for n, seconds, _ in times])
+    return ForwardProfile(forward, LinearFit.through([(n, seconds) for n, _, seconds in times]), peak)
 
 
-def _another(
-    job: Job, parts: Sequence[Part], plain: Sequence[tuple[int, float, float]], ends: tuple[int, int], world: World,
-    seconds: float,
-) -> Way:  # fmt: skip
-    """At the smallest size and the largest; where it is much slower at the smallest, that is all there is to know."""
-    sizes = [int(n) for n, _, _ in plain]
-    first = _timed(job, parts, sizes[:1], world, min(seconds, 5 + 20 * sum(plain[0][1:])))
+def _variant(
+    workload: Workload, parts: Sequence[Part], base: Times, ends: tuple[int, int], world: World, seconds: float
+) -> ForwardProfile:
+    """Measured at the smallest and the largest size; only at the smallest if it is much slower there."""
+    sizes = [int(n) for n, _, _ in base]
+    base_seconds = sum(base[0][1:])
+    first = _timed(workload, parts, sizes[:1], world, min(seconds, 5 + 20 * base_seconds))
     if first.error:
-        return Way(error=first.error)
+        return ForwardProfile(error=first.error)
     times = first.value["times"]
-    if sum(times[0][1:]) < SLOW * sum(plain[0][1:]) and len(sizes) > 1:
-        last = _timed(job, parts, sizes[-1:], world, seconds)
+    if sum(times[0][1:]) < MUCH_SLOWER * base_seconds and len(sizes) > 1:
+        last = _timed(workload, parts, sizes[-1:], world, seconds)
         times = times + last.value["times"] if not last.error else times
-    peak, bare, border = from_first(world, lambda: apart(lambda: _changed(job, parts, ends), world.device))
-    line = LinearFit(*peak)
-    return replace(_way(times, line), border=border, casts=max(line.base - bare[0], 0.0))
+    peak, plain_base, border_ratio = count_on_rank_0(world, lambda: _count_variant(workload, parts, ends))
+    fit = LinearFit(*peak)
+    return replace(_fitted(times, fit), border_ratio=border_ratio, cast_bytes=max(fit.base - plain_base, 0.0))
 
 
-def _changed(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> tuple[list[float], list[float], float]:
-    """The peak, and what it is without all that changes a forward; how much modules hand on, against how much then."""
-    handed, lines = [], []
-    for some in (parts, [part for part in parts if not part.changes_forward]):
-        found, starts = find_cut_points(job.step(ends[0], some, kept=True), timed=False)
-        handed.append(sum(found.blocks[number].input for number in starts or range(len(found.blocks))))
-        line = _peak(job, some, ends)
-        lines.append([line.base, line.slope])
-    return lines[0], lines[1], handed[0] / handed[1] if handed[1] else 1.0
+def _count_variant(
+    workload: Workload, parts: Sequence[Part], ends: tuple[int, int]
+) -> tuple[tuple[float, float], float, float]:
+    """The peak; its base without the parts that change the forward; and the ratio of bytes between blocks."""
+    borders, peaks = [], []
+    for some in (parts, _unchanged(parts)):
+        row, starts = find_cut_points(workload.step(ends[0], some), timed=False)
+        borders.append(sum(row.blocks[number].input for number in starts or range(len(row.blocks))))
+        peaks.append(_peak(workload, some, ends))
+    ratio = borders[0] / borders[1] if borders[1] else 1.0
+    return (peaks[0].base, peaks[0].slope), peaks[1].base, ratio
 
 
-def _peak(job: Job, parts: Sequence[Part], ends: tuple[int, int]) -> LinearFit:
-    return LinearFit.through([(n, estimate(job.step(n, parts, kept=True)).running) for n in ends])
+def _unchanged(parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if not part.changes_forward]
 
 
-def _counted(job: Job, base: Sequence[Part], ends: tuple[int, int]) -> Work:
-    """Bytes, and what there is between the blocks."""
-    n = ends[0]
+def _peak(workload: Workload, parts: Sequence[Part], ends: tuple[int, int]) -> LinearFit:
+    return LinearFit.through([(n, estimate(workload.step(n, parts)).running) for n in ends])
+
+
+def _count(workload: Workload, base: Sequence[Part], ends: tuple[int, int]) -> ModelProfile:
+    """Bytes, and the blocks of the model. Seconds are filled in later."""
+    n, model = ends[0], workload.model
     segments = next((part for part in base if part.segments), None)
-    found = []
+    estimates = []
     for size in ends:
-        step = job.step(size, base, kept=True)
-        found.append(estimate(step, budget.install_for(segments, step)))
-    first = found[0]
-    peak = LinearFit.through([(size, e.running) for size, e in zip(ends, found, strict=True)])
-    bare = [part for part in base if not part.changes_forward]
-    casts = _peak(job, base, ends).base - _peak(job, bare, ends).base if len(bare) < len(base) else 0.0
-    row, starts = find_cut_points(job.step(n, base, kept=True))
-    modules = dict(named_modules(job.model))
-    numbers = {id(p): number for number, p in enumerate(job.model.parameters())}
+        step = workload.step(size, base)
+        estimates.append(estimate(step, budget.install_for(segments, step)))
+    first = estimates[0]
+    peak = LinearFit.through([(size, e.running) for size, e in zip(ends, estimates, strict=True)])
+    plain = _unchanged(base)
+    casts = _peak(workload, base, ends).base - _peak(workload, plain, ends).base if len(plain) < len(base) else 0.0
+    return ModelProfile(
+        samples=workload.samples,
+        declared=ForwardProfile(peak=peak, cast_bytes=max(casts, 0.0)),
+        update=0.0,
+        parameters=first.parameters,
+        gradients=first.gradients,
+        state=first.optimizer,
+        buffers=first.buffers,
+        update_peak=first.updating,
+        tensors=sum(p.requires_grad for p in model.parameters()),
+        largest_segment=fsdp.largest(model, SEGMENT),
+        averaging=averaging.average_bytes(list(model.parameters())),
+        blocks=_blocks(workload, base, n),
+        shapes=tuple(tuple(p.shape) for p in model.parameters()),
+    )
+
+
+def _blocks(workload: Workload, base: Sequence[Part], n: int) -> tuple[BlockShare, ...]:
+    row, starts = find_cut_points(workload.step(n, base))
+    modules = dict(named_modules(workload.model))
+    numbers = {id(p): number for number, p in enumerate(workload.model.parameters())}
     owners: dict[int, int] = {}
-    made = []
+    blocks = []
     for number, block in enumerate(row.blocks):
         trained = [p for p in modules[block.name].parameters() if p.requires_grad]
         own = sum(p.nbytes for p in trained if owners.setdefault(id(p), number) == number)
         tied = tuple((owners[id(p)], p.nbytes, numbers[id(p)]) for p in trained if owners[id(p)] != number)
         seconds, saved = block.forward + block.backward, (block.input_saved + block.saved) // n
-        made.append(Piece(block.name, seconds, own, block.input // n, saved, number in starts, tied))
-    return Work(
-        job.samples, Way(peak=peak, casts=max(casts, 0.0)), 0.0, first.parameters, first.gradients, first.optimizer,
-        first.buffers, first.updating, sum(p.requires_grad for p in job.model.parameters()),
-        fsdp.largest(job.model, SEGMENT), averaging.average_bytes(list(job.model.parameters())), tuple(made),
-        shapes=tuple(tuple(p.shape) for p in job.model.parameters()),
-    )  # fmt: skip
+        blocks.append(BlockShare(block.name, seconds, own, block.input // n, saved, number in starts, tied))
+    return tuple(blocks)
 
 
 # --- real steps -----------------------------------------------------------------------------------
-def together(call: Callable[[Job, World], Any], job: Job, world: World, seconds: float) -> list[Answer]:
-    """In a child of every rank, with a world of their own. The answers of all ranks, on all ranks."""
-    with socket.create_server(("", 0), backlog=128) as meeting:
-        first = world.place.master.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "127.0.0.1")
-        mine = first, meeting.getsockname()[1]
-        host, port = world.broadcast_json(mine)
-        if world.device.type == "cuda":  # a device that is in use cannot be forked; nor does one die that is full
-            answer = _here(lambda: call(job.copied(), world))
-        else:
-            answer = forked(lambda: call(job, rejoin(world, host, port, meeting.detach())), seconds=seconds)
-    return [Answer(**told) for told in world.gather_json({"value": answer.value, "error": answer.error})]
-
-
-def _here(call: Callable[[], Any]) -> Answer:
-    try:
-        return Answer(value=call())
-    except Exception as error:
-        return Answer(error=f"{type(error).__name__}: {str(error)[:300]}")
-
-
-def _timed(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World, seconds: float) -> Answer:
+def _timed(workload: Workload, parts: Sequence[Part], sizes: Sequence[int], world: World, seconds: float) -> Answer:
     """The times of the slowest rank."""
-    answers = together(partial(_run, parts, sizes), job, world, seconds)
-    if wrong := next((answer for answer in answers if answer.error), None):
-        return wrong
+    answers = on_all_ranks(partial(_run, parts, sizes), workload, world, seconds=seconds)
+    if failed := next((answer for answer in answers if answer.error), None):
+        return failed
     values = [answer.value for answer in answers]
     times = [
         (n, max(v["times"][i][1] for v in values), max(v["times"][i][2] for v in values)) for i, n in enumerate(sizes)
@@ -193,32 +219,38 @@ def _timed(job: Job, parts: Sequence[Part], sizes: Sequence[int], world: World, 
     return Answer(value={"times": times, "update": max(v["update"] for v in values)})
 
 
-def _run(parts: Sequence[Part], sizes: Sequence[int], job: Job, world: World) -> Any:
-    """In a child: forward, backward and update, of each size, all ranks at once."""
-    here = World(Place(), world.device)
-    engine = Engine(compose(alone(parts)), job.model, job.optimizer, here)
-    model, optimizer = engine.model, engine.optimizer
+def _run(parts: Sequence[Part], sizes: Sequence[int], workload: Workload, world: World) -> Any:
+    """Runs in a child: forward, backward and update at each size, on all ranks at once but without communication."""
+    engine = Engine(compose(_local(parts)), workload.model, workload.optimizer, World(Place(), world.device))
+    model, optimizer, device = engine.model, engine.optimizer, world.device
     times: list[tuple[int, float, float]] = []
     updates: list[float] = []
-    for n in (sizes[0], *sizes):  # the first time is to warm up
-        inputs, targets = job.batch(n)
+    for n in (sizes[0], *sizes):  # the first is a warm-up
+        inputs, targets = workload.batch(n)
         best: tuple[float, float] | None = None
         for _ in range(2):
             world.barrier()
-            begun = now(world.device)
-            value = loss_by(model, inputs, targets, job.loss_fn)
-            passed = now(world.device)
-            value.backward()
-            undone = now(world.device)
+            start = now(device)
+            loss = loss_by(model, inputs, targets, workload.loss_fn)
+            middle = now(device)
+            loss.backward()
+            end = now(device)
             optimizer.step()
-            updates.append(now(world.device) - undone)
-            optimizer.zero_grad(set_to_none=world.size == 1)  # as it is with DDP's buckets: there to be added to
-            del value
-            best = min(best or (9e9, 9e9), (passed - begun, undone - passed), key=sum)
-            longest = torch.tensor([sum(best)])
-            world.maximum(longest)  # all ranks go on together
-            if longest.item() > SHORT or not times:
+            updates.append(now(device) - end)
+            optimizer.zero_grad(set_to_none=world.size == 1)  # DDP's buckets keep the gradients allocated
+            del loss
+            best = min(best or (9e9, 9e9), (middle - start, end - middle), key=sum)
+            if slowest(world, sum(best)) > SHORT or not times:
                 break
         assert best is not None
         times.append((n, *best))
     return {"times": times[1:], "update": min(updates[1:] or updates)}
+
+
+def _local(parts: Sequence[Part]) -> list[Part]:
+    """The parts with which one rank can run a step alone, at the same speed."""
+    distributed = {Stage.REDUCE, Stage.GATE, Stage.SCHEDULE}
+    return [
+        part for part in parts
+        if not part.divides and not budget_of([part]) and not distributed & {act.stage for act in part.acts()}
+    ]  # fmt: skip

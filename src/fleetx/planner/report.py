@@ -1,117 +1,75 @@
-"""What was considered, predicted and measured, and why the winner won: for a person to read, and to repeat."""
+"""The explanation of a search: which plans were considered, predicted and measured, and why the winner won."""
 
 from __future__ import annotations
 
 import io
-import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fleetx.base.sizes import format_bytes
-from fleetx.planner.model_profile import Work
-from fleetx.planner.search import Considered, Search
+from fleetx.planner.candidates import Candidate
+from fleetx.planner.cost import StepCost
+from fleetx.planner.model_profile import ModelProfile
+from fleetx.planner.search import Search
 from fleetx.strategy.cost_model import Cluster
 
-log = logging.getLogger(__name__)
-MARK = "# chosen by fleetx: strategy.auto"
-SHOWN = 12
+ROWS = 12
 WIDTH = 150
 
 
-def table(plans: Sequence[Considered], *, shown: int = SHOWN) -> str:
+def explanation(search: Search, best: Candidate, seconds: float) -> str:
+    tried = sum(candidate.trial is not None for candidate in search.candidates)
+    lines = [
+        f"auto: {best.title}",
+        f"batch: {best.equation}",
+        _predicted(best.cost),
+        _measured(search.cluster, search.profile),
+        f"{search.predicted} plans predicted, {tried} tried, in {seconds:.0f} s",
+        table(search.candidates),
+    ]
+    return "\n".join(lines)
+
+
+def table(candidates: Sequence[Candidate]) -> str:
     out = Table(
         "plan", "feed", "predicted, s", "measured, s", "predicted peak", "measured peak", "why not",
         box=SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
-    for one in plans[:shown]:
-        trial = one.trial if one.trial is not None and not one.trial.error else None
+    for candidate in candidates[:ROWS]:
+        cost, trial = candidate.cost, candidate.trial
+        measured = trial if trial is not None and not trial.error else None
         cells = [
-            one.candidate.title, str(one.candidate.feed), f"{'' if one.exact else '~'}{one.account.seconds:.3g}",
-            f"{trial.seconds:.3g}" if trial else "", format_bytes(one.account.peak),
-            format_bytes(trial.peak) if trial and trial.peak else "", one.why or "chosen",
+            candidate.title, str(candidate.feed), f"{'' if candidate.exact else '~'}{cost.seconds:.3g}",
+            f"{measured.seconds:.3g}" if measured else "", format_bytes(cost.peak),
+            format_bytes(measured.peak) if measured and measured.peak else "", candidate.rejection or "chosen",
         ]  # fmt: skip
-        out.add_row(*map(Text, cells))  # as they are: an error may have brackets in it
+        out.add_row(*map(Text, cells))  # not as strings: brackets in an error message would be parsed as markup
     text = io.StringIO()
     Console(file=text, width=WIDTH, force_terminal=False, no_color=True).print(out)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    more = [f"... and {len(plans) - shown} more"] if len(plans) > shown else []
+    more = [f"... and {len(candidates) - ROWS} more"] if len(candidates) > ROWS else []
     return "\n".join([*lines, *more])
 
 
-def where(cluster: Cluster, work: Work) -> str:
-    """What the predictions stand on."""
-    hosts = f"{cluster.hosts} hosts of {cluster.inside}" if cluster.hosts > 1 else "one host"
-    link = f"all-reduce {cluster.flat.speed / 1e6:,.0f} MB/s after {1e3 * cluster.flat.latency:.2f} ms; "
-    n, way = work.samples, work.plain
+def _predicted(cost: StepCost) -> str:
+    spent = {"forward and backward": cost.compute, "recomputation": cost.recompute, "pipeline bubble": cost.bubble,
+             "network not hidden": cost.network, "update": cost.update, "strategies": cost.overhead}  # fmt: skip
+    return "predicted: " + ", ".join(f"{name} {s:.3g} s" for name, s in spent.items() if s >= 0.001 * cost.seconds)
+
+
+def _measured(cluster: Cluster, profile: ModelProfile) -> str:
+    """What the predictions are based on."""
+    hosts = f"{cluster.hosts} hosts with {cluster.ranks_per_host} each" if cluster.hosts > 1 else "one host"
+    link, n = cluster.all_reduce, profile.samples
+    ranks = f"{cluster.ranks} rank{'s' if cluster.ranks > 1 else ''} on {hosts}"
+    latency = f"all-reduce {link.speed / 1e6:,.0f} MB/s with a latency of {1e3 * link.latency:.2f} ms; "
     return (
-        f"{cluster.ranks} rank{'s' if cluster.ranks > 1 else ''} on {hosts}, {cluster.device}, "
-        f"{format_bytes(cluster.memory)} each; "
-        f"{link if cluster.ranks > 1 else ''}{n} samples take {way.forward.at(n):.3g} s forward and "
-        f"{way.backward.at(n):.3g} s backward, an update {work.update:.3g} s; "
-        f"parameters {format_bytes(work.parameters)}"
+        f"measured here: {ranks}, {cluster.device}, {format_bytes(cluster.memory)} per rank; "
+        f"{latency if cluster.ranks > 1 else ''}{n} samples take {profile.declared.forward.at(n):.3g} s forward and "
+        f"{profile.declared.backward.at(n):.3g} s backward, an update {profile.update:.3g} s; "
+        f"parameters {format_bytes(profile.parameters)}"
     )
-
-
-def account_line(best: Considered) -> str:
-    a = best.account
-    spent = {"forward and backward": a.compute, "recomputation": a.again, "waiting for stages": a.waiting,
-             "network not hidden": a.network, "update": a.update, "strategies": a.beside}  # fmt: skip
-    return "predicted: " + ", ".join(f"{name} {s:.3g} s" for name, s in spent.items() if s >= 0.001 * a.seconds)
-
-
-def full(search: Search, best: Considered, took: float) -> str:
-    tried = sum(one.trial is not None for one in search.plans)
-    return "\n".join(
-        [
-            f"auto: {best.candidate.title}",
-            f"batch: {best.candidate.equation}",
-            account_line(best),
-            f"measured here: {where(search.cluster, search.work)}",
-            f"{search.considered} plans predicted, {tried} tried, in {took:.0f} s",
-            table(search.plans),
-        ]
-    )
-
-
-_written: set[Path] = set()  # by this process: another model has another strategy
-
-
-def write(declared: dict[str, Any], equation: str, folder: Path) -> str:
-    """The strategy of the winner; where it was written. A file that somebody else wrote is left as it is."""
-    try:
-        return str(_write(declared, equation, folder))
-    except OSError as error:
-        log.warning("the chosen strategy could not be written: %s", error)
-        return ""
-
-
-def _write(declared: dict[str, Any], equation: str, folder: Path) -> Path:
-    path = folder / "strategy.yaml"
-    number = 0
-    while path in _written or (path.exists() and not _ours(path)):
-        number += 1
-        path = folder / f"strategy.auto{number if number > 1 else ''}.yaml"
-    text = f"{MARK}\n# {equation}\n" + yaml.safe_dump(declared, sort_keys=False)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _written.add(path)
-    return path
-
-
-def _ours(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().startswith(MARK)

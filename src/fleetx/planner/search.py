@@ -1,13 +1,11 @@
-"""Predict every candidate, try the best of them, and take the winner."""
+"""Predict every candidate, try the best few, and choose the winner."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 from fleetx.base.sizes import format_bytes
 from fleetx.comm.world import World
@@ -15,252 +13,231 @@ from fleetx.engine.checks import check
 from fleetx.errors import StrategyError
 from fleetx.measure.fake_step import bucket_bytes
 from fleetx.parts.recompute import budget
-from fleetx.planner.candidates import Candidate, declared
-from fleetx.planner.cost import StepCost, account
-from fleetx.planner.model_profile import Work
-from fleetx.planner.trial import Trial, tried
-from fleetx.planner.workload import Job, apart, by_budget, from_first, name
+from fleetx.planner.candidates import Candidate, budget_of, declared, kept_bytes
+from fleetx.planner.children import count_on_rank_0, on_rank_0
+from fleetx.planner.cost import StepCost, step_cost
+from fleetx.planner.model_profile import ModelProfile
+from fleetx.planner.trial import try_out
+from fleetx.planner.workload import Workload
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.cost_model import ALLOWED, Cluster
 from fleetx.strategy.part import Part, every
 
 log = logging.getLogger(__name__)
-SMALLEST = 3  # plans of which it is found out exactly, where nothing else fits, whether they do
-AGAIN = 0.6  # of the activations: what recomputing all blocks may free, as a first guess
-
-
-@dataclass(eq=False)
-class Considered:
-    """A candidate, what is predicted of it, what was measured, and why it is not the one."""
-
-    candidate: Candidate
-    account: StepCost
-    trial: Trial | None = None
-    why: str = ""
-    exact: bool = True  # False: what recomputation adds is a first guess
-
-    @property
-    def seconds(self) -> float:
-        """As measured, else as predicted."""
-        return self.trial.seconds if self.trial is not None and not self.trial.error else self.account.seconds
+LAST_RESORT = 3  # guessed plans that are counted exactly if nothing else fits
+RECOMPUTABLE = 0.6  # the guessed share of activations that recomputing all blocks frees
 
 
 @dataclass
 class Search:
-    """One search: the plans that were considered, the best first."""
+    """One search; `candidates` has the best ones first."""
 
-    job: Job
+    workload: Workload
     cluster: Cluster
-    work: Work
+    profile: ModelProfile
     world: World
     objective: str
-    plans: list[Considered] = field(default_factory=list)
-    considered: int = 0
+    candidates: list[Candidate] = field(default_factory=list)
+    predicted: int = 0
 
     def predict(self, candidates: Sequence[Candidate]) -> None:
-        """All of them, roughly where it takes long to know better; sorted."""
-        found = [self._rough(candidate) for candidate in candidates]
-        fitting = {self._bare(one.candidate) for one in found if self._fits(one) and not one.candidate.budgeted}
-        # What fits without recomputation need not be recomputed, unless for the sake of memory.
-        kept = [
-            one for one in found
-            if self.objective == "memory" or not one.candidate.budgeted or self._bare(one.candidate) not in fitting
-        ]  # fmt: skip
-        self.considered = len(candidates)
-        self.plans = sorted(_undominated(kept), key=self._order)
-        for one in self.plans:
-            if not self._fits(one) and (one.exact or self.work.fixed > self.cluster.memory):
-                one.why = f"takes {format_bytes(one.account.peak)}, and {format_bytes(self.cluster.memory)} are allowed"
-            elif error := self.work.way(name(one.candidate.plan.parts)).error:
-                one.why = f"does not run here: {error}"
+        """Sort the candidates by their predicted cost, and reject those that do not fit or run."""
+        for candidate in candidates:
+            if budget_of(candidate.plan.parts) is not None:
+                self._guess_recompute(candidate)
+        self.predicted = len(candidates)
+        self.candidates = sorted(_undominated(list(self._needed(candidates))), key=self._order)
+        for candidate in self.candidates:
+            if not self._fits(candidate) and (candidate.exact or self.profile.fixed > self.cluster.memory):
+                candidate.rejection = self._too_large("needs", candidate.cost.peak)
+            elif error := self.profile.forward_with(candidate.plan.parts).error:
+                candidate.rejection = f"does not run here: {error}"
 
-    def sharpen(self, number: int) -> None:
-        """Of the first ones know exactly what could only be guessed."""
+    def refine(self, number: int) -> None:
+        """Replace guesses among the first `number` candidates by exact costs."""
         for _ in range(2 * number):
-            best = [one for one in self.plans if not one.why][:number]
-            rough = next((one for one in best if not one.exact), None)
-            if rough is None:
+            guessed = next((candidate for candidate in self._open()[:number] if not candidate.exact), None)
+            if guessed is None:
                 return
-            self._exactly(rough)
-            self.plans.sort(key=self._order)
+            self._plan_recompute(guessed)
+            self.candidates.sort(key=self._order)
 
-    def try_out(self, number: int, until: float) -> None:
-        """The first ones, as long as there is time."""
-        good = 0
-        while good < number:
-            one = next((one for one in self._open() if one.trial is None and one.exact), None)
-            if one is None:
+    def try_out(self, number: int, deadline: float) -> None:
+        """Run the first `number` candidates that work, until the deadline."""
+        succeeded = 0
+        while succeeded < number:
+            candidate = next((c for c in self._open() if c.trial is None and c.exact), None)
+            if candidate is None:
                 return
-            left, needed = until - time.monotonic(), 3 * one.account.seconds * one.candidate.terms.every + 2
-            # By the clock of rank 0: who alone measured a peak would wait for the others.
-            enough, roomy = from_first(self.world, partial(_time_for, left, needed))
-            if not enough:
+            needed = 3 * candidate.cost.seconds * candidate.terms.reduce_every + 2
+            # Rank 0 reads the clock: a rank that measured a peak alone would wait for the others.
+            left = on_rank_0(self.world, lambda: deadline - time.monotonic())
+            if left <= needed:
                 return
-            peak = roomy and any(part.divides for part in one.candidate.plan.parts)
-            one.trial = tried(self.job, one.candidate, self.world, seconds=max(30.0, 10 * needed), peak=peak)
-            if one.trial.error:
-                one.why = f"failed when tried: {one.trial.error}"
-            elif one.trial.peak > self.cluster.memory:
-                allowed = format_bytes(self.cluster.memory)
-                one.why = f"took {format_bytes(one.trial.peak)} when tried, and {allowed} are allowed"
+            peak = left > 2 * needed and any(part.divides for part in candidate.plan.parts)
+            trial = try_out(self.workload, candidate, self.world, seconds=max(30.0, 10 * needed), peak=peak)
+            candidate.trial = trial
+            if trial.error:
+                candidate.rejection = f"failed in the trial: {trial.error}"
+            elif trial.peak > self.cluster.memory:
+                candidate.rejection = self._too_large("needed", trial.peak)
             else:
-                good += 1
-            self.sharpen(1)
+                succeeded += 1
+            self.refine(1)
 
-    def winner(self) -> Considered:
-        """Raises StrategyError where no plan fits."""
-        good = self._open()
-        good = [one for one in good if one.exact]
-        if not good:  # perhaps the smallest of those that were only guessed
-            rough = sorted((one for one in self._open() if not one.exact), key=lambda one: one.account.peak)
-            for one in rough[:SMALLEST]:
-                self._exactly(one)
-            good = [one for one in self._open() if one.exact]
-        if not good:
-            raise StrategyError(self._impossible())
-        measured = [one for one in good if one.trial is not None]
-        if not measured and any(one.trial is not None for one in self.plans):
-            raise StrategyError(self._impossible())  # what was tried failed: the next is no better known
+    def winner(self) -> Candidate:
+        """The best candidate. Raises StrategyError if none fits."""
+        fitting = [candidate for candidate in self._open() if candidate.exact]
+        if not fitting:
+            for guessed in sorted(self._open(), key=lambda c: c.cost.peak)[:LAST_RESORT]:
+                self._plan_recompute(guessed)
+            fitting = [candidate for candidate in self._open() if candidate.exact]
+        tried = [candidate for candidate in fitting if candidate.trial is not None]
+        all_failed = not tried and any(candidate.trial is not None for candidate in self.candidates)
+        if not fitting or all_failed:  # if every trial failed, an untried plan is no safer
+            raise StrategyError(self._no_plan())
         small = self.objective == "memory"
-        best = min(measured or good[:1], key=lambda one: one.account.peak if small else one.seconds)
-        for one in good:
-            if one is not best:
-                one.why = self._lost(one, best)
-        self.plans.sort(key=lambda one: (one is not best, bool(one.trial is None), one.account.seconds))
+        best = min(tried or fitting[:1], key=lambda c: c.cost.peak if small else _seconds(c))
+        for candidate in fitting:
+            if candidate is not best:
+                candidate.rejection = self._comparison(candidate, best)
+        self.candidates.sort(key=lambda c: (c is not best, c.trial is None, c.cost.seconds))
         return best
 
     # --- in detail --------------------------------------------------------------------------------
-    def _open(self) -> list[Considered]:
-        return [one for one in self.plans if not one.why]
+    def _open(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if not candidate.rejection]
 
-    def _fits(self, one: Considered) -> bool:
-        return one.account.peak <= self.cluster.memory
+    def _fits(self, candidate: Candidate) -> bool:
+        return candidate.cost.peak <= self.cluster.memory
 
-    def _order(self, one: Considered) -> tuple[bool, float, float]:
-        seconds, peak = one.account.seconds, one.account.peak
+    def _too_large(self, verb: str, peak: int) -> str:
+        return f"{verb} {format_bytes(peak)} of {format_bytes(self.cluster.memory)}"
+
+    def _order(self, candidate: Candidate) -> tuple[bool, float, float]:
+        seconds, peak = candidate.cost.seconds, candidate.cost.peak
         first, second = (peak, seconds) if self.objective == "memory" else (seconds, peak)
-        return bool(one.why), first, second
+        return bool(candidate.rejection), first, second
 
-    def _bare(self, candidate: Candidate) -> tuple[str, ...]:
-        """A candidate but for its recomputation."""
-        return tuple(sorted(repr(part) for part in candidate.plan.parts if not part.segments))
+    def _needed(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Leave out recomputation where the same plan fits without it, unless the objective is memory."""
 
-    def _rough(self, candidate: Candidate) -> Considered:
-        way = self.work.way(name(candidate.plan.parts))
-        kept = candidate.keeps(self.job.model.parameters())
-        plain = account(candidate.terms, self.work, way, candidate.feed, kept=kept)
-        if not candidate.budgeted:
-            return Considered(candidate, plain)
-        activations = max(plain.peak - self.work.fixed, 1)
-        least = plain.peak - AGAIN * activations  # perhaps more: whether it can be met is found out exactly
-        least_asked = any(getattr(part, "memory_budget", None) == "min" for part in candidate.plan.parts)
-        wanted = least if least_asked else max(self.cluster.memory, least)
-        share = min(max(plain.peak - wanted, 0) / (AGAIN * activations), 1.0)
-        again = share * way.forward.at(candidate.feed)
-        made = account(candidate.terms, self.work, way, candidate.feed, again=again, peak=int(min(wanted, plain.peak)))
-        return Considered(candidate, made, exact=False)
+        def others(candidate: Candidate) -> tuple[str, ...]:
+            return tuple(sorted(repr(part) for part in candidate.plan.parts if not part.segments))
 
-    def _exactly(self, one: Considered) -> None:
-        found = from_first(self.world, lambda: apart(lambda: self._planned(one.candidate), self.world.device))
-        one.exact = True
-        if "error" in found:
-            one.why = found["error"]
-            one.account = replace(one.account, peak=found["least"])
+        fitting = {others(candidate) for candidate in candidates if candidate.exact and self._fits(candidate)}
+        for candidate in candidates:
+            if self.objective == "memory" or candidate.exact or others(candidate) not in fitting:
+                yield candidate
+
+    def _guess_recompute(self, candidate: Candidate) -> None:
+        """Whether the budget can be met, and at what price, takes long to find out: `refine` does it for the best."""
+        peak = candidate.cost.peak
+        freed = RECOMPUTABLE * max(peak - self.profile.fixed, 1)
+        least = peak - freed
+        target = least if budget_of(candidate.plan.parts) == "min" else max(self.cluster.memory, least)
+        share = min(max(peak - target, 0) / freed, 1.0)
+        forward = self.profile.forward_with(candidate.plan.parts).forward.at(candidate.feed)
+        candidate.cost = self._cost(candidate, share * forward, int(min(target, peak)))
+        candidate.exact = False
+
+    def _cost(self, candidate: Candidate, recompute: float, peak: int) -> StepCost:
+        variant = self.profile.forward_with(candidate.plan.parts)
+        return step_cost(candidate.terms, self.profile, variant, candidate.feed, recompute=recompute, peak=peak)
+
+    def _plan_recompute(self, candidate: Candidate) -> None:
+        plan = count_on_rank_0(self.world, lambda: self._choose_segments(candidate))
+        candidate.exact = True
+        if "error" in plan:
+            candidate.rejection = plan["error"]
+            candidate.cost = replace(candidate.cost, peak=plan["least"])
             return
-        if found["peak"] > self.cluster.memory:
-            one.why = f"takes {format_bytes(found['peak'])}, and {format_bytes(self.cluster.memory)} are allowed"
-        way = self.work.way(name(one.candidate.plan.parts))
-        one.account = account(
-            one.candidate.terms, self.work, way, one.candidate.feed, again=found["added"], peak=found["peak"]
-        )
+        if plan["peak"] > self.cluster.memory:
+            candidate.rejection = self._too_large("needs", plan["peak"])
+        candidate.cost = self._cost(candidate, plan["added"], plan["peak"])
 
-    def _planned(self, candidate: Candidate) -> dict[str, float | int | str]:
-        """What the budget will choose when it trains. What it adds is scaled to the speed of all ranks at once."""
-        part = next(part for part in candidate.plan.parts if by_budget(part))
-        kept = candidate.terms.merged > 1 or self.cluster.ranks > 1
-        apart = bucket_bytes(self.job.model) if candidate.terms.merged > 1 and self.cluster.ranks > 1 else 0
-        keeps = candidate.keeps(self.job.model.parameters()) + apart
-        step = self.job.step(candidate.feed, candidate.plan.parts, kept=kept, beside=keeps)
+    def _choose_segments(self, candidate: Candidate) -> dict[str, float | int | str]:
+        """What the budget will choose in training. The seconds it adds are scaled to the speed of all ranks at once."""
+        parts, params = candidate.plan.parts, self.workload.model.parameters()
+        merged, several = candidate.terms.merged > 1, self.cluster.ranks > 1
+        kept = kept_bytes(candidate.plan, params) + (bucket_bytes(self.workload.model) if merged and several else 0)
+        step = self.workload.step(candidate.feed, parts, kept_gradients=merged or several, kept_bytes=kept)
         try:
-            choice = budget.choose(step, part.memory_budget)  # type: ignore[attr-defined]
+            choice = budget.choose(step, budget_of(parts))
         except StrategyError as error:
             return {"error": str(error), "least": budget.choose(step, "min", timed=False).peak}
-        way = self.work.way(name(candidate.plan.parts))
-        whole = way.forward.at(candidate.feed) + way.backward.at(candidate.feed)
-        return {"added": whole * choice.added / choice.seconds if choice.seconds else 0.0, "peak": choice.peak}
+        variant = self.profile.forward_with(parts)
+        seconds = variant.forward.at(candidate.feed) + variant.backward.at(candidate.feed)
+        return {"added": seconds * choice.added / choice.seconds if choice.seconds else 0.0, "peak": choice.peak}
 
-    def _lost(self, one: Considered, best: Considered) -> str:
+    def _comparison(self, candidate: Candidate, best: Candidate) -> str:
         if self.objective == "memory":
-            return f"takes {format_bytes(one.account.peak)} against {format_bytes(best.account.peak)}"
-        measured = one.trial is not None and best.trial is not None
-        mine, its = (one.seconds, best.seconds) if measured else (one.account.seconds, best.account.seconds)
-        verb = "took" if measured else "would take"
-        if not measured and mine <= its:
-            return "predicted to be as fast, and was not tried"
-        return f"{verb} {mine / its:.2f} times as long"
+            return f"needs {format_bytes(candidate.cost.peak)}, not {format_bytes(best.cost.peak)}"
+        if candidate.trial is not None and best.trial is not None:
+            return f"took {_seconds(candidate) / _seconds(best):.2f} times as long"
+        if candidate.cost.seconds <= best.cost.seconds:
+            return "predicted to be as fast, but not tried"
+        return f"would take {candidate.cost.seconds / best.cost.seconds:.2f} times as long"
 
-    def _impossible(self) -> str:
-        least = min(self.plans, key=lambda one: one.account.peak, default=None)
+    def _no_plan(self) -> str:
+        least = min(self.candidates, key=lambda candidate: candidate.cost.peak, default=None)
         if least is None:
             batch, ranks = self.cluster.global_batch, self.cluster.ranks
-            cut = f", or that cuts a global batch of {batch} evenly for {ranks} ranks" if batch else ""
-            return f"auto found no plan that this model, optimizer and strategy allow{cut}"
-        failed = [one for one in self.plans if one.trial is not None and one.trial.error]
+            split = f", or none splits a global batch of {batch} evenly between {ranks} ranks" if batch else ""
+            return f"auto: no plan is compatible with this model, optimizer and strategy{split}"
+        failed = [c for c in self.candidates if c.trial is not None and c.trial.error]
         if failed or self._fits(least):
             first = (failed or [least])[0]
-            return f"auto: no plan could be run. The first was {first.candidate.title}: {first.why}"
+            return f"auto: no plan runs. The first one, {first.title}, {first.rejection}"
         return (
-            f"auto: no plan fits into {format_bytes(self.cluster.memory)}. The least is "
-            f"{format_bytes(least.account.peak)}, by {least.candidate.title} with {least.candidate.feed} samples "
-            "at a time. A smaller batch for each rank "
-            "(auto_configs['global_batch'] lets it be cut), more ranks to divide the model between, or an optimizer "
-            "that gathers less would help"
+            f"auto: no plan fits into {format_bytes(self.cluster.memory)}. The smallest one, {least.title} with "
+            f"{least.feed} samples per step, needs {format_bytes(least.cost.peak)}. Use a smaller batch per rank (set "
+            "auto_configs['global_batch'] so that it can be split), more ranks, or an optimizer with less state"
         )
 
 
-def _time_for(left: float, needed: float) -> tuple[bool, bool]:
-    """For a trial; and for another update in it, under the profiler."""
-    return left > needed, needed < left / 2
+def _seconds(candidate: Candidate) -> float:
+    """As measured, else as predicted."""
+    trial = candidate.trial
+    return trial.seconds if trial is not None and not trial.error else candidate.cost.seconds
 
 
-def _undominated(plans: Sequence[Considered]) -> list[Considered]:
-    """Without those of which a part could be left out, and it would be as fast and take no more memory."""
+def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Drop candidates that are no better in time or memory than the same plan without one of its parts."""
 
-    def key(chosen: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(sorted(f"{switch} {settings}" for switch, settings in chosen.items()))
+    def key(candidate: Candidate, without: str = "") -> tuple[str, ...]:
+        return tuple(sorted(f"{switch} {values}" for switch, values in candidate.chosen.items() if switch != without))
 
-    known = {key(one.candidate.chosen): one for one in plans}
+    known = {key(candidate): candidate.cost for candidate in candidates}
 
-    def idle(one: Considered, switch: str) -> bool:
-        rest = {s: settings for s, settings in one.candidate.chosen.items() if s != switch}
-        other = known.get(key(rest))
-        return (
-            other is not None
-            and other.account.seconds <= one.account.seconds
-            and (other.account.peak <= one.account.peak)
-        )
+    def idle(candidate: Candidate, switch: str) -> bool:
+        other, cost = known.get(key(candidate, switch)), candidate.cost
+        return other is not None and other.seconds <= cost.seconds and other.peak <= cost.peak
 
-    return [one for one in plans if not any(idle(one, switch) for switch in one.candidate.chosen)]
+    return [c for c in candidates if not any(idle(c, switch) for switch in c.chosen)]
 
 
-def allowed(candidates: Iterator[Candidate], job: Job, world: World) -> Iterator[Candidate]:
-    """Those that the model and the optimizer allow too. Ranks ask together: a part may have to ask the others."""
+def compatible(candidates: Iterable[Candidate], workload: Workload, world: World) -> Iterator[Candidate]:
+    """Candidates that work with the model and the optimizer. All ranks call this together, because parts may
+    communicate to find out."""
     known: dict[tuple[str, ...], bool] = {}
     for candidate in candidates:
         key = tuple(map(repr, candidate.plan.parts))
         if key not in known:
             try:
-                check(candidate.plan, job.model, job.optimizer, world)
+                check(candidate.plan, workload.model, workload.optimizer, world)
                 known[key] = True
             except StrategyError as error:
-                log.info("auto: %s cannot be: %s", candidate.title, error)
+                log.info("auto: %s is not possible: %s", candidate.title, error)
                 known[key] = False
         if known[key]:
             yield candidate
 
 
-def ways(strategy: DistributedStrategy, cluster: Cluster, base: Sequence[Part], allow: str) -> list[Sequence[Part]]:
-    """The different ways to run a forward, besides the user's own."""
+def forward_variants(
+    strategy: DistributedStrategy, cluster: Cluster, base: Sequence[Part], allow: str
+) -> list[Sequence[Part]]:
+    """The user's parts plus each offered part that changes the forward."""
     given = {key.removesuffix("_configs") for key in declared(strategy)}
     kinds = [part for switch, part in every().items() if part.changes_forward and switch not in given]
     return [

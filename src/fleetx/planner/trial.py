@@ -1,4 +1,4 @@
-"""A plan, tried: a few real updates in a child of every rank."""
+"""A few real updates of a plan, in a child process of every rank."""
 
 from __future__ import annotations
 
@@ -7,82 +7,74 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fleetx.base.trees import tensors_of
 from fleetx.comm.world import World
+from fleetx.engine.dtensors import local
 from fleetx.engine.engine import Engine
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.measure import allocator
 from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate
-from fleetx.planner.profile import together
-from fleetx.planner.workload import Job, now
+from fleetx.planner.children import now, on_all_ranks, slowest
+from fleetx.planner.workload import Workload
 from fleetx.strategy.stage import Stage
 
-SHORT = 1.0  # seconds: of an update that takes less, the median of several counts
-MANY = 5
+SHORT = 1.0  # seconds: updates are repeated until they take this long together
+MOST = 5  # repetitions
 
 
 @dataclass(frozen=True)
 class Trial:
-    seconds: float = 0.0  # of an update, on the slowest rank
+    seconds: float = 0.0  # per update, on the slowest rank
     peak: int = 0  # bytes of the fullest rank; 0: not measured
     error: str = ""
 
 
-def tried(job: Job, candidate: Candidate, world: World, *, seconds: float, peak: bool) -> Trial:
-    answers = together(partial(_train, candidate, peak), job, world, seconds)
-    # Who is killed breaks the line to the others, who then fail too: the cause is said rather than its consequence.
-    errors = [answer.error for answer in answers if answer.error]
-    if errors:
+def try_out(workload: Workload, candidate: Candidate, world: World, *, seconds: float, peak: bool) -> Trial:
+    answers = on_all_ranks(partial(_train, candidate, peak), workload, world, seconds=seconds)
+    # When one rank dies, the others lose their connection to it: report the cause rather than its consequences.
+    if errors := [answer.error for answer in answers if answer.error]:
         return Trial(error=min(errors, key=lambda text: ("memory" not in text, "onnection" in text)))
     return Trial(max(a.value["seconds"] for a in answers), max(a.value["peak"] for a in answers))
 
 
-def engine_of(candidate: Candidate, job: Job, world: World) -> Engine:
+def _train(candidate: Candidate, peak: bool, workload: Workload, world: World) -> dict[str, Any]:
     kind = ScheduledEngine if candidate.plan.at(Stage.SCHEDULE) else Engine
-    return kind(candidate.plan, job.model, job.optimizer, world)
-
-
-def _train(candidate: Candidate, peak: bool, job: Job, world: World) -> dict[str, Any]:
-    engine = engine_of(candidate, job, world)
-    inputs, targets = job.batch(candidate.feed)
-    cycle = candidate.terms.every  # some updates communicate and others do not
+    engine = kind(candidate.plan, workload.model, workload.optimizer, world)
+    inputs, targets = workload.batch(candidate.feed)
+    cycle = candidate.terms.reduce_every  # some updates communicate and others do not
 
     def update() -> None:
         for _ in range(candidate.terms.merged):
-            engine.forward_backward(inputs, targets, job.loss_fn)
+            engine.forward_backward(inputs, targets, workload.loss_fn)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
 
-    for _ in range(cycle):  # makes what is made once
+    for _ in range(cycle):  # warm-up
         update()
     times: list[float] = []
-    while not times or (sum(times) < SHORT and len(times) < MANY):
+    while not times or (sum(times) < SHORT and len(times) < MOST):
         world.barrier()
-        begun = now(world.device)
+        start = now(world.device)
         for _ in range(cycle):
             update()
-        longest = torch.tensor([(now(world.device) - begun) / cycle], device=world.device)
-        world.maximum(longest)
-        times.append(longest.item())
+        times.append(slowest(world, (now(world.device) - start) / cycle))
     most = _held(engine, (inputs, targets)) + allocator.peak(update, world.device) if peak else 0
     return {"seconds": sorted(times)[len(times) // 2], "peak": most}
 
 
 def _held(engine: Engine, batch: Any) -> int:
-    """Bytes that are there between updates, on this rank."""
+    """Bytes on this rank between updates."""
     state = [s for values in engine.optimizer.state.values() for s in values.values() if isinstance(s, Tensor)]
-    own = [*engine.model.parameters(), *engine.model.buffers(), *state, *tensors_of(batch)]
+    tensors = [*engine.model.parameters(), *engine.model.buffers(), *state, *tensors_of(batch)]
     buckets = bytes_of(p for p in engine.names if p.requires_grad) if isinstance(engine._reducer, Reducer) else 0
-    keeps = sum(part.keeps(_here(engine.names), scaled=False) for part in engine.plan.parts)
-    return bytes_of(_here(own)) + buckets + keeps
+    kept = sum(part.keeps(_local(engine.names), scaled=False) for part in engine.plan.parts)
+    return bytes_of(_local(tensors)) + buckets + kept
 
 
-def _here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    found = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return [t for t in found if t.device.type != "meta"]
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank holds of the tensors."""
+    return [t for t in map(local, tensors) if t.device.type != "meta"]

@@ -1,4 +1,4 @@
-"""What one update costs a rank: the parts of a plan fill in a terms, and the planner adds it up. No torch here."""
+"""The cost of one update on one rank: parts fill in CostTerms, and the planner adds them up. No torch here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALLOWED: dict[str, tuple[Allow, ...]] = {
 
 @dataclass(frozen=True)
 class Link:
-    """n bytes take `latency + n / speed` seconds; what is computed meanwhile takes `busy * n` seconds longer."""
+    """Sending n bytes takes `latency + n / speed` seconds and slows down concurrent compute by `busy * n` seconds."""
 
-    latency: float
-    speed: float  # bytes a second
-    busy: float = 0.0  # seconds a byte
+    latency: float  # seconds
+    speed: float  # bytes per second
+    busy: float = 0.0  # seconds of compute lost per byte
 
     def seconds(self, size: float) -> float:
         return self.latency + size / self.speed
@@ -28,29 +28,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the training runs, as it was measured or as it was asked about."""
+    """The ranks and links that a plan runs on: measured, or described by the user for a what-if question."""
 
     ranks: int
-    inside: int  # ranks on each host
-    flat: Link  # an all-reduce between all ranks, of so many bytes of gradients
-    gather: Link  # all ranks gather so many bytes of divided parameters
-    scatter: Link  # all ranks reduce so many bytes of gradients, each to keep a part
-    inner: Link  # from rank to rank on one host
-    outer: Link  # between hosts; as `inner` where there is one
-    stream: float  # bytes a second that simple arithmetic on tensors reads and writes
-    memory: int  # bytes that a rank may use
-    sixteen: Mapping[str, Link]  # as `flat`, by the name of a type of 16 bits
+    ranks_per_host: int
+    all_reduce: Link  # between all ranks, per byte of gradients
+    all_gather: Link  # between all ranks, per byte of the gathered tensor
+    reduce_scatter: Link  # between all ranks, per byte of the full tensor
+    inner: Link  # point to point, within a host
+    outer: Link  # point to point, between hosts; equal to `inner` if there is only one host
+    bandwidth: float  # bytes per second that elementwise operations read and write
+    memory: int  # bytes per rank
+    all_reduce_16bit: Mapping[str, Link]  # like `all_reduce`, by the name of the 16-bit dtype
     device: str = "cpu"
-    global_batch: int | None = None  # samples in an update; None: each rank goes on with batches of the sample's size
+    global_batch: int | None = None  # samples per update; None: every rank keeps the batch size of the sample
 
     @property
     def hosts(self) -> int:
-        return self.ranks // self.inside
+        return self.ranks // self.ranks_per_host
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Settings of a part that may be tried in the user's place, and what must be allowed for that."""
+    """Settings of a part that `auto` may try, and the `allow` level that they need."""
 
     settings: Mapping[str, Any]
     needs: Allow = "exact"
@@ -58,30 +58,30 @@ class Offer:
 
 @dataclass
 class CostTerms:
-    """Parts change it in any order, so each does nothing but multiply, add, or set what is its own."""
+    """Parts change it in any order, so each of them only multiplies, adds, or sets a term that no other part sets."""
 
     cluster: Cluster
     gradients: int  # bytes of all gradients
     parameters: int  # bytes of all parameters
-    merged: int = 1  # steps in an update
+    merged: int = 1  # steps per update
     stages: int = 1  # ranks in a pipeline
-    micro: int = 1  # micro-batches into which a pipeline cuts a batch
-    shards: int = 1  # ranks over which each tensor is divided
-    gathers: int = 0  # times in a step that divided parameters are gathered
-    sent: float = 1.0  # bytes that are reduced for each byte of gradients
-    every: int = 1  # updates between two reductions
-    late: bool = False  # is it reduced when backward is over, and not while it runs?
-    averages: bool = False  # are parameters reduced, and not gradients?
-    way: Link | None = None  # by which it is reduced, if not by the flat one
-    dtype: str = ""  # of 16 bits, if it is reduced in one
-    bucket: float = 0.0  # bytes that are reduced at a time while backward runs
-    segment: float = 0.0  # bytes of divided parameters that are gathered at a time
-    buckets: float = 0.0  # bytes that are read and written to bring gradients into buckets, while backward runs
-    streamed: float = 0.0  # bytes that are read and written besides, in an update
-    each: float = 0.0  # and in each step of it
-    bytes: int = 0  # more, or fewer, than the parts say that they keep
+    micro_batches: int = 1  # per step of a pipeline
+    shards: int = 1  # ranks that share each tensor
+    gathers: int = 0  # all-gathers of sharded parameters per step
+    sent: float = 1.0  # bytes reduced per byte of gradients
+    reduce_every: int = 1  # updates per reduction
+    after_backward: bool = False  # the reduction starts after backward instead of overlapping with it
+    averages_parameters: bool = False  # parameters are reduced instead of gradients
+    link: Link | None = None  # used by the reduction instead of `cluster.all_reduce`
+    dtype: str = ""  # the 16-bit dtype of the reduction
+    bucket: float = 0.0  # bytes per reduction while backward runs
+    segment: float = 0.0  # bytes of sharded parameters per all-gather
+    bucket_copies: float = 0.0  # bytes read and written to copy gradients into buckets
+    streamed: float = 0.0  # other bytes read and written per update
+    streamed_per_step: float = 0.0
+    extra_bytes: int = 0  # memory on top of what the parts report in `keeps`; may be negative
 
     @property
     def replicas(self) -> int:
-        """How many batches are taken at once."""
+        """How many ranks or pipelines take different batches."""
         return self.cluster.ranks // self.stages

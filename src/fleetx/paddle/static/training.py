@@ -25,7 +25,7 @@ from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import parameter_names
 from fleetx.paddle.static import devices, programs, rates
 from fleetx.paddle.static.regularization import Clip
-from fleetx.parts.auto import ASKED
+from fleetx.parts.auto import PLAN
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.stage import Stage
 
@@ -171,7 +171,7 @@ def start_once(application: Application) -> None:
 def _distribute(application: Application, sample: dict[str, Tensor] | None = None) -> None:
     found = of(application)
     described, strategy = found.described, found.strategy
-    measures = strategy.auto or ASKED in os.environ
+    measures = strategy.auto or PLAN in os.environ
     if found.optimizer is not None or described is None or not found.started or (measures and sample is None):
         return
     if strategy.auto and "pipeline" not in strategy.declared():

@@ -93,7 +93,7 @@ class DGC(Part):
         terms.sent *= 2 * (1 - self.sparsity[-1]) * terms.cluster.ranks / 2
         slow = terms.cluster.device == "cpu" and not native.available()
         terms.streamed += PASSES * (PLAIN if slow else 1.0) * terms.gradients
-        terms.bytes -= terms.gradients  # u replaces the optimizer's momentum
+        terms.extra_bytes -= terms.gradients  # u replaces the optimizer's momentum
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)

@@ -112,7 +112,7 @@ class Pipeline(Part):
     def cost(self, terms: CostTerms) -> None:
         declared = len(self.stages) + 1 if self.stages else None
         terms.stages = schedules.ranks(declared, self.degree, self.schedule_mode, terms.cluster.ranks)
-        terms.micro, terms.late = self.number, True
+        terms.micro_batches, terms.after_backward = self.number, True
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.STAGED, Fact.SPREAD})

@@ -132,8 +132,8 @@ class Sharding(Part):
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
         if cluster.ranks > 1:
             yield from (Offer({"sharding_degree": cluster.ranks, "stage": stage}) for stage in (2, 3))
-        if 1 < cluster.inside < cluster.ranks:
-            yield Offer({"sharding_degree": cluster.inside, "stage": 2, "hybrid_dp": True})
+        if 1 < cluster.ranks_per_host < cluster.ranks:
+            yield Offer({"sharding_degree": cluster.ranks_per_host, "stage": 2, "hybrid_dp": True})
 
     @property
     def _segment(self) -> int:
@@ -142,7 +142,7 @@ class Sharding(Part):
     def cost(self, terms: CostTerms) -> None:
         terms.shards, terms.gathers, terms.segment = self._degree, 2 if self.stage == 3 else 1, self._segment
         # Copies out of and into communication buffers.
-        terms.each += 3 * terms.gathers * terms.parameters + 4 * terms.gradients
+        terms.streamed_per_step += 3 * terms.gathers * terms.parameters + 4 * terms.gradients
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, makes={Fact.PARTED})
