@@ -94,7 +94,7 @@ def test_a_profile_in_another_format_is_an_error(change, profile):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "name a script to plan for"),
+        ([], "give a SCRIPT"),
         (["--nodes", "4"], "--nodes 4 needs --link and --memory too"),
         (["--nodes", "4", "--link", "much", "--memory", "8GiB"], "is not a speed such as"),
         (["--nodes", "4", "--link", "1GB/s", "--memory", "lots"], "is not a number of bytes"),

@@ -85,5 +85,6 @@ class Workload:
         args, kwargs = arguments(self.inputs)
         return TrainingStep(
             self.model, self.optimizer, args, kwargs, self.loss, self.targets, batch=n, samples=self.samples,
-            parts=[part for part in parts if part.changes_forward], kept_gradients=kept_gradients, extra_bytes=kept_bytes,
+            parts=[part for part in parts if part.changes_forward], kept_gradients=kept_gradients,
+            extra_bytes=kept_bytes,
         )  # fmt: skip
