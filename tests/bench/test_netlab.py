@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `benchmarks` is not installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is not installed
 
 from benchmarks.frame import CannotRunError
 from benchmarks.netlab import Lab, LabError, allowed, counters, link, namespaces
 from benchmarks.netlab.__main__ import main
 from benchmarks.netlab.transfer import transfer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 ANOTHER = """
 import time
