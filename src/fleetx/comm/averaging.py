@@ -17,13 +17,13 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 def average(tensors: list[Tensor], network: Network) -> None:
     """Average in place and wait. One bucket is sent while the next is filled; at most two exist at a time."""
-    under_way: deque[tuple[list[Tensor], Future[Tensor]]] = deque()
+    pending: deque[tuple[list[Tensor], Future[Tensor]]] = deque()
     for number, bucket in enumerate(buckets(tensors)):
-        if len(under_way) == 2:
-            _unpack(*under_way.popleft())
-        under_way.append((bucket, network.mean(_pack(bucket), number)))
-    while under_way:
-        _unpack(*under_way.popleft())
+        if len(pending) == 2:
+            _unpack(*pending.popleft())
+        pending.append((bucket, network.mean(_pack(bucket), number)))
+    while pending:
+        _unpack(*pending.popleft())
 
 
 def average_bytes(tensors: list[Tensor]) -> int:
@@ -72,7 +72,7 @@ class Background:
     def __init__(self, network: Network, share: float):
         self._network, self._share = network, share
         self._clone: Network | None = None
-        self._under_way: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: what was sent, and its mean
+        self._pending: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: what was sent, and its mean
 
     def turn(self, tensors: list[Tensor]) -> None:
         """Apply the average under way and start the next. Every rank must do this in the same round.
@@ -81,25 +81,25 @@ class Background:
         """
         if self._clone is None:
             self._clone = self._network.clone_groups()
-        previous, self._under_way = self._under_way, []
+        previous, self._pending = self._pending, []
         for number, bucket in enumerate(buckets(tensors)):
             if previous:
                 self._apply(bucket, *previous[number])
             sent = _pack(bucket)
-            self._under_way.append((sent, self._clone.mean(sent.clone(), number)))
+            self._pending.append((sent, self._clone.mean(sent.clone(), number)))
 
     def finish(self, tensors: list[Tensor]) -> None:
         """Apply the average under way, if any."""
-        for bucket, (sent, mean) in zip(buckets(tensors), self._under_way, strict=bool(self._under_way)):
+        for bucket, (sent, mean) in zip(buckets(tensors), self._pending, strict=bool(self._pending)):
             self._apply(bucket, sent, mean)
-        self._under_way = []
+        self._pending = []
 
     def saved(self) -> list[list[Tensor]]:
         """The average under way, for a checkpoint. Waits for it, and changes nothing."""
-        return [[sent, mean.wait()] for sent, mean in self._under_way]
+        return [[sent, mean.wait()] for sent, mean in self._pending]
 
     def load(self, saved: list[list[Tensor]]) -> None:
-        self._under_way = [(sent, completed(mean)) for sent, mean in saved]
+        self._pending = [(sent, completed(mean)) for sent, mean in saved]
 
     def _apply(self, bucket: list[Tensor], sent: Tensor, mean: Future[Tensor]) -> None:
         torch._foreach_add_([t.detach() for t in bucket], _views(mean.wait() - sent, bucket), alpha=self._share)
