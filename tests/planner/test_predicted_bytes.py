@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from fleetx import DistributedStrategy, fleet
 from fleetx.measure import allocator
-from fleetx.measure.fake_step import Step, estimate
+from fleetx.measure.fake_step import TrainingStep, estimate
 from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate, cut
 from fleetx.planner.cost import account, terms_of
@@ -67,7 +67,7 @@ def test_the_casts_of_amp_are_counted_without_recomputation_too():
     x = torch.randn(2048, 512)
     strategy = DistributedStrategy(amp={"dtype": "bfloat16"})
     parts = [part for part in strategy.plan().parts if part.changes_forward]
-    predicted = estimate(Step(model, optimizer, (x,), loss=lambda out, _: out.mean(), parts=parts)).running
+    predicted = estimate(TrainingStep(model, optimizer, (x,), loss=lambda out, _: out.mean(), parts=parts)).running
     fleet.init()
     model, optimizer = fleet.distribute(model, optimizer, strategy)
     peak = allocator.peak(lambda: model(x).mean().backward(), torch.device("cpu"))
