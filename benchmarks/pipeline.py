@@ -1,8 +1,8 @@
-"""What a pipeline of two stages gains, against one process that runs the same micro-batches one after the other.
+"""What a pipeline of two stages gains over one process that runs the same micro-batches one after another.
 
-Each rank has one thread. The bubble formula allows p * m / (m + p - 1) = 1.6 at p = 2 and m = 4, the schedules without
-bubbles up to 2. `limit` says what the machine itself allows: both ranks at work on things that have nothing to do with
-each other. A goal of 0.95 of 1.6 is a ratio of 1 / 1.52 = 0.658; one of 0.9 of 2 is 1 / 1.8 = 0.556.
+Each rank has one thread. The bubble formula allows p * m / (m + p - 1) = 1.6 for p = 2 and m = 4, schedules without
+bubbles up to 2. `limit` is what the machine itself allows: both ranks work independently of each other. A goal of 0.95
+of 1.6 is a ratio of 1 / 1.52 = 0.658; one of 0.9 of 2 is 1 / 1.8 = 0.556.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from benchmarks.frame import Run, Sides, benchmark
 from fleetx import fleet
 
 DEPTH, WIDTH, HEADS, LENGTH, MICRO, NUMBER = 8, 512, 8, 64, 4, 4
-# Memory is not given back between steps, so that page faults, in which two processes disturb each other, are not timed.
+# Keep memory between steps, so that page faults, with which two processes slow each other down, are not timed.
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 ALIKE = [4 * WIDTH] * DEPTH
 UNEVEN = [4 * WIDTH, 12 * WIDTH, 4 * WIDTH, WIDTH, WIDTH, 8 * WIDTH, WIDTH, 2 * WIDTH]
 
 
 def model(wide: list[int] = ALIKE) -> nn.Sequential:
-    """Blocks of a transformer, whose feed-forward parts are so wide."""
+    """Transformer blocks with feed-forward parts of these widths."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, HEADS, w, dropout=0.0, batch_first=True) for w in wide))
 
@@ -40,7 +40,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def alone(module: nn.Module) -> Callable[[], None]:
-    """The same micro-batches in one process, one after the other."""
+    """The same micro-batches in one process, one after another."""
     x, y = batch()
 
     def step() -> None:
@@ -122,9 +122,9 @@ def dual_pipe_v(run: Run) -> Sides:
 
 
 def by_hand(run: Run) -> Callable[[], None]:
-    """torch's own front end: the model cut by hand, and its schedule."""
-    whole = model()
-    half = whole[:4] if run.rank == 0 else whole[4:]
+    """torch's own interface: the model is cut by hand."""
+    full = model()
+    half = full[:4] if run.rank == 0 else full[4:]
     x, y = batch()
     stage = PipelineStage(nn.Sequential(*half), run.rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, NUMBER, loss_fn=mse_loss)
@@ -144,13 +144,13 @@ def bare_torch(run: Run) -> Sides:
 
 @benchmark(ours="pipeline", theirs="torch's schedule", ranks=2, environment=HEAP, rounds=16, starts=2)
 def beside_torch(run: Run) -> Sides:
-    """1F1B, against torch's Schedule1F1B on a model that was cut by hand."""
+    """1F1B, compared with torch's Schedule1F1B on a model that was cut by hand."""
     return run.compare(piped("1F1B", TWO)[1], by_hand(run))
 
 
 @benchmark(ours="both at work", theirs="one process", ranks=2, environment=HEAP, rounds=12, starts=1)
 def limit(run: Run) -> Sides:
-    """Half of the work on each rank, without any communication: what the machine allows."""
+    """Half of the work on each rank without communication: what the machine allows."""
     mine = model()[:4]
 
     def half() -> None:
@@ -161,8 +161,8 @@ def limit(run: Run) -> Sides:
 
 
 @benchmark(
-    ours="balanced by itself",
-    theirs="the best of all",
+    ours="automatic cut",
+    theirs="best cut",
     goal=1.05,
     ranks=2,
     environment=HEAP,
@@ -171,20 +171,20 @@ def limit(run: Run) -> Sides:
     seconds=900,
 )
 def split(run: Run) -> Sides:
-    """Two stages of uneven blocks: where the automatic cut lies, against all seven that there are."""
-    ways = {start: piped("1F1B", [start], UNEVEN)[1] for start in map(str, range(1, DEPTH))}
+    """Two stages of uneven blocks: the automatic cut, compared with all seven possible cuts."""
+    cuts = {start: piped("1F1B", [start], UNEVEN)[1] for start in map(str, range(1, DEPTH))}
     module, ours = piped("1F1B", None, UNEVEN)
     ours()
-    times: dict[str, list[float]] = {start: [] for start in ways}
+    times: dict[str, list[float]] = {start: [] for start in cuts}
     for _ in range(3):
-        for start, step in ways.items():
+        for start, step in cuts.items():
             dist.barrier()
             begun = time.perf_counter()
             step()
             times[start].append(time.perf_counter() - begun)
-    found = torch.tensor([median(times[start]) for start in ways])
+    found = torch.tensor([median(times[start]) for start in cuts])
     dist.broadcast(found, 0)  # the ranks must agree on the best
-    best = list(ways)[int(found.argmin())]
+    best = list(cuts)[int(found.argmin())]
     chosen = next(w for w in str(fleet.explain(model=module)).splitlines() if "stages begin with" in w).split()[-1]
-    notes = {"chosen": chosen, "best": best, "seconds": {s: t.item() for s, t in zip(ways, found, strict=True)}}
-    return run.compare(ours, ways[best], **notes)
+    notes = {"chosen": chosen, "best": best, "seconds": {s: t.item() for s, t in zip(cuts, found, strict=True)}}
+    return run.compare(ours, cuts[best], **notes)

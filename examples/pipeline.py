@@ -1,10 +1,10 @@
 """BERT in two stages on two workers: neither holds the whole model.
 
     fleetrun --device cpu --nproc_per_node 2 examples/pipeline.py
-    fleetrun --device cpu --nproc_per_node 2 examples/pipeline.py --balanced      # let it be found out
-    fleetrun --device cpu --nproc_per_node 4 examples/pipeline.py                 # two such pipelines
+    fleetrun --device cpu --nproc_per_node 2 examples/pipeline.py --balanced      # find the cut automatically
+    fleetrun --device cpu --nproc_per_node 4 examples/pipeline.py                 # two pipelines
 
-The text is written to ./example_data/text as lines of numbers.
+It writes its text to ./example_data/text, as lines of numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32, help="sentences per pipeline and step (default: 32)")
-    parser.add_argument("--micro", type=int, default=4, help="micro-batches into which a batch is cut (default: 4)")
+    parser.add_argument("--micro", type=int, default=4, help="micro-batches per batch (default: 4)")
     parser.add_argument("--schedule", default="1F1B", help="the order of forwards and backwards (default: 1F1B)")
-    parser.add_argument("--balanced", action="store_true", help="measure the layers, and cut where it is balanced")
+    parser.add_argument("--balanced", action="store_true", help="time the layers, and balance the stages")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     model, optimizer = fleet.distribute(model, optimizer, strategy)
 
-    # The workers of one pipeline need the same batches; masked="row" lets these be cut into micro-batches.
+    # The workers of one pipeline need the same batches; masked="row" makes batches that can be split.
     text = prepared.text("example_data/text")
     loader = model.load_digital_dataset_from_file(
         text, text / "vocab.txt", batch_size=args.batch, max_seq_len=64, lang="ch", drop_last=True, masked="row"

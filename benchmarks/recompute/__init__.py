@@ -1,10 +1,10 @@
-"""What recomputation by a budget of bytes costs and gains, beside torch's own ways.
+"""What recomputation with a memory budget costs and gains, compared with torch's own methods.
 
 models.py     the models, from config, and their batches
-ways.py       ours and the peers', put into one and the same model, of which one is active at a time
-trade.py      the trade-off: peak bytes and time of a step, of all ways in turn
-compiled.py   torch.compile's budget beside ours
+methods.py    ours and torch's, installed in one model; one is active at a time
+trade.py      the trade-off: peak memory and time of a step, of all methods in turn
+compiled.py   torch.compile's budget next to ours
 measured.py   seconds and bytes of a step
-batches.py    the largest batch under one limit, and samples a second
+batches.py    the largest batch within one limit, and samples per second
 report.py     tables and plots
 """

@@ -26,19 +26,19 @@ TRADED = ["resnet", "bert", "gpt2", "vit"]
 def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
     found = value.split(",") if value else list(PARTS)
     if unknown := [x for x in found if x not in PARTS]:
-        raise click.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
+        raise click.BadParameter(f"{unknown[0]!r} is unknown: use {', '.join(PARTS)}")
     return found
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--only", callback=_chosen, help=f"Some of {','.join(PARTS)}.")
-@click.option("--models", help="Some models, such as resnet,bert.")
-@click.option("--memory", default="7GiB", show_default=True, help="The limit for the largest batch.")
-@click.option("--rounds", default=4, show_default=True, help="Steps of each way, in turn.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
-@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
+@click.option("--only", callback=_chosen, help=f"Run only some of {','.join(PARTS)}.")
+@click.option("--models", help="Run only these models, such as resnet,bert.")
+@click.option("--memory", default="7GiB", show_default=True, help="Memory limit for the largest batch.")
+@click.option("--rounds", default=4, show_default=True, help="Timed steps per method.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Output folder.")
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what is in the folder.")
 def main(only: list[str], models: str | None, memory: str, rounds: int, out: Path, only_report: bool) -> None:
-    """What recomputation by a budget costs and gains, beside torch's own ways. Half an hour on two idle cores."""
+    """Compare recomputation with a memory budget to torch's own methods. Takes half an hour on two idle cores."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "recompute.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -50,7 +50,7 @@ def main(only: list[str], models: str | None, memory: str, rounds: int, out: Pat
             results[part] = [row for row in results.get(part, []) if row.get("model") not in (*names, None)]
             for row in _rows(part, names, memory, rounds):
                 results[part].append(_shown(row))
-                file.write_text(json.dumps(results, indent=1) + "\n")  # what there is, if it is stopped
+                file.write_text(json.dumps(results, indent=1) + "\n")  # after every row, in case it is stopped
         except CannotRunError as error:
             raise click.ClickException(str(error)) from None
         notes = results.setdefault("notes", {"machine": machine.machine()})
@@ -75,13 +75,13 @@ def _rows(part: str, names: list[str], memory: str, rounds: int) -> Any:
 
 
 def _allocator() -> str:
-    """Which one serves torch: it decides how often a step waits for fresh pages."""
+    """Which allocator torch uses: it decides how often a step waits for fresh pages."""
     preloaded = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
     return " ".join(preloaded + [f"{k}={v}" for k, v in os.environ.items() if k.startswith("MALLOC_")]) or "glibc"
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A line as soon as it is there."""
+    """Print a row as soon as it is measured."""
     what = row.get("title") or row.get("setting")
     seconds = " ".join(f"{s:.2f}" for s in row["seconds"])
     print(f"{row.get('model', '')} {what}: {row['peak'] / 2**20:,.1f} MiB, {seconds} s", flush=True)
@@ -106,7 +106,7 @@ def show(results: dict[str, Any], out: Path) -> None:
             report.plot(out, results)
     except ImportError:
         console.print("no plot: matplotlib is not installed (pip install matplotlib)")
-    console.print(f"all of it is in {out}", highlight=False)
+    console.print(f"results: {out}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The largest batch under one limit, and how fast it is: without recomputation, with it, and with it in bfloat16.
+"""The largest batch within one limit and its speed: without recomputation, with it, and with it in bfloat16.
 
-The batch is the largest with every block a segment; at that batch the budget then finds the fastest way within the
-limit. torch's own ways are run at the same batch, within the limit or not. Each row has a process of its own: none
-begins with the heap of another. Two steps are timed, or one that takes more than a minute; in the same process, before
-and after them, two without recomputation at the batch that fits so: a machine that is slower for a while slows both.
-The peak is that of another step, because a profiler would be timed along.
+The batch is the largest that fits if every block is a segment; the budget then finds the fastest plan for that batch.
+torch's own methods run at the same batch, whether or not they stay within the limit. Each row runs in a process of its
+own, so that none inherits the heap of another. Two steps are timed, or one if it takes more than a minute. Before and
+after them, in the same process, two steps without recomputation are timed at the batch that fits then: a machine that
+is slower for a while slows both. The peak is that of another step, because the profiler would slow a timed one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
-from benchmarks.recompute import measured, ways
+from benchmarks.recompute import measured, methods
 from benchmarks.recompute.measured import Row
 from benchmarks.recompute.models import MODELS, Model
 from fleetx import fleet
-from fleetx.base.sizes import parse
-from fleetx.measure.fake_step import Step
+from fleetx.base.sizes import parse_bytes
+from fleetx.measure.fake_step import TrainingStep
 from fleetx.parts.recompute import budget
 
 BF16 = {"amp": {"dtype": "bfloat16"}}
-PEERS = {"every": ways.every_block, "sqrt": ways.square_root}
-LONG = 60.0  # seconds: of a step that takes so long, one is enough
+PEERS = {"every": methods.every_block, "sqrt": methods.square_root}
+LONG = 60.0  # seconds: one step is enough if it takes longer
 
 
 def rows(name: str, memory: str) -> Iterator[Row]:
@@ -46,7 +46,7 @@ def _alone(call: Any, *arguments: Any) -> Row:
         return row
 
 
-def _ours(name: str, title: str, switches: dict[str, Any], memory: str, beside: int | None) -> Row:
+def _ours(name: str, title: str, switches: dict[str, Any], memory: str, small_batch: int | None) -> Row:
     model = MODELS[name]
     module = model.make()
     strategy = fleet.DistributedStrategy(**switches)
@@ -54,39 +54,41 @@ def _ours(name: str, title: str, switches: dict[str, Any], memory: str, beside: 
     found = fleet.largest_batch(
         module, model.inputs(1), memory=memory, strategy=strategy, optimizer=optimizer, trial=False
     )
-    way = ways.Way("plain", title, nullcontext, found.predicted)
+    method = methods.Method("plain", title, nullcontext, found.predicted)
     if "recompute" in switches:
         parts = [part for part in strategy.plan().parts if part.changes_forward]
-        step = Step(module, optimizer, kwargs=model.inputs(found.micro), parts=parts)
-        choice = budget.choose(step, f"{parse(memory)}B")
-        active = choice.arm(module, nullcontext) if choice.tree else nullcontext
-        way = ways.Way("ours", title, active, choice.peak)
-    return _row(model, module, optimizer, way, found.micro, memory, beside or found.micro, bf16="amp" in switches)
+        step = TrainingStep(module, optimizer, kwargs=model.inputs(found.micro), parts=parts)
+        plan = budget.choose(step, f"{parse_bytes(memory)}B")
+        active = plan.install(module, nullcontext) if plan.tree else nullcontext
+        method = methods.Method("ours", title, active, plan.peak)
+    return _row(
+        model, module, optimizer, method, found.micro, memory, small_batch or found.micro, bf16="amp" in switches
+    )
 
 
-def _peer(name: str, peer: str, batch: int, memory: str, beside: int) -> Row:
+def _peer(name: str, peer: str, batch: int, memory: str, small_batch: int) -> Row:
     model = MODELS[name]
     module = model.make()
-    return _row(model, module, measured.adamw(module), PEERS[peer](model, module), batch, memory, beside)
+    return _row(model, module, measured.adamw(module), PEERS[peer](model, module), batch, memory, small_batch)
 
 
 def _row(
-    model: Model, module: Any, optimizer: Any, way: ways.Way, batch: int, memory: str, beside: int,
+    model: Model, module: Any, optimizer: Any, method: methods.Method, batch: int, memory: str, small_batch: int,
     *, bf16: bool = False,
 ) -> Row:  # fmt: skip
-    inputs, small = model.inputs(batch), model.inputs(beside)
+    inputs, small = model.inputs(batch), model.inputs(small_batch)
 
     def plain() -> list[float]:
         return [measured.once(module, optimizer, small, nullcontext) for _ in range(2)]
 
-    measured.once(module, optimizer, model.inputs(1), nullcontext)  # makes the state of the optimizer
+    measured.once(module, optimizer, model.inputs(1), nullcontext)  # creates the optimizer's state
     without = plain()
-    seconds = [measured.once(module, optimizer, inputs, way.active, bf16=bf16)]
+    seconds = [measured.once(module, optimizer, inputs, method.active, bf16=bf16)]
     if seconds[0] < LONG:
-        seconds.append(measured.once(module, optimizer, inputs, way.active, bf16=bf16))
+        seconds.append(measured.once(module, optimizer, inputs, method.active, bf16=bf16))
     without += plain()
-    peak, _ = measured.peak_and_seconds(module, optimizer, inputs, way.active, bf16=bf16)
+    peak, _ = measured.peak_and_seconds(module, optimizer, inputs, method.active, bf16=bf16)
     return {
-        "model": model.name, "setting": way.title, "memory": memory, "batch": batch, "predicted": way.predicted,
-        "peak": peak, "seconds": seconds, "beside": beside, "without": without,
+        "model": model.name, "setting": method.title, "memory": memory, "batch": batch, "predicted": method.predicted,
+        "peak": peak, "seconds": seconds, "beside": small_batch, "without": without,
     }  # fmt: skip

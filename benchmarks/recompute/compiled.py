@@ -1,7 +1,7 @@
-"""torch.compile's activation_memory_budget beside ours, on a transformer small enough to be compiled in a minute.
+"""torch.compile's activation_memory_budget next to ours, on a transformer that compiles in a minute.
 
-Its times are those of compiled code, which is fused, and not to be compared with ours in milliseconds: what is compared
-is what recomputation adds, each to its own.
+Compiled code is fused and faster, so absolute times must not be compared: what is compared is what recomputation adds,
+each relative to its own baseline.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from benchmarks.frame import CannotRunError
-from benchmarks.recompute import measured, ways
+from benchmarks.recompute import measured, methods
 from benchmarks.recompute.measured import Row
-from fleetx.measure.fake_step import Step
+from fleetx.measure.fake_step import TrainingStep
 from fleetx.parts.recompute import budget
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -25,7 +25,7 @@ CONFIG = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, 
 
 
 class Summed(nn.Module):
-    """The encoder with a loss, so that nothing but the layers matters."""
+    """The encoder with a simple loss, so that only the layers matter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Summed(nn.Module):
 
 
 class Out:
-    """As the outputs of transformers are."""
+    """Like the outputs of transformers."""
 
     def __init__(self, values: dict[str, torch.Tensor]):
         self.loss = values["loss"]
@@ -62,24 +62,25 @@ def rows(rounds: int) -> Iterator[Row]:
         torch._dynamo.reset()
         module = Called(_compiled(share))
         optimizer = measured.adamw(module)
-        way = ways.Way(f"compile {share}", f"torch.compile, activation_memory_budget {share:g}", nullcontext)
-        peaks.append(measured.peak(module, optimizer, inputs, way.active))
-        times = measured.seconds(module, inputs, [way], rounds)[way.name]
+        method = methods.Method(f"compile {share}", f"torch.compile, activation_memory_budget {share:g}", nullcontext)
+        peaks.append(measured.peak(module, optimizer, inputs, method.active))
+        times = measured.seconds(module, inputs, [method], rounds)[method.name]
         plain = plain or times
-        yield {"way": way.name, "title": way.title, "peak": peaks[-1], "seconds": times, "without": plain}
+        yield {"way": method.name, "title": method.title, "peak": peaks[-1], "seconds": times, "without": plain}
     module = Summed()
     optimizer = measured.adamw(module)
-    step = Step(module, optimizer, kwargs=inputs)
+    step = TrainingStep(module, optimizer, kwargs=inputs)
     planner = budget.Planner(step)
     fixed, least = planner.plain, planner.choose("min").peak
     limits = sorted({max(least, peak) for peak in peaks[1:]} | {least}, reverse=True)
-    chosen = [ways.ours(module, planner, f"{limit}B", f"{limit / 2**20:.1f} MiB") for limit in limits]
+    chosen = [methods.ours(module, planner, f"{limit}B", f"{limit / 2**20:.1f} MiB") for limit in limits]
     called = Called(module)
-    active = [ways.plain(), *chosen]
+    active = [methods.plain(), *chosen]
     times_of = measured.seconds(called, inputs, active, rounds)
-    for way in active:
-        yield {"way": way.name, "title": way.title, "peak": measured.peak(called, optimizer, inputs, way.active),
-               "seconds": times_of[way.name], "without": times_of["plain"], "fixed": fixed.fixed}  # fmt: skip
+    for method in active:
+        peak = measured.peak(called, optimizer, inputs, method.active)
+        yield {"way": method.name, "title": method.title, "peak": peak,
+               "seconds": times_of[method.name], "without": times_of["plain"], "fixed": fixed.fixed}  # fmt: skip
 
 
 def _compiled(share: float) -> nn.Module:
@@ -90,7 +91,7 @@ def _compiled(share: float) -> nn.Module:
         try:
             out = made(input_ids=torch.randint(0, 1000, (16, 128)))
             out["loss"].backward()
-        except Exception as error:  # there is no compiler, or it does not like this machine
+        except Exception as error:  # there is no compiler, or it fails on this machine
             raise CannotRunError(f"torch.compile does not work here: {error}") from None
     made.zero_grad()
     return made

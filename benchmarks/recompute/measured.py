@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.recompute.ways import Active, Way
+from benchmarks.recompute.methods import Active, Method
 from fleetx.measure import allocator
 from fleetx.measure.tracker import bytes_of
 
@@ -37,7 +37,7 @@ def peak(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active
 def peak_and_seconds(
     module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool = False
 ) -> tuple[int, float]:
-    """The most bytes that the allocator had given out during a step, with what is always there; and its seconds."""
+    """The peak of a step according to the allocator, including what is always there; and its seconds."""
     took: list[float] = []
     state = [s for values in optimizer.state.values() for s in values.values() if isinstance(s, Tensor)]
     fixed = bytes_of([*module.parameters(), *module.buffers(), *inputs.values(), *state])
@@ -48,21 +48,21 @@ def peak_and_seconds(
     return fixed + allocator.peak(step, torch.device("cpu")), took[0]
 
 
-def seconds(module: nn.Module, inputs: Inputs, ways: Sequence[Way], rounds: int) -> dict[str, list[float]]:
-    """Forward and backward, the ways in turn, forwards and backwards."""
-    found: dict[str, list[float]] = {way.name: [] for way in ways}
+def seconds(module: nn.Module, inputs: Inputs, methods: Sequence[Method], rounds: int) -> dict[str, list[float]]:
+    """Time forward and backward; the methods alternate, in order and in reverse."""
+    found: dict[str, list[float]] = {method.name: [] for method in methods}
     for number in range(rounds + 1):
-        for way in ways if number % 2 else reversed(ways):
+        for method in methods if number % 2 else reversed(methods):
             begun = time.perf_counter()
-            forward_backward(module, inputs, way.active)
-            if number:  # the first is to warm up
-                found[way.name].append(time.perf_counter() - begun)
+            forward_backward(module, inputs, method.active)
+            if number:  # the first round warms up
+                found[method.name].append(time.perf_counter() - begun)
             module.zero_grad()
     return found
 
 
 def once(module: nn.Module, optimizer: Optimizer, inputs: Inputs, active: Active, *, bf16: bool = False) -> float:
-    """Seconds of a whole step."""
+    """Run a whole step and return its seconds."""
     begun = time.perf_counter()
     forward_backward(module, inputs, active, bf16=bf16)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Models from config, no download, and batches of random numbers."""
+"""Models from config, without downloads, and batches of random numbers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Model:
     name: str
     title: str
     make: Callable[[], nn.Module]
-    inputs: Callable[[int], dict[str, Tensor]]  # of a batch
-    blocks: tuple[str, ...]  # patterns of what people call the blocks of this model
-    batch: int  # for the trade-off and the accounts
+    inputs: Callable[[int], dict[str, Tensor]]  # by the batch size
+    blocks: tuple[str, ...]  # patterns of the modules that people call the blocks of this model
+    batch: int  # for the trade-off
 
     def present(self) -> list[str]:
-        """Those of the patterns that the model has."""
+        """The patterns that match a module of the model."""
         names = [name for name, _ in self.make().named_modules()]
         return [pattern for pattern in self.blocks if matches(pattern, names)]
 

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def trade(rows: Sequence[Row]) -> Lines:
-    """Time against that without recomputation, in pairs of a round; the share is of what is above the fixed bytes."""
+    """Time relative to no recomputation in the same round; the share is of what exceeds the fixed bytes."""
     plain = next(row for row in rows if row["way"] == "plain")
     out = [["", "peak, MiB", "predicted", "of the activations", "allowed", "s", "added time", "predicted"]]
     for row in rows:
@@ -33,8 +33,10 @@ def added(row: Row, plain: Row) -> float:
 
 
 def batches(rows: Sequence[Row]) -> Lines:
-    """`time a sample`: against that without recomputation in the same process."""
-    out = [["", "", "within", "largest batch", "times", "samples a second", "time a sample", "peak, MiB", "predicted"]]
+    """`time per sample`: relative to no recomputation in the same process."""
+    out = [
+        ["", "", "within", "largest batch", "factor", "samples per second", "time per sample", "peak, MiB", "predicted"]
+    ]
     for row in rows:
         rate, before = row["batch"] / median(row["seconds"]), row["beside"] / median(row["without"])
         figures = [row["memory"], str(row["batch"]), f"{row['batch'] / row['beside']:.1f}"]
@@ -46,7 +48,7 @@ def batches(rows: Sequence[Row]) -> Lines:
 
 
 def compiled(rows: Sequence[Row]) -> Lines:
-    out = [["", "peak, MiB", "s", "added to its own"]]
+    out = [["", "peak, MiB", "s", "added to its own baseline"]]
     for row in rows:
         more = median(row["seconds"]) / median(row["without"]) - 1
         out.append([row["title"], f"{row['peak'] / MIB:,.1f}", f"{median(row['seconds']):.3f}", f"{more:+.1%}"])

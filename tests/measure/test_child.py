@@ -41,7 +41,7 @@ def test_a_child_has_as_many_threads_as_its_parent_and_they_work():
     assert answer.value == [2, expected]
 
 
-def test_an_error_is_a_sentence():
+def test_an_error_is_returned_as_text():
     def call():
         raise KeyError("no such thing")
 
@@ -49,15 +49,22 @@ def test_an_error_is_a_sentence():
 
 
 def test_a_child_that_is_killed_may_have_run_out_of_memory():
-    assert "killed, as when memory runs out" in forked(lambda: os.kill(os.getpid(), signal.SIGKILL), seconds=60).error
+    assert (
+        "killed, probably for lack of memory" in forked(lambda: os.kill(os.getpid(), signal.SIGKILL), seconds=60).error
+    )
 
 
-def test_more_memory_than_there_is_is_an_answer():
+def test_a_child_that_runs_out_of_memory_says_so():
     assert forked(lambda: torch.empty(1 << 46).shape[0], seconds=60).error == "it ran out of memory"
 
 
-def test_a_child_that_hangs_is_ended():
-    begun, others = time.monotonic(), psutil.Process().children()
-    assert "more than 1 s" in forked(lambda: time.sleep(60), seconds=1).error
-    assert time.monotonic() - begun < 10
+def test_a_child_that_hangs_is_killed():
+    others = psutil.Process().children()
+    assert "more than 1 s" in forked(lambda: time.sleep(3600), seconds=1).error
     assert psutil.Process().children() == others
+
+
+def test_a_child_has_the_autocast_of_its_parent():
+    a = torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert forked(lambda: str((a @ a).dtype), seconds=60).value == "torch.bfloat16"

@@ -1,4 +1,4 @@
-"""Gradients are those of the plain model, bit for bit; the second pass is exactly one forward of the named modules."""
+"""Gradients equal those of the plain model bit for bit; the second pass is exactly one forward of the named modules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.flop_counter import FlopCounterMode
 
+from covering import covering
 from fleetx import StrategyError, UsageError, fleet
 from training import assert_equal, sgd, weights
 
@@ -51,15 +52,13 @@ def _train(declared, steps=3, make=Tower):
 
 
 AMPS = [{}, {"amp": {"dtype": "bfloat16"}}, {"amp": {"dtype": "float16"}}]
+MERGES = [{}, {"gradient_merge": {"k_steps": 2}}]
+NAMES = [["blocks.0"], ["blocks.*"], ["blocks.1", "blocks.2.bn"], ["blocks.?"]]
 
 
-@pytest.mark.parametrize("amp", AMPS, ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("merge", [{}, {"gradient_merge": {"k_steps": 2}}], ids=["", "merge"])
-@pytest.mark.parametrize("names", [["blocks.0"], ["blocks.*"], ["blocks.1", "blocks.2.bn"], ["blocks"]], ids=str)
-def test_training_is_the_same_bit_for_bit_with_dropout_and_batchnorm(names, amp, merge):
-    """The statistics of BatchNorm are in the comparison: they must be updated once, not twice."""
-    if names == ["blocks"]:
-        names = ["blocks.?"]
+@pytest.mark.parametrize(("amp", "merge", "names"), covering(AMPS, MERGES, NAMES))
+def test_training_is_the_same_bit_for_bit_with_dropout_and_batchnorm(amp, merge, names):
+    """The comparison includes BatchNorm's statistics, which must be updated once, not twice."""
     recompute = {"recompute": {"checkpoints": names}}
     assert_equal(_train(amp | merge | recompute), _train(amp | merge))
 
@@ -73,12 +72,12 @@ def test_two_ranks_train_the_same_with_and_without_it(ranks):
 
 
 def test_it_costs_one_more_forward_of_each_segment_up_to_the_last_value_that_backward_needs():
-    """In exact FLOPs: backward needs the inputs of `down` and not its output: at the end of a segment it is not run."""
+    """In exact FLOPs. Backward needs the inputs of `down` but not its output, so it does not run at a segment's end."""
     up = down = 2 * 5 * 6 * 24
     assert _flops(["blocks.0"]) - _flops([]) == up
     assert _flops(["blocks.1"]) - _flops([]) == up + down + up  # one segment of two blocks
     assert _flops(["blocks.0", "blocks.1"]) - _flops([]) == up + up
-    assert _flops(["blocks.*"]) - _flops([]) == 3 * up  # and nothing of what follows the last
+    assert _flops(["blocks.*"]) - _flops([]) == 3 * up  # and nothing after the last
 
 
 def _flops(names):
@@ -110,7 +109,7 @@ def _kept_bytes(names):
     return sum(sizes)
 
 
-def test_nothing_is_run_again_without_gradients():
+def test_nothing_is_recomputed_without_gradients():
     fleet.init()
     model = Tower().eval()
     strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]})
@@ -142,24 +141,24 @@ def test_a_copy_of_the_model_runs_its_own_weights():
         ({"memory_budget": 1.5}, "memory_budget"),
     ],
 )
-def test_what_would_do_nothing_is_refused(settings, message):
+def test_settings_that_would_have_no_effect_are_errors(settings, message):
     with pytest.raises(StrategyError, match=message):
         fleet.DistributedStrategy(recompute=settings).plan()
 
 
-def test_an_unknown_module_is_refused_with_the_nearest_names():
+def test_an_unknown_module_is_an_error_with_the_nearest_names():
     fleet.init()
     model = Tower()
     strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.0", "block.1", "zzz.*"]})
     with pytest.raises(StrategyError) as caught:
         fleet.distribute(model, sgd(model), strategy)
     assert len(caught.value.problems) == 2
-    assert "no module 'block.1': did you mean blocks.1" in caught.value.problems[0]
+    assert "no module 'block.1': did you mean 'blocks.1'" in caught.value.problems[0]
     assert "no module 'zzz.*'" in caught.value.problems[1]
 
 
 class Counter(nn.Module):
-    """Reads a buffer that it also changes, in place and by assignment."""
+    """Reads buffers that it also changes, in place and by assignment."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +187,7 @@ def test_a_module_that_reads_a_buffer_it_changes_is_replayed_from_the_value_it_f
     assert_equal(_train({"recompute": {"checkpoints": ["body"]}}, make=Stateful), _train({}, make=Stateful))
 
 
-def test_backward_may_pass_twice():
+def test_backward_may_run_twice():
     grads = []
     for declared in ({}, {"recompute": {"checkpoints": ["blocks.*"]}}):
         fleet.init()
@@ -223,8 +222,8 @@ def test_compiled_models_recompute_too(when):
     torch.testing.assert_close(found, _train({}), rtol=1e-4, atol=1e-5)
 
 
-def test_precision_is_that_of_the_place_in_the_second_pass_too():
-    """A part of the model that its author keeps in float32, and one that the black list does."""
+def test_the_second_pass_has_the_precision_of_the_first():
+    """A part of the model that its author keeps in float32, and one on the black list."""
 
     class Careful(Tower):
         def forward(self, x):
@@ -238,12 +237,12 @@ def test_precision_is_that_of_the_place_in_the_second_pass_too():
     assert_equal(_train(black | recompute), _train(black))
 
 
-def test_patterns_go_level_by_level_and_containers_are_refused():
+def test_patterns_match_level_by_level_and_containers_are_errors():
     fleet.init()
     model = Tower()
     for name in ("blocks", "block?"):
         strategy = fleet.DistributedStrategy(recompute={"checkpoints": [name]})
-        with pytest.raises(StrategyError, match=r"'blocks' has no forward of its own.*write 'blocks.\*'"):
+        with pytest.raises(StrategyError, match=r"'blocks' has no forward of its own.*use 'blocks.\*'"):
             fleet.distribute(model, sgd(model), strategy)
     fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"checkpoints": ["blocks.*"]}))
     assert [n for n, m in model.named_modules() if "forward" in vars(m)] == [
@@ -251,7 +250,7 @@ def test_patterns_go_level_by_level_and_containers_are_refused():
     ]
 
 
-def test_a_filled_cache_is_refused():
+def test_a_filled_cache_is_an_error():
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
     fleet.init()

@@ -1,6 +1,8 @@
-"""Where stages may begin: what the graph says is what the survey, which runs the forward in pieces, accepts."""
+"""Where stages may begin: the trace, which runs the forward in stages, accepts every point that the graph allows."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import pytest
 import torch
@@ -21,18 +23,19 @@ from transformers import (
 )
 
 from fleetx import StrategyError
+from fleetx.base.wrapping import unwrap
 from fleetx.comm.roles import Place
 from fleetx.comm.world import World
-from fleetx.measure.fake_step import Step
+from fleetx.measure.fake_step import TrainingStep
 from fleetx.parts.pipeline import trace
-from fleetx.parts.pipeline.cut_points import pieces
-from fleetx.parts.pipeline.stage_params import Cut
+from fleetx.parts.pipeline.cut_points import find_cut_points
+from fleetx.parts.pipeline.stage_params import StageParams
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 class Skips(nn.Module):
-    """Residual blocks whose inside is a chain, between which stages may begin, and nowhere inside of them."""
+    """Residual blocks around a chain: stages may begin between the blocks, but not inside them."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -53,7 +56,7 @@ class Skips(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Activations that change what they are given, as torchvision has them."""
+    """Activations that modify their input, as in torchvision."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +68,7 @@ class InPlace(nn.Module):
 
 
 class Twice(nn.Module):
-    """One module that is called twice."""
+    """Modules that are called twice."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +79,7 @@ class Twice(nn.Module):
 
 
 class Looked(nn.Module):
-    """The first module makes a mask without a gradient, which the last one is handed."""
+    """The first module makes a mask without a gradient, which the last one gets."""
 
     class Masked(nn.Module):
         def forward(self, x, mask):
@@ -97,7 +100,7 @@ class Looked(nn.Module):
 
 
 class Frozen(Skips):
-    """Of whose first block nothing is trained: the next one adds what has no gradient."""
+    """The first block is frozen: the next one adds a tensor without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +108,7 @@ class Frozen(Skips):
 
 
 class Quiet(nn.Module):
-    """A part that runs without gradients, whose output is read again later."""
+    """A module that runs under no_grad, whose output is read again later."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +122,7 @@ class Quiet(nn.Module):
 
 
 class Idle(nn.Sequential):
-    """With modules that do nothing."""
+    """With modules that compute nothing."""
 
     def __init__(self):
         super().__init__(nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 6))
@@ -169,12 +172,12 @@ MODELS = {
     "idle": (Idle, one),
 }  # fmt: skip
 
-AMONG = {
+EXPECTED = {  # among others
     "bert": ["bert.encoder.layer.1", "bert.encoder.layer.2", "cls"],
     "gpt2": ["transformer.h.1", "transformer.h.2"],
     "llama": ["model.layers.1", "model.layers.2"],
     "t5": ["encoder.block.1"],
-    "vit": [],  # the names of its layers changed between versions: counted below
+    "vit": [],  # its layers have other names in other versions, so they are counted below
     "resnet": ["resnet.encoder.stages.1"],
     "skips": ["blocks.1", "blocks.2"],
     "in place": ["b", "c"],
@@ -186,57 +189,59 @@ AMONG = {
 }
 
 
+@cache
 def found(name):
+    """The model, its inputs, and the names of the modules with which a stage may begin."""
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model, inputs = make(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    row, starts = pieces(Step(model, optimizer, args=(), kwargs=inputs), timed=False)
-    return model, inputs, list(starts.values()), row
+    _, starts = find_cut_points(TrainingStep(model, optimizer, kwargs=inputs), timed=False)
+    return model, inputs, list(starts.values())
 
 
 def accepted(model, inputs, start):
-    """Does the survey, which a pipeline makes before it cuts, agree?"""
-    units = trace.units(model, [start], lambda: model(**inputs))
-    cut = Cut(model, units, lambda stage: 0, World(Place(), torch.device("cpu")))
+    """Does the trace, which a pipeline makes before it cuts, agree?"""
+    units = trace.map_stages(model, [start], lambda: model(**inputs))
+    params = StageParams(model, units, lambda stage: 0, World(Place(), torch.device("cpu")))
 
-    def run(visitor):
-        cut.visitor = visitor
+    def run(interceptor):
+        params.interceptor = interceptor
         try:
             model(**inputs)
         finally:
-            cut.visitor = None
+            params.interceptor = None
 
     try:
-        trace.borders(units, torch.device("cpu"), run)
+        trace.trace(units, torch.device("cpu"), run)
     except StrategyError:
         return False
+    finally:
+        unwrap(model)
     return True
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stage_can_begin_wherever_the_graph_says(name):
-    names = found(name)[2]
-    for start in names:
-        model, inputs, _, _ = found(name)  # a cut leaves its hooks
+def test_a_stage_can_begin_wherever_the_graph_allows(name):
+    model, inputs, starts = found(name)
+    for start in starts:
         assert accepted(model, inputs, start), start
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_cut_between_their_layers(name):
-    _, _, names, row = found(name)
-    shown = {block.name for block in row.blocks}
-    for wanted in AMONG[name]:
-        assert any(start == wanted or start.startswith(f"{wanted}.") for start in names), (wanted, names, shown)
+    _, _, names = found(name)
+    for wanted in EXPECTED[name]:
+        assert any(start == wanted or start.startswith(f"{wanted}.") for start in names), (wanted, names)
     if name == "vit":
         assert len(names) >= 3
 
 
-def test_no_stage_begins_inside_of_a_residual_block_but_the_first_which_adds_the_batch_itself():
+def test_a_stage_may_begin_inside_a_residual_block_only_if_it_adds_the_batch_itself():
     assert found("skips")[2] == ["blocks.0.net.1", "blocks.0.net.2", "blocks.1", "blocks.2"]
 
 
-def test_modules_that_do_nothing_are_no_places_of_their_own():
+def test_modules_that_compute_nothing_are_not_listed_twice():
     assert found("idle")[2] == ["1", "3"]
 
 
@@ -245,5 +250,5 @@ def test_what_is_frozen_or_runs_without_gradients_crosses_too():
     assert found("quiet")[2] == ["last"]
 
 
-def test_what_has_no_gradient_and_goes_past_a_module_keeps_a_stage_from_beginning_there():
+def test_a_tensor_without_a_gradient_that_bypasses_a_module_counts_too():
     assert found("looked")[2] == ["last"]

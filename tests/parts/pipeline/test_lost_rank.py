@@ -1,4 +1,4 @@
-"""One rank is killed inside of a step: every other stops with an error that names it."""
+"""One rank is killed in a step: all others stop with an error that names it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 import time
 
 import pytest
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, sys, time, torch
@@ -35,8 +37,8 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize("killed", [0, 1, 3])
-def test_the_others_name_the_one_that_is_lost(tmp_path, killed):
+@pytest.mark.parametrize("killed", [0, 1, pytest.param(3, marks=pytest.mark.nightly)])
+def test_the_others_name_the_lost_rank(tmp_path, killed):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with socket.socket() as s:
@@ -54,13 +56,11 @@ def test_the_others_name_the_one_that_is_lost(tmp_path, killed):
         assert all("running" in p.stdout.readline() for p in processes)
         time.sleep(0.3)
         os.kill(processes[killed].pid, signal.SIGKILL)
-        begun = time.monotonic()
         for rank, process in enumerate(processes):
             if rank != killed:
                 _, errors = process.communicate(timeout=60)
                 assert process.returncode != 0
                 assert f"WorldError: rank {killed} stopped responding" in errors, errors[-2000:]
-        assert time.monotonic() - begun < 60
     finally:
         for process in processes:
             process.kill()

@@ -1,9 +1,8 @@
-"""What models do besides calling one module after the other."""
+"""Models that do more than call one module after another."""
 
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.measure.fake_step import Step
+from fleetx.measure.fake_step import TrainingStep
 from fleetx.parts.recompute import budget
 from training import assert_equal, sgd, weights
 
@@ -31,7 +30,7 @@ class Base(nn.Module):
 
 
 class Plainly(nn.Module):
-    """The statistics of a batch norm without its counter of batches."""
+    """Batch norm statistics without the counter of batches."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +50,7 @@ class Statistics(Base):
 
 
 class Backbone(Base):
-    """A part of it is frozen, and called without gradients."""
+    """A part of it is frozen and called under no_grad."""
 
     def setup(self):
         self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
@@ -63,7 +62,7 @@ class Backbone(Base):
 
 
 class Loose(Base):
-    """A tensor that is no buffer, one that a forward leaves behind, and a hook of the user's."""
+    """A tensor that is not a buffer, one that a forward leaves behind, and a hook of the user."""
 
     def setup(self):
         self.scale, self.left, self.seen = torch.full((WIDTH,), 0.5), None, []
@@ -84,7 +83,7 @@ class Recurrent(Base):
 
 
 class Twice(Base):
-    """Gives a module the same tensor two times."""
+    """Passes the same tensor twice to a module."""
 
     class Sum(nn.Module):
         def forward(self, x, y):
@@ -121,7 +120,7 @@ def test_odd_models_train_the_same(make, settings):
     assert_equal(train(make, {"recompute": settings}), train(make, {}))
 
 
-def test_hooks_of_the_user_see_training_only():
+def test_hooks_of_the_user_only_see_training():
     fleet.init()
     model = Loose()
     model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"memory_budget": "min"}))
@@ -144,10 +143,10 @@ def test_a_recurrent_network_of_any_size_is_planned():
 
     model = Larger()
     ids = torch.randint(0, 20, (256, 8))
-    assert budget.choose(Step(model, sgd(model), (ids,)), "min").peak > 0
+    assert budget.choose(TrainingStep(model, sgd(model), (ids,)), "min").peak > 0
 
 
-def test_inputs_that_other_modules_made():
+def test_inputs_that_another_module_computed():
     fleet.init()
     before, model = nn.Linear(WIDTH, WIDTH), Statistics()
     model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"memory_budget": "min"}))
@@ -156,24 +155,25 @@ def test_inputs_that_other_modules_made():
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4))])
-def test_a_model_with_nothing_to_cut_is_left_as_it_is(make):
+def test_a_model_that_cannot_be_cut(make):
     model = make()
-    choice = budget.choose(Step(model, sgd(model), (torch.randn(2, 4),)), "min")
+    choice = budget.choose(TrainingStep(model, sgd(model), (torch.randn(2, 4),)), "min")
     assert choice.peak <= choice.plain
 
 
 def deep():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(16)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)])
 
 
-def test_min_is_the_least_that_any_budget_finds():
+def test_no_budget_finds_less_than_min():
     model = deep()
-    planner = budget.Planner(Step(model, torch.optim.AdamW(model.parameters()), (torch.randn(256, 32),)))
+    step = TrainingStep(model, torch.optim.AdamW(model.parameters()), (torch.randn(256, 32),))
+    planner = budget.Planner(step, timed=False)
     least = planner.choose("min").peak
-    for share in range(1, 10):
-        assert planner.choose(f"{least + (planner.plain.peak - least) * share // 10}B").peak >= least
-    with pytest.raises(StrategyError, match="cannot be met"):
+    for share in (0.1, 0.5, 0.9):
+        assert planner.choose(f"{least + (planner.plain.peak - least) * share:.0f}B").peak >= least
+    with pytest.raises(StrategyError, match="does not fit into"):
         planner.choose(f"{least - 1}B")
 
 
@@ -209,12 +209,12 @@ def test_with_the_strategies_that_update(others):
     assert_equal(found, train(deep, others, optimizer))
 
 
-def test_a_way_that_depends_on_data_cannot_be_predicted():
+def test_a_forward_that_depends_on_data_cannot_be_predicted():
     class Choosing(Base):
         def forward(self, x):
             return self.b(x) if x.sum() > 0 else self.a(x)
 
-    with pytest.raises(StrategyError, match=r"cannot be run on tensors without data.*Name checkpoints instead"):
+    with pytest.raises(StrategyError, match=r"cannot run on tensors without data.*name checkpoints instead"):
         train(Choosing, {"recompute": {"memory_budget": "min"}})
 
 
@@ -225,11 +225,11 @@ def test_parameters_that_change_between_forward_and_backward_are_an_error_as_in_
     loss = model(torch.randn(8, 32)).sum()
     with torch.no_grad():
         next(model.parameters()).add_(1)
-    with pytest.raises(UsageError, match="changed in place between forward and backward"):
+    with pytest.raises(UsageError, match="modified in place between forward and backward"):
         loss.backward()
 
 
-def test_arguments_that_share_memory_and_are_written_to():
+def test_arguments_that_share_memory_and_are_modified():
     class Writes(nn.Module):
         def forward(self, x, y):
             return x.mul_(2) + y
@@ -242,17 +242,17 @@ def test_arguments_that_share_memory_and_are_written_to():
             h = self.a(x) * 1
             return self.c(self.writes(h.view(-1, WIDTH), h))
 
-    with pytest.raises(UsageError, match="'writes' writes in place to one of several arguments that share memory"):
+    with pytest.raises(UsageError, match="'writes' modifies an argument in place that shares memory"):
         train(Sharing, {"recompute": {"checkpoints": ["c"]}})
 
 
 class Modes(nn.Module):
-    """Keeps much in training, and little otherwise."""
+    """Saves much in training, and little otherwise."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(8)])
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(3)])
 
     def forward(self, x, times=1):
         for _ in range(times):
@@ -260,7 +260,7 @@ class Modes(nn.Module):
         return x
 
 
-def test_a_plan_is_for_the_mode_the_frozen_parameters_and_the_other_arguments():
+def test_a_plan_is_for_one_mode_one_set_of_frozen_parameters_and_one_set_of_constants():
     fleet.init()
     model = Modes()
     strategy = fleet.DistributedStrategy(recompute={"memory_budget": "min"})
@@ -275,7 +275,7 @@ def test_a_plan_is_for_the_mode_the_frozen_parameters_and_the_other_arguments():
         assert len(plans["plans"]) == number + 1
 
 
-def test_what_was_stored_for_another_forward_or_optimizer_is_not_used(tmp_path, monkeypatch):
+def test_a_plan_stored_for_another_forward_or_optimizer_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEETX_CACHE", str(tmp_path))
 
     class First(Base):
@@ -293,34 +293,3 @@ def test_what_was_stored_for_another_forward_or_optimizer_is_not_used(tmp_path, 
     before = len(list((tmp_path / "recompute").iterdir()))
     train(Second, settings, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     assert len(list((tmp_path / "recompute").iterdir())) == before + 1
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"memory": "lots"}, "memory: 'lots' is not a number of bytes"),
-        ({"memory": 0.5}, "memory: 0.5 is not a number of bytes"),
-        ({"memory": "1MiB", "global_batch": 0}, "must be at least 1"),
-        ({"memory": "1MiB", "ranks": -1}, "must be at least 1"),
-        ({"memory": "1MiB", "loss_fn": functional.mse_loss}, "the sample must be a pair"),
-    ],
-)
-def test_what_largest_batch_cannot_take(asked, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        fleet.largest_batch(Statistics(), torch.randn(4, WIDTH), trial=False, **asked)
-
-
-def test_largest_batch_with_batch_norm_an_unknown_name_and_what_has_no_batch():
-    class Scaled(Statistics):
-        def forward(self, x, scale):
-            return super().forward(x) * scale
-
-    sample = {"x": torch.randn(4, WIDTH), "scale": torch.ones(WIDTH)}
-    found = fleet.largest_batch(Scaled(), sample, memory="300KiB")
-    assert found.micro > 1
-    assert found.tried <= 300 * 1024
-    strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["nope"]})
-    with pytest.raises(StrategyError, match="no module 'nope'"):
-        fleet.largest_batch(Scaled(), sample, memory="1MiB", strategy=strategy)
-    with pytest.raises(UsageError, match="at least one sample"):
-        fleet.largest_batch(Scaled(), torch.randn(0, WIDTH), memory="1MiB")

@@ -1,32 +1,32 @@
-"""However a model is cut, its gradients, statistics and random numbers are those of the plain one, bit for bit."""
+"""However a model is cut, its gradients, statistics and random numbers equal those of the plain one bit for bit."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from covering import covering
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.base.module_names import named_modules
 from fleetx.measure import block_profile
-from fleetx.measure.fake_step import Step
+from fleetx.measure.fake_step import TrainingStep
 from fleetx.parts.recompute import segments
 from fleetx.parts.recompute.chain import Chain
-from fleetx.parts.recompute.offload import Host
+from fleetx.parts.recompute.offload import Offload
 from small_models import MODELS
 from training import assert_equal, sgd, weights
 
 
 def cut(model, names, tree, host=None):
     modules = dict(named_modules(model))
-    guide = segments.Planned(names, tree)
-    return Chain({n: modules[n] for n in names}, guide, nullcontext, host).forward
+    return Chain({n: modules[n] for n in names}, segments.PlannedSegments(names, tree), nullcontext, host).forward
 
 
 def gradients(model, inputs, forward=nullcontext, steps=2):
@@ -40,38 +40,38 @@ def gradients(model, inputs, forward=nullcontext, steps=2):
     return out | {k: b.clone() for k, b in model.named_buffers()}
 
 
+@cache
 def names_of(kind, number):
+    """The blocks of a coarse (0) or fine (1) profile."""
     make, inputs = MODELS[kind]
     model = make()
-    return block_profile.probes(Step(model, sgd(model), inputs()), timed=False)[number].names
+    return block_profile.profile_blocks(TrainingStep(model, sgd(model), inputs()), timed=False)[number].names
 
 
 TREES = {
     "each alone": lambda n: [[i] for i in range(n)],
     "one": lambda n: [list(range(n))],
-    "threes": lambda n: [list(t) for t in itertools.batched(range(n), 3)] if hasattr(itertools, "batched")
-    else [list(range(i, min(i + 3, n))) for i in range(0, n, 3)],
+    "threes": lambda n: [list(range(i, min(i + 3, n))) for i in range(0, n, 3)],
     "every other": lambda n: [i if i % 2 else [i] for i in range(n)],
     "nested": lambda n: [[0, [1, 2], 3], *range(4, n - 3), [[n - 3, n - 2], n - 1]],
     "three deep": lambda n: [[0, [1, [2, 3], 4], [5]], *range(6, n)],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("level", [0, 1], ids=["coarse", "fine"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("host", [False, True], ids=["", "offload"])
-def test_every_way_to_cut_a_model_gives_the_same(kind, level, tree, host):
+@pytest.mark.parametrize(
+    ("tree", "kind", "level", "host"), covering(list(TREES), list(MODELS), [0, 1], ["", "offload"])
+)
+def test_all_segments_give_the_same_result(tree, kind, level, host):
     make, inputs = MODELS[kind]
     names = names_of(kind, level)
     if len(names) < 7:
         names = names_of(kind, 1)
     model = make()
-    forward = cut(model, names, TREES[tree](len(names)), Host(torch.device("cpu")) if host else None)
+    forward = cut(model, names, TREES[tree](len(names)), Offload(torch.device("cpu")) if host else None)
     assert_equal(gradients(model, inputs(), forward), gradients(make(), inputs()))
 
 
-def test_a_segment_is_run_again_once_and_a_nested_one_twice():
+def test_a_segment_is_recomputed_once_and_a_nested_one_twice():
     make, inputs = MODELS["transformer"]
     names = names_of("transformer", 0)
     layers = [i for i, n in enumerate(names) if n.startswith("layers.")]
@@ -92,7 +92,7 @@ def test_a_segment_is_run_again_once_and_a_nested_one_twice():
     assert flops([*range(first), [[first], second], *range(second + 1, len(names))]) - plain == 3 * layer
 
 
-def test_what_is_held_goes_with_the_graph_and_not_with_the_garbage_collector():
+def test_what_is_held_is_freed_with_the_graph_and_without_the_garbage_collector():
     make, inputs = MODELS["transformer"]
     names = names_of("transformer", 0)
     model = make()
@@ -137,7 +137,7 @@ def test_the_same_module_may_be_called_many_times():
         assert_equal(train({"recompute": settings}), train({}))
 
 
-def test_a_model_that_takes_another_way_is_told():
+def test_modules_in_another_order_are_an_error():
     class Turning(nn.Module):
         def __init__(self):
             super().__init__()
@@ -151,19 +151,19 @@ def test_a_model_that_takes_another_way_is_told():
     with forward():
         model(torch.randn(2, 4))
     model.turned = True
-    with pytest.raises(UsageError, match="call 0 was to 'b', and 'a' was expected"), forward():
+    with pytest.raises(UsageError, match="call 0 was to 'b' instead of 'a'"), forward():
         model(torch.randn(2, 4))
 
 
-def test_a_name_inside_of_another_is_refused():
+def test_a_name_inside_another_is_an_error():
     fleet.init()
     model = MODELS["transformer"][0]()
     strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["layers.0", "layers.0.up"]})
-    with pytest.raises(StrategyError, match=r"'layers.0.up' lies inside of 'layers.0': name one of them"):
+    with pytest.raises(StrategyError, match=r"'layers.0.up' is inside 'layers.0': name only one"):
         fleet.distribute(model, sgd(model), strategy)
 
 
-def test_a_module_that_takes_no_part_is_mentioned(caplog):
+def test_a_named_module_that_is_not_called_is_mentioned(caplog):
     class Idle(nn.Sequential):
         def __init__(self):
             super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -177,5 +177,5 @@ def test_a_module_that_takes_no_part_is_mentioned(caplog):
     strategy = fleet.DistributedStrategy(recompute={"checkpoints": ["1", "idle"]})
     model, _ = fleet.distribute(model, sgd(model), strategy)
     model(torch.randn(2, 4)).sum().backward()
-    assert "idle took no part in this forward" in caplog.text
-    assert "idle took no part in the last forward" in str(fleet.explain(model=model))
+    assert "idle was not called in this forward" in caplog.text
+    assert "idle was not called in the last forward" in str(fleet.explain(model=model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,8 +143,7 @@ class Runtime:
                 self._runners.pop(next(iter(self._runners)))  # the least recently used
             runner = ScheduleRunner(
                 params, self._trace(params, batch), self.group, self._part.schedule_mode, number,
-                lambda interceptor, batch: self._intercepted(params, interceptor, batch, StepInput.loss),
-                self._random_seed, train=train,
+                partial(self._intercepted, params, StepInput.loss), self._random_seed, train=train,
             )  # fmt: skip
         self._runners[key] = runner
         return runner
@@ -154,9 +154,9 @@ class Runtime:
 
     def _trace(self, params: StageParams, batch: StepInput) -> Trace:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return trace(params.stage_map, self._ctx.device, lambda i: self._intercepted(params, i, batch, _forward))
+            return trace(params.stage_map, self._ctx.device, partial(self._intercepted, params, _forward, batch))
 
-    def _intercepted(self, params: StageParams, interceptor: Interceptor, batch: StepInput, call: Any) -> Any:
+    def _intercepted(self, params: StageParams, call: Any, batch: StepInput, interceptor: Interceptor) -> Any:
         params.interceptor = interceptor
         try:
             return call(batch, self._ctx.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class _StageEnd(Exception):  # noqa: N818  not an error; not a BaseException, so
         self.tensors = tensors
 
 
-class _StageForward(Interceptor):
+class StageForward(Interceptor):
     """One stage of the forward of one micro-batch."""
 
     def __init__(self, params: StageParams, trace: Trace, stage: int, inputs: Sequence[Tensor]):
@@ -40,15 +40,22 @@ class _StageForward(Interceptor):
         self._calls: Counter[str] = Counter()
         self._modules_rng: list[Tensor] = []
 
-    @contextmanager
-    def random(self, seed: int) -> Iterator[None]:
-        """Code between modules draws the same numbers in all stages. Modules continue with this rank's own."""
-        self._modules_rng = _rng()
+    def run(self, forward: Callable[[Interceptor], Tensor], seed: int) -> tuple[Tensor, ...] | Tensor:
+        """What the stage sends, or the loss. seed: for code between modules, which draws the same in all stages."""
+        self._modules_rng = _rng()  # modules continue with this rank's own random numbers
         torch.manual_seed(seed)
         try:
-            yield
+            loss = forward(self)
+        except _StageEnd as end:
+            return tuple(end.tensors)
         finally:
             _set_rng(self._modules_rng)
+        if isinstance(loss, FakeTensor):
+            raise UsageError(
+                "pipeline: the loss reads an output of an earlier stage, which the last stage does not have: pass it "
+                "to the module that computes the loss, or begin the last stage earlier"
+            )
+        return loss
 
     def cross(self, boundary: int, given: list[Tensor]) -> None:
         positions = self._trace.boundaries[boundary].positions
@@ -131,7 +138,7 @@ class ScheduleRunner:
 
     def __init__(
         self, params: StageParams, trace: Trace, group: World, mode: str, number: int,
-        forward: Callable[[Interceptor, StepInput], Tensor], seed: Callable[[int], int], *, train: bool,
+        forward: Callable[[StepInput, Interceptor], Tensor], seed: Callable[[int], int], *, train: bool,
     ):  # fmt: skip
         """number: of micro-batches. forward: computes the loss. seed: for the code between modules, by micro-batch."""
         self._params, self._trace, self._number, self._train = params, trace, number, train
@@ -157,19 +164,13 @@ class ScheduleRunner:
         )  # fmt: skip
 
     def _run(self, stage: int, inputs: tuple[Tensor, ...], micro_batch: int) -> Any:
-        batch, running = self._batches[micro_batch], _StageForward(self._params, self._trace, stage, inputs)
-        try:
-            with running.random(self._seed(micro_batch)):
-                loss = self._forward(running, batch)
-        except _StageEnd as end:
-            return tuple(end.tensors)
-        if isinstance(loss, FakeTensor):
-            raise UsageError(
-                "pipeline: the loss reads an output of an earlier stage, which the last stage does not have: pass it "
-                "to the module that computes the loss, or begin the last stage earlier"
-            )
-        self.losses.append(loss.detach())
-        return loss * (batch.factor / self._number)
+        batch = self._batches[micro_batch]
+        running = StageForward(self._params, self._trace, stage, inputs)
+        out = running.run(partial(self._forward, batch), self._seed(micro_batch))
+        if isinstance(out, tuple):
+            return out
+        self.losses.append(out.detach())
+        return out * (batch.factor / self._number)
 
     def step(self, batches: list[StepInput]) -> None:
         """Forward and backward of all micro-batches."""

@@ -1,4 +1,4 @@
-"""Ways to recompute. All of them are put into one model, and one is active at a time: they can be timed in turn."""
+"""Methods of recomputation, all installed in one model. One is active at a time, so they can be timed in turn."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Active = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     name: str
     title: str
-    active: Active  # around each forward
+    active: Active  # entered around each forward
     predicted: int | None = None  # peak bytes
     limit: int | None = None
-    added: float | None = None  # seconds more a step, predicted
+    added: float | None = None  # predicted seconds per step
 
 
-def plain() -> Way:
-    return Way("plain", "no recomputation", nullcontext)
+def plain() -> Method:
+    return Method("plain", "no recomputation", nullcontext)
 
 
-def every_block(model: Model, module: nn.Module) -> Way:
-    """What torch's documentation says: `checkpoint` around each block."""
+def every_block(model: Model, module: nn.Module) -> Method:
+    """As torch's documentation recommends: `checkpoint` around each block."""
     on = False
 
     def around(_: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -54,20 +54,20 @@ def every_block(model: Model, module: nn.Module) -> Way:
         finally:
             on = False
 
-    return Way("every", "torch's checkpoint, every block", active)
+    return Method("every", "torch's checkpoint, every block", active)
 
 
-def square_root(model: Model, module: nn.Module) -> Way:
-    """As torch's checkpoint_sequential: the square root of their number of equal segments, the last of them kept."""
+def square_root(model: Model, module: nn.Module) -> Method:
+    """Like torch's checkpoint_sequential: sqrt(number of blocks) equal segments, of which the last is kept."""
     names = named(module, model.blocks)
     groups = max(2, round(math.sqrt(len(names))))
     ends = [names[len(names) * (i + 1) // groups - 1] for i in range(groups - 1)]
     modules = dict(named_modules(module))
-    chain = Chain({name: modules[name] for name in names}, segments.Named(ends), nullcontext)
-    return Way("sqrt", f"{groups} equal segments, as checkpoint_sequential", chain.forward)
+    chain = Chain({name: modules[name] for name in names}, segments.NamedSegments(ends), nullcontext)
+    return Method("sqrt", f"{groups} equal segments, as checkpoint_sequential", chain.forward)
 
 
-def ours(module: nn.Module, planner: budget.Planner, limit: str, title: str) -> Way:
-    choice = planner.choose(limit)
-    active: Active = choice.arm(module, nullcontext) if choice.tree else nullcontext
-    return Way(f"ours {title}", f"memory_budget, {title}", active, choice.peak, choice.limit, choice.added)
+def ours(module: nn.Module, planner: budget.Planner, limit: str, title: str) -> Method:
+    plan = planner.choose(limit)
+    active: Active = plan.install(module, nullcontext) if plan.tree else nullcontext
+    return Method(f"ours {title}", f"memory_budget, {title}", active, plan.peak, plan.limit, plan.added)

@@ -1,10 +1,9 @@
-"""The cut that is found by itself."""
+"""The cut that is found automatically."""
 
 from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ def test_no_other_cut_has_a_shorter_longest_stage(times, stages, draw):
 
 
 class Bridged(nn.Module):
-    """Code between its modules carries h past the second: only before the first of them, or behind, can it be cut."""
+    """Code between its modules uses h after the second one, so it can only be cut after that."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +55,7 @@ def start(make):
     return next(line for line in str(fleet.explain()).splitlines() if "stages begin with" in line).split()[-1]
 
 
-def test_it_does_not_cut_where_code_between_modules_carries_something_past(ranks):
+def test_it_does_not_cut_where_a_tensor_bypasses_the_module(ranks):
     for found in ranks.run(start, Bridged):
         assert found in ("c", "d")
 
@@ -66,16 +65,13 @@ def single():
 
 
 def test_a_model_of_one_module_cannot_be_cut(ranks):
-    for said in ranks.run(start, single):
-        assert "can be cut into 1 piece" in said or "no module" in said
+    for problem in ranks.run(start, single):
+        assert "can be cut into at most 1 stages, not 2" in problem
 
 
-@pytest.mark.parametrize("wide", [[64, 8, 8, 8], [8, 8, 8, 64]])
-def test_the_longest_stage_is_the_shortest_that_can_be(ranks, wide):
-    """One block takes longer than all others together."""
-    starts = ranks.run(start, Uneven if wide[0] == 64 else Reversed)
-    assert starts[0] == starts[1]
-    assert starts[0] == ("1" if wide[0] == 64 else "3")
+def test_the_longest_stage_is_as_short_as_possible(ranks):
+    """The first block has 256 times the work of each of the others."""
+    assert ranks.run(start, Uneven) == ["1", "1"]
 
 
 class Wide(nn.Module):
@@ -90,8 +86,3 @@ class Wide(nn.Module):
 class Uneven(nn.Sequential):
     def __init__(self):
         super().__init__(Wide(256), Wide(1), Wide(1), Wide(1))
-
-
-class Reversed(nn.Sequential):
-    def __init__(self):
-        super().__init__(Wide(1), Wide(1), Wide(1), Wide(256))
