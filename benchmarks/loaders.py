@@ -1,10 +1,10 @@
-"""How fast fleetx.data reads, against a Dataset and a DataLoader as one writes them with torch alone.
+"""The speed of fleetx.data, compared with a Dataset and DataLoader written in plain torch.
 
-Both sides give equal batches, which is checked first, and mask, cut and normalise by the same functions of fleetx. What
-differs is what the loaders are about: theirs parses a line each time that it is wanted, ours all of them once, so that
-only `bert_first` has the parsing on both sides, theirs by line and ours by block; theirs converts every image to RGB,
-ours those that are not. Theirs draws its crops by `random`, which is cheaper, and cannot be resumed. A sample of the
-measurement is an epoch.
+Both sides give equal batches, which is checked first, and mask, crop and normalize with the same functions of fleetx.
+They differ in what loaders do: torch's side parses a line whenever it is read, without checking its values; fleetx
+parses and checks all lines once, so that only `bert_first` has parsing on both sides. torch's side converts every image
+to RGB, fleetx only those that are not. torch's side draws crops with `random`, which is cheaper but cannot be resumed.
+Each measured sample is an epoch.
 """
 
 from __future__ import annotations
@@ -25,48 +25,47 @@ SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 
 @benchmark(ours="fleetx", theirs="torch", goal=1.0, rounds=20, starts=2)
 def bert(run: Run) -> Sides:
-    """Lines of BERT's digital data, an epoch, in the process itself."""
+    """An epoch of BERT lines, without workers."""
     return bert_epochs(run)
 
 
 @benchmark(ours="fleetx", theirs="torch", goal=1.0, rounds=20, starts=2)
 def bert_workers(run: Run) -> Sides:
-    """Lines of BERT's digital data, an epoch, by two workers that stay."""
+    """An epoch of BERT lines, with two persistent workers."""
     return bert_epochs(run, num_workers=2, persistent_workers=True)
 
 
 @benchmark(ours="fleetx", theirs="torch", goal=1.0, rounds=20, starts=2)
 def bert_first(run: Run) -> Sides:
-    """Lines of BERT's digital data, from nothing: reading the files and the first epoch."""
+    """Reading BERT files and the first epoch."""
     with digital_files() as (folder, vocabulary):
-        return run.compare(
-            lambda: spend(our_lines(folder, vocabulary)), lambda: spend(their_lines(folder, vocabulary)), lines=LINES
-        )
+        ours, theirs = (lambda make=make: iterate(make(folder, vocabulary)) for make in (our_lines, their_lines))
+        return run.compare(ours, theirs, lines=LINES)
 
 
 @benchmark(ours="fleetx", theirs="torch", goal=1.0, rounds=20, starts=2)
 def images(run: Run) -> Sides:
-    """Images of an ImageNet list, cut out at random, an epoch, in the process itself."""
+    """An epoch of random crops from an ImageNet list, without workers."""
     return image_epochs(run)
 
 
 @benchmark(ours="fleetx", theirs="torch", goal=1.0, rounds=20, starts=2)
 def images_workers(run: Run) -> Sides:
-    """Images of an ImageNet list, cut out at random, an epoch, by two workers that stay."""
+    """An epoch of random crops from an ImageNet list, with two persistent workers."""
     return image_epochs(run, num_workers=2, persistent_workers=True)
 
 
-def spend(loader: Any) -> None:
+def iterate(loader: Any) -> None:
     for _ in loader:
         pass
 
 
 def compared(run: Run, ours: Callable[[], Any], theirs: Callable[[], Any], records: int, what: str) -> Sides:
     a, b = run.both(ours, theirs)
-    found = run.compare(lambda: spend(a), lambda: spend(b))
-    rates = {"ours": records / min(found.ours), "theirs": records / min(found.theirs)}
-    found.notes[f"{what}_per_second"] = rates
-    return found
+    result = run.compare(lambda: iterate(a), lambda: iterate(b))
+    rates = {"ours": records / min(result.ours), "theirs": records / min(result.theirs)}
+    result.notes[f"{what}_per_second"] = rates
+    return result
 
 
 # --- BERT -----------------------------------------------------------------------------------------
@@ -95,7 +94,6 @@ def their_lines(folder: Path, vocabulary: Path, *, shuffle: bool = True, **optio
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from fleetx.data.bert_lines import parse
     from fleetx.data.masking import mask
     from fleetx.data.vocabulary import read_vocabulary
 
@@ -110,22 +108,22 @@ def their_lines(folder: Path, vocabulary: Path, *, shuffle: bool = True, **optio
             return len(self.lines)
 
         def __getitem__(self, i: int) -> Any:
-            return i, parse(self.lines[i], known, "ch")
+            return i, *(np.fromstring(field, np.int64, sep=" ") for field in self.lines[i].split(b";"))
 
     def collate(samples: Any) -> dict[str, Any]:
-        size, width = len(samples), max(len(line.words) for _, line in samples)
+        size, width = len(samples), max(len(sample[1]) for sample in samples)
         words = np.full((size, width), known.pad)
         positions, sentences, present = (np.zeros((size, width), np.int64) for _ in range(3))
-        for row, (_, line) in enumerate(samples):
-            n = len(line.words)
-            words[row, :n], positions[row, :n], sentences[row, :n] = line.words, line.positions, line.sentences
+        for row, sample in enumerate(samples):
+            n = len(sample[1])
+            words[row, :n], sentences[row, :n], positions[row, :n] = sample[1:4]
             present[row, :n] = 1
-        numbers = np.array([2 * i for i, _ in samples])
+        numbers = np.array([2 * sample[0] for sample in samples])
         row, column, answers = mask(words, present.astype(bool), numbers, known, 0, 0)
         arrays = {
             "src_ids": words, "pos_ids": positions, "sent_ids": sentences,
             "input_mask": present.astype(np.float32)[:, :, None], "mask_label": answers[:, None],
-            "mask_pos": (row * width + column)[:, None], "labels": np.array([[line.label] for _, line in samples]),
+            "mask_pos": (row * width + column)[:, None], "labels": np.array([sample[4] for sample in samples]),
         }  # fmt: skip
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -134,15 +132,15 @@ def their_lines(folder: Path, vocabulary: Path, *, shuffle: bool = True, **optio
 
 @contextmanager
 def digital_files() -> Iterator[tuple[Path, Path]]:
-    chance = random.Random(0)
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "data"
         folder.mkdir()
         for part in range(2):
             with open(folder / f"part{part}", "w") as file:
                 for _ in range(LINES // 2):
-                    a, b = chance.randint(30, 254), chance.randint(30, 254)
-                    text = [str(chance.randint(4, WORDS - 1)) for _ in range(a + b)]
+                    a, b = rng.randint(30, 254), rng.randint(30, 254)
+                    text = [str(rng.randint(4, WORDS - 1)) for _ in range(a + b)]
                     words = ["1", *text[:a], "2", *text[a:], "2"]
                     sentences = ["0"] * (a + 2) + ["1"] * (b + 1)
                     file.write(";".join(map(" ".join, (words, sentences, map(str, range(a + b + 3))))) + ";1\n")
@@ -171,7 +169,7 @@ def their_images(filelist: Path, *, phase: str = "train", **options: Any) -> Any
     from PIL import Image
     from torch.utils.data import DataLoader, Dataset
 
-    from fleetx.data.augment import DRAWS, cut_anywhere, cut_centre, normalise
+    from fleetx.data.augment import DRAWS, centre_crop, normalize, random_crop
 
     class Images(Dataset):
         def __init__(self) -> None:
@@ -184,11 +182,11 @@ def their_images(filelist: Path, *, phase: str = "train", **options: Any) -> Any
             name, label = self.lines[i]
             image = Image.open(filelist.with_suffix("") / name).convert("RGB")
             if phase == "train":
-                image = cut_anywhere(image, SIDE, [random.random() for _ in range(DRAWS)])
+                image = random_crop(image, SIDE, [random.random() for _ in range(DRAWS)])
             else:
-                image = cut_centre(image, SIDE)
+                image = centre_crop(image, SIDE)
             pixels = torch.empty(3, SIDE, SIDE)
-            normalise(image, pixels)
+            normalize(image, pixels)
             return {"image": pixels, "label": torch.tensor([int(label)])}
 
     return DataLoader(Images(), IMAGES_A_BATCH, shuffle=phase == "train", **options)
@@ -196,7 +194,7 @@ def their_images(filelist: Path, *, phase: str = "train", **options: Any) -> Any
 
 @contextmanager
 def image_files() -> Iterator[Path]:
-    """Of the size of ImageNet's, with as much detail as makes about a hundred kilobytes."""
+    """Images of ImageNet's size, with enough detail for about 100 kB each."""
     import numpy as np
     from PIL import Image
 

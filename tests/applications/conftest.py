@@ -3,4 +3,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "data"))  # files of every format
+sys.path.append(str(Path(__file__).parents[1] / "data"))  # data_files

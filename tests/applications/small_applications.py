@@ -1,4 +1,4 @@
-"""Applications that are small enough for a test, and batches for them."""
+"""Applications small enough for tests, and batches for them."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def batch(name: str, *, seed: int = 1, rows: int = ROWS) -> dict[str, Tensor]:
         source, target = words(rows, LENGTH), words(rows, LENGTH - 1)
         return {"src_word": source, "trg_word": target, "lbl_word": target.flip(1)}
     length = torch.randint(6, LENGTH + 1, (rows, 1), generator=g)
-    place = torch.arange(LENGTH).expand(rows, LENGTH)
+    column = torch.arange(LENGTH).expand(rows, LENGTH)
     return {
-        "src_ids": words(rows, LENGTH) * (place < length),
-        "pos_ids": place.contiguous(),
-        "sent_ids": (place >= 3).long(),
-        "input_mask": (place < length).float()[:, :, None],
+        "src_ids": words(rows, LENGTH) * (column < length),
+        "pos_ids": column.contiguous(),
+        "sent_ids": (column >= 3).long(),
+        "input_mask": (column < length).float()[:, :, None],
         "mask_label": words(rows, 2),
-        "mask_pos": torch.stack([torch.randperm(6, generator=g)[:2] for _ in range(rows)]),  # places in each row
+        "mask_pos": torch.stack([torch.randperm(6, generator=g)[:2] for _ in range(rows)]),  # columns
         "labels": torch.randint(0, 2, (rows, 1), generator=g),
     }
 
 
 def flat(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The masked places as Paddle's loaders feed them: one column for the whole batch."""
-    places = rows["mask_pos"] + torch.arange(len(rows["mask_pos"]))[:, None] * LENGTH
-    column = {"mask_pos": places.reshape(-1, 1), "mask_label": rows["mask_label"].reshape(-1, 1)}
+    """The masked positions in the form of Paddle's loaders: one column for the flattened batch."""
+    positions = rows["mask_pos"] + torch.arange(len(rows["mask_pos"]))[:, None] * LENGTH
+    column = {"mask_pos": positions.reshape(-1, 1), "mask_label": rows["mask_label"].reshape(-1, 1)}
     return rows | column | {key: rows[key][:, :, None] for key in ("src_ids", "pos_ids", "sent_ids")}

@@ -1,4 +1,4 @@
-"""Their losses, beside those of the plain models with the same weights."""
+"""Losses, compared with plain models that have the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 EXACT = {"rtol": 0, "atol": 0}
 
 
-def test_resnet_is_the_one_of_transformers():
+def test_resnet_equals_the_one_of_transformers():
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(embedding_size=4, hidden_sizes=[16, 32], depths=[1, 2])
@@ -27,7 +27,7 @@ def test_resnet_is_the_one_of_transformers():
 
 
 @pytest.mark.parametrize("form", [lambda fed: fed, flat], ids=["rows", "column"])
-def test_bert_is_the_one_of_transformers(form):
+def test_bert_equals_the_one_of_transformers(form):
     from transformers import BertConfig, BertForPreTraining
 
     config = BertConfig(
@@ -55,7 +55,7 @@ def test_bert_is_the_one_of_transformers(form):
         torch.testing.assert_close(model.get_parameter(name).grad, p.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_of_bert_may_have_fewer_masked_words_than_others():
+def test_rows_can_have_different_numbers_of_masked_words():
     model, fed = make("bert").eval(), batch("bert")
     column = flat(fed)
     kept = torch.arange(2 * ROWS) != 5  # the second of row 2
@@ -64,7 +64,7 @@ def test_rows_of_bert_may_have_fewer_masked_words_than_others():
     torch.testing.assert_close(model(**fed), model(**column), rtol=1e-6, atol=1e-6)
 
 
-def test_vgg_is_its_layers_one_after_the_other():
+def test_vgg_equals_its_layers_in_sequence():
     model, fed = make("vgg").eval(), batch("vgg")
     x = fed["image"]
     for stage in (["features.0"], ["features.3", "features.5"]):
@@ -82,7 +82,7 @@ def test_vgg_is_its_layers_one_after_the_other():
 
 
 @pytest.mark.parametrize("name", ["resnet", "vgg"])
-def test_accuracies_count_the_labels_among_the_best(name):
+def test_accuracies_count_labels_in_the_top_k(name):
     model, fed = make(name).eval(), batch(name)
     out, logits = model(**fed), model.logits(fed["image"])
     order = logits.argsort(dim=1, descending=True).tolist()
@@ -92,7 +92,7 @@ def test_accuracies_count_the_labels_among_the_best(name):
 
 
 @pytest.mark.parametrize("name", ["resnet", "vgg"])
-def test_the_layout_changes_nothing_but_the_layout(name):
+def test_both_layouts_give_the_same_results(name):
     first, last, fed = make(name).eval(), make(name, data_layout="NHWC").eval(), batch(name)
     turned = fed | {"image": fed["image"].permute(0, 2, 3, 1).contiguous()}
     torch.testing.assert_close(last(**turned), first(**fed), rtol=1e-5, atol=1e-5)
@@ -100,23 +100,22 @@ def test_the_layout_changes_nothing_but_the_layout(name):
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
-# --- the Transformer, beside torch's own layers ---------------------------------------------------
-def packed(theirs, ours):
-    """Attention of torch with the weights of ours."""
+# --- the Transformer, compared with torch's layers ------------------------------------------------
+def copy_attention(theirs, ours):
     theirs.in_proj_weight.data = torch.cat([ours.query.weight, ours.key.weight, ours.value.weight]).detach()
     theirs.out_proj.weight.data = ours.output.weight.detach()
 
 
-def as_torch_has_it(model):
-    """nn.Transformer with the weights of ours; it has biases where ours has none, which start at 0."""
+def torch_transformer(model):
+    """nn.Transformer with the same weights; its additional biases are 0."""
     options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True, "norm_first": True}
     plain = nn.Transformer(16, 2, 2, 2, **options).eval()
     for side, layers in (("encoder", model.encoder), ("decoder", model.decoder)):
         for theirs, ours in zip(getattr(plain, side).layers, layers, strict=True):
-            packed(theirs.self_attn, ours.attention)
+            copy_attention(theirs.self_attn, ours.attention)
             pairs = [(theirs.linear1, ours.widen), (theirs.linear2, ours.narrow), (theirs.norm1, ours.norm_self)]
             if side == "decoder":
-                packed(theirs.multihead_attn, ours.cross)
+                copy_attention(theirs.multihead_attn, ours.cross)
                 pairs += [(theirs.norm2, ours.norm_cross), (theirs.norm3, ours.norm_ffn)]
             else:
                 pairs += [(theirs.norm2, ours.norm_ffn)]
@@ -127,26 +126,26 @@ def as_torch_has_it(model):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_the_transformer_is_torchs():
+def test_the_transformer_equals_torchs():
     model, fed = make("transformer").eval(), batch("transformer")
     for name, p in model.named_parameters():
         if "norm" in name or "bias" in name:
             nn.init.normal_(p)
-    places = torch.arange(LENGTH)[:, None] / 10000 ** (torch.arange(8) / 7)
-    waves = torch.cat([places.sin(), places.cos()], 1)
-    source, target = (model.src.table(fed[key]) * 4 + waves[: fed[key].shape[1]] for key in ("src_word", "trg_word"))
+    angles = torch.arange(LENGTH)[:, None] / 10000 ** (torch.arange(8) / 7)
+    encoding = torch.cat([angles.sin(), angles.cos()], 1)
+    source, target = (model.src.table(fed[key]) * 4 + encoding[: fed[key].shape[1]] for key in ("src_word", "trg_word"))
     causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-    out = as_torch_has_it(model)(source, target, tgt_mask=causal)
+    out = torch_transformer(model)(source, target, tgt_mask=causal)
     logits = (out @ model.src.table.weight.T).transpose(1, 2)
     expected = nn.functional.cross_entropy(logits, fed["lbl_word"], label_smoothing=0.1)
-    found = model(**fed)
-    torch.testing.assert_close(found.loss, expected)
-    torch.testing.assert_close(found.sum_cost, expected.detach() * ROWS * (LENGTH - 1))
-    assert found.token_num == ROWS * (LENGTH - 1)
+    result = model(**fed)
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(result.sum_cost, expected.detach() * ROWS * (LENGTH - 1))
+    assert result.token_num == ROWS * (LENGTH - 1)
 
 
-def test_what_fills_up_a_row_counts_for_nothing():
-    """Biases hide it from attention, and weights from the loss."""
+def test_padding_does_not_count():
+    """Biases hide it from attention, weights from the loss."""
     model, fed = make("transformer").eval(), batch("transformer")
     source, target = 9, 7
     short = {"src_word": fed["src_word"][:, :source]}
@@ -162,5 +161,5 @@ def test_what_fills_up_a_row_counts_for_nothing():
         "lbl_weight": (torch.arange(length) < target).float().expand(ROWS, length),
     }
     torch.testing.assert_close(model(**filled), model(**short))
-    column = {key: filled[key].reshape(-1, 1) for key in ("lbl_word", "lbl_weight")}  # Paddle's form
+    column = {key: filled[key].reshape(-1, 1) for key in ("lbl_word", "lbl_weight")}  # Paddle's shape
     torch.testing.assert_close(model(**filled | column), model(**filled), **EXACT)

@@ -1,4 +1,4 @@
-"""What applications are and what they say of themselves."""
+"""Applications: sizes, descriptions, names, options, saving and loading."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_the_size_of_the_transformer():
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("Resnet50", 16), ("VGG16", 5), ("BertBase", 12), ("BertLarge", 24)])
-def test_checkpoints_are_its_blocks(name, blocks):
+def test_checkpoints_are_the_blocks(name, blocks):
     model = on_meta(name)
     modules = dict(model.named_modules())
     assert len(model.checkpoints) == blocks
     assert all(checkpoint in modules for checkpoint in model.checkpoints)
 
 
-def test_weights_go_by_the_names_of_transformers_and_torchvision():
+def test_parameters_have_the_names_of_transformers_and_torchvision():
     from transformers import BertConfig, BertForPreTraining, ResNetConfig, ResNetForImageClassification
 
     with torch.device("meta"):
@@ -64,9 +64,9 @@ def test_weights_go_by_the_names_of_transformers_and_torchvision():
     assert [*on_meta("VGG16").state_dict()] == [f"{n}.{field}" for n in torchvision for field in ("weight", "bias")]
 
 
-# --- described ------------------------------------------------------------------------------------
+# --- description ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_is_described_is_what_is_returned(name):
+def test_descriptions_match_the_outputs(name):
     model = make(name)
     out = model(**batch(name))
     assert out._fields == (model.loss.name, *model.target)
@@ -77,7 +77,7 @@ def test_what_is_described_is_what_is_returned(name):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_batch_is_like_the_inputs(name):
+def test_a_batch_matches_the_inputs(name):
     fed = batch(name)
     if name == "bert":  # (batch, length), and columns
         fed |= {key: flat(fed)[key] for key in ("mask_pos", "mask_label")}
@@ -178,10 +178,10 @@ def test_resnet_is_numbered_in_the_order_of_paddles_program():
     assert {f"batch_norm_{i}.{field}" for i in range(53) for field in ("w_0", "b_0")} <= set(names.values())
 
 
-def test_names_that_a_model_has_of_itself_come_instead_of_numbers():
-    """`fc_1` is the second layer of a feed-forward network in BERT, and not also the second Linear of the model."""
-    found = parameter_names.names(make("bert"))
-    assert found["bert.encoder.layer.0.output.dense.weight"] == [
+def test_a_models_own_names_replace_the_numbered_ones():
+    """In BERT, `fc_1` is the second layer of a feed-forward network, not the second Linear of the model."""
+    names = parameter_names.names(make("bert"))
+    assert names["bert.encoder.layer.0.output.dense.weight"] == [
         "bert.encoder.layer.0.output.dense.weight",
         "encoder_layer_0_ffn_fc_1.w_0",
     ]
@@ -201,7 +201,7 @@ def test_names_stay_what_they_are_when_a_part_is_compiled(name):
     assert model.main_prog.variable(before[0][0]).torch_name == before[0][1]
 
 
-def test_the_last_application_is_the_last_that_was_made_whole():
+def test_last_ignores_applications_that_could_not_be_created():
     model = make("bert")
     for options in ({"lang": "zz"}, {"layer": 2}):
         with pytest.raises(UsageError):
@@ -209,7 +209,7 @@ def test_the_last_application_is_the_last_that_was_made_whole():
     assert applications.Application.last() is model
 
 
-def test_a_parameter_that_is_not_there():
+def test_an_unknown_parameter_is_an_error():
     with pytest.raises(AttributeError, match=r"no parameter 'batch_norm_0.w0': did you mean 'batch_norm_0\.w_0'\?"):
         make("resnet").get_parameter("batch_norm_0.w0")
 
@@ -219,17 +219,17 @@ def test_a_parameter_that_is_not_there():
     ("name", "options", "message"),
     [
         ("Resnet50", {"layer": 3}, "Resnet50 has no option 'layer': did you mean 'layers'?"),
-        ("Resnet50", {"zzz": 3}, "there are data_layout, layers, hidden, image_size, num_classes"),
+        ("Resnet50", {"zzz": 3}, "its options are data_layout, layers, hidden, image_size, num_classes"),
         ("Resnet50", {"data_layout": "NHCW"}, "data_layout = 'NHCW': must be 'NCHW' or 'NHWC'"),
-        ("Resnet50", {"layers": (3, 0)}, r"layers[1] = 0: must be a whole number of at least 1"),
-        ("Resnet50", {"layers": 3}, "layers = 3: must be a list of numbers, one for each stage"),
-        ("VGG16", {"layers": ()}, "layers = (): must be a list of numbers"),
+        ("Resnet50", {"layers": (3, 0)}, r"layers[1] = 0: must be an integer, at least 1"),
+        ("Resnet50", {"layers": 3}, "layers = 3: must be a list of integers, one per stage"),
+        ("VGG16", {"layers": ()}, "layers = (): must be a list of integers"),
         ("VGG16", {"image_size": 100}, "image_size = 100: must be a multiple of 32"),
         ("VGG16", {"dropout": 1.0}, "dropout = 1.0: must be at least 0 and less than 1"),
         ("BertBase", {"vocabsize": 100}, "did you mean 'vocab_size'?"),
         ("BertBase", {"lang": "zh"}, "lang = 'zh': must be 'ch' or 'en'"),
-        ("BertBase", {"hidden": 30, "heads": 4}, "hidden = 30 cannot be divided among heads = 4"),
-        ("BertLarge", {"layers": True}, "layers = True: must be a whole number"),
+        ("BertBase", {"hidden": 30, "heads": 4}, "hidden = 30: must be a multiple of heads = 4"),
+        ("BertLarge", {"layers": True}, "layers = True: must be an integer"),
         ("Transformer", {"lang": "en"}, "Transformer has no option 'lang'"),
         ("Transformer", {"label_smoothing": -1}, "label_smoothing = -1: must be at least 0"),
     ],
@@ -241,7 +241,7 @@ def test_bad_options(name, options, message):
 
 
 @pytest.mark.parametrize("name", ["BertHuge", "Resnet5O"])
-def test_an_application_that_is_not_there(name):
+def test_an_unknown_application_is_an_error(name):
     with pytest.raises(AttributeError, match=f"fleetx.applications has no '{name}': did you mean"):
         getattr(applications, name)
 
@@ -249,11 +249,11 @@ def test_an_application_that_is_not_there(name):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("resnet", {"image": torch.zeros(8, 32, 32, 3)}, r"takes \(-1, 3, 32, 32\)"),
-        ("bert", {"src_ids": torch.zeros(8, 13).long()}, "13 words a row, and this BERT was made with max_seq_len=12"),
-        ("bert", {"mask_pos": torch.zeros(3, 1).long()}, "mask_label has 16 entries and mask_pos 3"),
-        ("bert", {"mask_pos": torch.zeros(4, 4).long()}, "mask_pos has 4 rows and the batch 8"),
-        ("transformer", {"trg_word": torch.zeros(8, 13).long()}, "13 words a row, and this Transformer was made with"),
+        ("resnet", {"image": torch.zeros(8, 32, 32, 3)}, r"expects \(-1, 3, 32, 32\)"),
+        ("bert", {"src_ids": torch.zeros(8, 13).long()}, "13 words per row, but this BERT was created with"),
+        ("bert", {"mask_pos": torch.zeros(3, 1).long()}, "mask_label has 16 entries, but mask_pos has 3"),
+        ("bert", {"mask_pos": torch.zeros(4, 4).long()}, "mask_pos has 4 rows, but the batch has 8"),
+        ("transformer", {"trg_word": torch.zeros(8, 13).long()}, "13 words per row, but this Transformer was created"),
     ],
 )
 def test_bad_batches(name, change, message):
@@ -263,7 +263,7 @@ def test_bad_batches(name, change, message):
 
 # --- save and load --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MAKERS)
-def test_saved_parameters_come_back_with_the_buffers(name, tmp_path):
+def test_parameters_and_buffers_are_saved_and_loaded(name, tmp_path):
     model = make(name)
     model(**batch(name)).loss.backward()  # BatchNorm has seen something
     model.save_params(tmp_path / "saved")
@@ -275,34 +275,32 @@ def test_saved_parameters_come_back_with_the_buffers(name, tmp_path):
     assert [p.name for p in (tmp_path / "saved").iterdir()] == ["params.pt"]
 
 
-def test_parameters_of_another_model_are_refused_and_nothing_is_changed(tmp_path):
+def test_parameters_of_another_model_are_an_error_and_change_nothing(tmp_path):
     make("bert").save_params(tmp_path)
     cases = [
         (make("resnet"), "has no 'resnet"),
         (make("bert", layers=4), "has no 'bert.encoder.layer.3"),
-        (make("bert", layers=2), "which BertBase with these options has not"),
-        (make("bert", vocab_size=41), r"has the shape \(40, 32\), and BertBase with these options needs \(41, 32\)"),
+        (make("bert", layers=2), "which BertBase with these options does not have"),
+        (make("bert", vocab_size=41), r"has shape \(40, 32\), but BertBase with these options needs \(41, 32\)"),
     ]
     for model, message in cases:
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(UsageError, match=message):
             model.load_params(tmp_path)
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    with pytest.raises(UsageError, match="takes the folder that was given to save_params"):
+    with pytest.raises(UsageError, match="pass the folder that was passed to save_params"):
         make("bert").load_params(tmp_path / "elsewhere")
 
 
-def test_a_part_of_a_model_is_not_saved_as_the_whole(tmp_path):
+def test_a_part_of_a_model_cannot_be_saved_or_loaded(tmp_path):
     with pytest.raises(UsageError, match=r"call fleet\.save\(folder\) on every rank"):
         on_meta("Resnet50").save_params(tmp_path)
     with pytest.raises(UsageError, match=r"call fleet\.load\(folder\) on every rank"):
         on_meta("Resnet50").load_params(tmp_path)
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch):
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        UsageError, match=r"Resnet50 needs the package transformers: pip install fleetx\[applications\]"
-    ):
+    with pytest.raises(UsageError, match=r"Resnet50 needs transformers: pip install fleetx\[applications\]"):
         make("resnet")
     make("vgg")  # needs torch alone

@@ -1,4 +1,4 @@
-"""Small files of every format, and what tests look at in batches."""
+"""Small files of every format, and helpers to compare batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_vocabulary(folder, size=VOCABULARY):
 
 
 def pair(number, first=6, second=5):
-    """A line whose words are drawn by its number: [CLS] a [SEP] b [SEP]."""
+    """The columns of a line [CLS] a [SEP] b [SEP] with random words, seeded by its number."""
     random = np.random.default_rng(number)
     words = [CLS, *random.integers(4, VOCABULARY, first), SEP, *random.integers(4, VOCABULARY, second), SEP]
     sentences = [0] * (first + 2) + [1] * (second + 1)
@@ -31,7 +31,7 @@ def line(number, label=1, **lengths):
 
 
 def digital(folder, lines, files=2, packed=()):
-    """Lines over some files of a folder, of which those with these numbers are .gz; returns folder and vocabulary."""
+    """Write lines to a few files, those in `packed` as .gz; return the folder and the vocabulary."""
     data = folder / "digital"
     data.mkdir(exist_ok=True)
     for i in range(files):
@@ -48,7 +48,7 @@ def varied(count):
 
 
 def images(folder, count, phase="train", suffix=".JPEG", side=40):
-    """A list of images, each of one colour that tells which it is, or nearly; its label is its number."""
+    """Write a list of images, each with its own colour and its number as the label."""
     (folder / phase).mkdir(exist_ok=True)
     for i in range(count):
         noise = np.random.default_rng(i).integers(0, 40, (side, side + 8, 3))
@@ -71,8 +71,8 @@ def labels(batches):
 
 
 def rows(batches):
-    """Each sample of BERT batches as a tuple, without what fills it up: what was seen, masking included."""
-    found = []
+    """Each sample of BERT batches as a tuple, without padding, but including the masking."""
+    samples = []
     for batch in batches:
         width = batch["src_ids"].shape[1]
         masked = dict(zip(batch["mask_pos"].flatten().tolist(), batch["mask_label"].flatten().tolist(), strict=True))
@@ -80,8 +80,8 @@ def rows(batches):
             n = int(batch["input_mask"][i].sum())
             columns = [tuple(batch[name][i, :n].tolist()) for name in ("src_ids", "pos_ids", "sent_ids")]
             chosen = tuple((p - i * width, w) for p, w in sorted(masked.items()) if i * width <= p < (i + 1) * width)
-            found.append((*columns, chosen, int(batch["labels"][i])))
-    return found
+            samples.append((*columns, chosen, int(batch["labels"][i])))
+    return samples
 
 
 def original(row):

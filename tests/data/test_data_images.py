@@ -1,4 +1,4 @@
-"""Lists of images, what is done to the pixels, idx files and digits."""
+"""Image lists, transforms, idx files and digits."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from fleetx.data import (
 from fleetx.errors import UsageError
 
 
-def normalised(image):
-    """By the formula, in float64."""
+def normalized(image):
+    """The formula, in float64."""
     pixels = np.asarray(image, np.float64) / 255
-    return ((pixels - augment.MEAN) / augment.DEVIATION).transpose(2, 0, 1)
+    return ((pixels - augment.MEAN) / augment.STD).transpose(2, 0, 1)
 
 
 # --- pixels ---------------------------------------------------------------------------------------
-def test_a_validation_image_is_the_normalised_centre(tmp_path):
+def test_a_validation_image_is_the_normalized_centre(tmp_path):
     filelist = images(tmp_path, 3, "val")
     (batch,) = load_imagenet_from_file(filelist, 4, "val", image_size=28)
     assert batch["label"].tolist() == [[0], [1], [2]]
     for i in range(3):
-        whole = Image.open(tmp_path / "val" / f"{i}.JPEG").convert("RGB")  # 48 wide, 40 high: 38 by 32, then 28
-        centre = whole.resize((38, 32), Image.Resampling.BILINEAR).crop((5, 2, 33, 30))
-        assert np.allclose(batch["image"][i].numpy(), normalised(centre), atol=1e-5)
+        image = Image.open(tmp_path / "val" / f"{i}.JPEG").convert("RGB")  # 48 wide, 40 high: 38 by 32, then 28
+        centre = image.resize((38, 32), Image.Resampling.BILINEAR).crop((5, 2, 33, 30))
+        assert np.allclose(batch["image"][i].numpy(), normalized(centre), atol=1e-5)
 
 
-def test_training_images_are_parts_of_the_image_of_all_sizes_half_of_them_mirrored():
+def test_random_crops_have_all_sizes_and_half_of_them_are_flipped():
     draws = rng.uniform(rng.key(0, 0, "crop"), np.arange(4000)[:, None], np.arange(augment.DRAWS))
-    boxes = np.array([augment._box(500, 375, d) for d in draws.tolist()])
+    boxes = np.array([augment._crop_box(500, 375, d) for d in draws.tolist()])
     w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, 2] <= 500).all()
@@ -57,20 +57,20 @@ def test_training_images_are_parts_of_the_image_of_all_sizes_half_of_them_mirror
     assert abs((draws[:, -1] < 0.5).mean() - 0.5) < 0.04
 
 
-def test_a_mirrored_image_is_the_other_mirrored():
+def test_a_flipped_crop_is_the_mirror_image():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 30, 3), np.uint8))
     draws = [0.5] * (augment.DRAWS - 1)
-    a, b = (np.asarray(augment.cut_anywhere(image, 16, [*draws, last])) for last in (0.4, 0.6))
+    a, b = (np.asarray(augment.random_crop(image, 16, [*draws, last])) for last in (0.4, 0.6))
     assert np.array_equal(a, b[:, ::-1])
 
 
 @pytest.mark.parametrize("shape", [(1, 400), (400, 1), (1, 1), (3, 5)])
-def test_images_of_any_shape_are_cut(shape):
+def test_images_of_any_shape_can_be_cropped(shape):
     image = Image.fromarray(np.zeros((*shape, 3), np.uint8))
     for i in range(20):
         draws = rng.uniform(0, np.array([i]), np.arange(augment.DRAWS)).tolist()
-        assert augment.cut_anywhere(image, 8, draws).size == (8, 8)
-    assert augment.cut_centre(image, 8).size == (8, 8)
+        assert augment.random_crop(image, 8, draws).size == (8, 8)
+    assert augment.centre_crop(image, 8).size == (8, 8)
 
 
 def test_grey_and_cmyk_images_become_rgb(tmp_path):
@@ -81,7 +81,7 @@ def test_grey_and_cmyk_images_become_rgb(tmp_path):
     assert batch["image"].shape == (2, 3, 8, 8)
 
 
-def test_an_image_is_cut_alike_in_any_batch_and_otherwise_in_another_epoch(tmp_path):
+def test_an_image_is_cropped_the_same_in_any_batch_but_differently_in_another_epoch(tmp_path):
     filelist = images(tmp_path, 6)
 
     def by_label(batches):
@@ -97,7 +97,7 @@ def test_an_image_is_cut_alike_in_any_batch_and_otherwise_in_another_epoch(tmp_p
     assert not any(torch.equal(a[i], again[i]) for i in range(6))
 
 
-def test_nhwc_is_nchw_in_another_order(tmp_path):
+def test_nhwc_is_nchw_permuted(tmp_path):
     filelist = images(tmp_path, 4)
     (a,), (b,) = (load_imagenet_from_file(filelist, 4, data_layout=x, image_size=8) for x in ("NCHW", "NHWC"))
     assert b["image"].is_contiguous()
@@ -112,12 +112,12 @@ def test_train_and_val_of_a_folder(tmp_path):
     assert labels(load_imagenet_from_file(tmp_path / "val.txt", 3, "val", True, image_size=8, seed=1)) != [[0, 1, 2]]
 
 
-def test_files_called_jpeg_are_found_for_a_list_that_says_so_in_capitals(tmp_path):
+def test_a_list_that_says_jpeg_also_finds_jpeg_files(tmp_path):
     filelist = images(tmp_path, 3, suffix=".jpeg")
     assert len(labels(load_imagenet_from_file(filelist, 3, image_size=8))[0]) == 3
 
 
-def test_images_lie_in_the_folder_of_the_phase_if_the_list_has_none_of_its_own(tmp_path):
+def test_a_list_without_a_folder_of_its_name_uses_the_folder_of_the_phase(tmp_path):
     filelist = images(tmp_path, 3).rename(tmp_path / "some.txt")
     assert len(labels(load_imagenet_from_file(filelist, 3, image_size=8))[0]) == 3
 
@@ -125,7 +125,7 @@ def test_images_lie_in_the_folder_of_the_phase_if_the_list_has_none_of_its_own(t
 @pytest.mark.parametrize(
     ("bad", "words"), [("0.JPEG", "1 fields instead of 2"), ("0.JPEG 1 2", "3 fields"), ("0.JPEG cat", "label 'cat'")]
 )
-def test_a_broken_line_of_a_list_names_file_and_line_or_is_skipped(tmp_path, bad, words):
+def test_an_invalid_line_of_a_list_is_reported_by_file_and_line_or_skipped(tmp_path, bad, words):
     filelist = images(tmp_path, 3)
     filelist.write_text(f"0.JPEG 0\n\n{bad}\n2.JPEG 2\n")
     with pytest.raises(DataError, match=f"train.txt, line 3: .*{words}"):
@@ -135,8 +135,8 @@ def test_a_broken_line_of_a_list_names_file_and_line_or_is_skipped(tmp_path, bad
     assert loader.skipped == 1
 
 
-def test_lists_that_are_missing_or_empty_and_wrong_words_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere.txt cannot be read"):
+def test_missing_and_empty_lists_and_wrong_options_are_errors(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*nowhere.txt"):
         load_imagenet_from_file(tmp_path / "nowhere.txt")
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(DataError, match="no records"):
@@ -156,7 +156,7 @@ def fashion(folder, suffix=""):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx_files_are_normalised_pixels_and_labels(tmp_path, suffix):
+def test_idx_files_give_normalized_pixels_and_labels(tmp_path, suffix):
     pixels = fashion(tmp_path, suffix)
     (batch,) = load_fashion_mnist(tmp_path, 10, "val")
     assert batch["label"].tolist() == [[i] for i in range(10)]
@@ -165,21 +165,21 @@ def test_idx_files_are_normalised_pixels_and_labels(tmp_path, suffix):
     assert sorted(labels(load_fashion_mnist(tmp_path, 10))[0]) == list(range(10))
 
 
-def test_broken_idx_files_are_named(tmp_path):
+def test_invalid_idx_files_are_reported_by_name(tmp_path):
     fashion(tmp_path)
     file, marks = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
-    whole = file.read_bytes()
+    content_before = file.read_bytes()
     for content, words in [
-        (whole[:-5], "has 295 values, and its head promises 300"),
-        (b"\0\0\x0d" + whole[3:], "not a file of unsigned bytes"),
-        (b"\0", "not a file"),
-        (b"\x1f\x8b123", "cannot be read"),
+        (content_before[:-5], "has 295 values, but its header says 300"),
+        (b"\0\0\x0d" + content_before[3:], "not an idx file of unsigned bytes"),
+        (b"\0", "not an idx file"),
+        (b"\x1f\x8b123", ""),
     ]:
         file.write_bytes(content)
         with pytest.raises(DataError, match=f"train-images-idx3-ubyte.*{words}"):
             load_fashion_mnist(tmp_path)
     idx(file, np.zeros((9, 6, 5)))
-    with pytest.raises(DataError, match=r"has 9 images, and .* has 10 labels"):
+    with pytest.raises(DataError, match=r"has 9 images, but .* has 10 labels"):
         load_fashion_mnist(tmp_path)
     with pytest.raises(DataError, match="axes"):
         load_idx_from_file(marks, marks)
@@ -187,7 +187,7 @@ def test_broken_idx_files_are_named(tmp_path):
         load_fashion_mnist(tmp_path / "nowhere")
 
 
-def test_the_digits_are_divided_into_two_sets_without_overlap():
+def test_train_and_val_digits_do_not_overlap():
     train, val = list(load_digits(1500)), list(load_digits(297, "val"))
     assert (len(train), len(val)) == (1, 1)
     found = torch.cat([train[0]["image"], val[0]["image"]])

@@ -1,4 +1,4 @@
-"""Order, shares, going on later, workers, broken records: what all loaders have in common."""
+"""What all loaders share: order, sharding, resuming, workers and options."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SMALL = {"image_size": 8}
 
 
 def kinds(folder):
-    """One loader of each kind, by name; options are passed on."""
+    """Write the files; return a factory for each kind of loader."""
     images(folder, 23)
     digital(folder, varied(23), packed=[1])
-    return found(folder)
+    return existing(folder)
 
 
-def found(folder):
-    """The same for files that are there already: ranks must not write what others read."""
+def existing(folder):
+    """Like `kinds`, but for existing files, because ranks must not write what others read."""
     filelist, data, vocabulary = folder / "train.txt", folder / "digital", folder / "vocab.txt"
     return {
         "images": lambda **o: load_imagenet_from_file(filelist, 4, **SMALL, **o),
@@ -54,16 +54,15 @@ def seen(batches):
     return rows(batches)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_ways_to_go_through_an_epoch_give_the_same(tmp_path, kind):
-    make = kinds(tmp_path)[kind]
+def test_both_ways_to_iterate_give_the_same(tmp_path):
+    make = kinds(tmp_path)["tokens"]
     a, b = make(), make()
     assert len(a) == len(list(b()))
     assert seen(a) == seen(make()())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_follows_from_seed_and_epoch_alone(tmp_path, kind):
+def test_only_seed_and_epoch_determine_the_order(tmp_path, kind):
     make = kinds(tmp_path)[kind]
     loader = make()
     first, second = seen(loader), seen(loader)
@@ -75,8 +74,7 @@ def test_the_order_follows_from_seed_and_epoch_alone(tmp_path, kind):
         assert {x[0] for x in first} == {x[0] for x in second} == set(range(23))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("kind", "size"), [("images", 2), ("samples", 3), ("tokens", 2)])
 def test_ranks_together_see_what_one_rank_sees(tmp_path, kind, size):
     make = kinds(tmp_path)[kind]
     shares = [list(make(replica=(r, size))) for r in range(size)]
@@ -85,16 +83,15 @@ def test_ranks_together_see_what_one_rank_sees(tmp_path, kind, size):
     assert sorted(seen([b for share in shares for b in share])) == sorted(seen(make()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, workers):
+@pytest.mark.parametrize(("kind", "workers"), [("images", 0), ("samples", 2), ("tokens", 0)])
+def test_a_loader_resumes_in_the_middle_of_an_epoch(tmp_path, kind, workers):
     make = kinds(tmp_path)[kind]
-    whole = make(num_workers=workers)
+    full = make(num_workers=workers)
     batches, states = [], []
-    for batch in whole:
+    for batch in full:
         batches.append(batch)
-        states.append(whole.state_dict())
-    following = seen(whole)
+        states.append(full.state_dict())
+    following = seen(full)
     for stop in (0, 1, len(batches) - 1):
         loader = make(num_workers=workers)
         loader.load_state_dict(states[stop])
@@ -104,9 +101,8 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, workers):
         assert seen(loader) == following
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 4)])
-def test_a_world_of_another_size_loses_no_sample_and_sees_none_twice(tmp_path, kind, sizes):
+@pytest.mark.parametrize(("kind", "sizes"), [("images", (1, 3)), ("samples", (3, 2)), ("tokens", (2, 4))])
+def test_another_number_of_ranks_loses_and_repeats_no_sample(tmp_path, kind, sizes):
     make = kinds(tmp_path)[kind]
     got, states = [], []
     for rank in range(sizes[0]):
@@ -122,37 +118,48 @@ def test_a_world_of_another_size_loses_no_sample_and_sees_none_twice(tmp_path, k
     assert sorted(seen(got)) == sorted(seen(make()))
 
 
-def test_the_state_counts_what_was_handed_out_not_what_was_read_ahead(tmp_path):
+def test_the_state_does_not_count_prefetched_batches(tmp_path):
     loader = load_imagenet_from_file(images(tmp_path, 23), 4, num_workers=2, prefetch_factor=3, **SMALL)
     steps = loader()
     next(steps), next(steps)
     assert loader.state_dict()["position"] == 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["images", "tokens"])
 def test_workers_change_nothing(tmp_path, kind):
     make = kinds(tmp_path)[kind]
-    plain, helped = make(), make(num_workers=2, prefetch_factor=2, persistent_workers=True)
-    assert seen(plain) == seen(helped)
-    assert seen(plain) == seen(helped)  # the second epoch, by the same workers
+    plain, with_workers = make(), make(num_workers=2, prefetch_factor=2, persistent_workers=True)
+    assert seen(plain) == seen(with_workers)
+    assert seen(plain) == seen(with_workers)  # the second epoch, from the same workers
 
 
-def test_the_users_random_numbers_are_left_alone(tmp_path):
+def test_batches_from_workers_are_writable_tensors_of_any_size(tmp_path):
+    """Small tensors are sent by value, large ones in shared memory."""
+    filelist = images(tmp_path, 8)
+    for workers in (0, 2):
+        (batch,) = load_imagenet_from_file(filelist, 8, image_size=128, num_workers=workers)
+        assert type(batch) is dict
+        assert batch["image"].nbytes > 1 << 20
+        for tensor in batch.values():
+            tensor.zero_()
+
+
+def test_the_global_random_generators_are_not_used(tmp_path):
     before = torch.random.get_rng_state(), np.random.get_state()[1].tolist()
     list(load_imagenet_from_file(images(tmp_path, 6), 4, **SMALL))
     assert torch.equal(before[0], torch.random.get_rng_state())
     assert before[1] == np.random.get_state()[1].tolist()
 
 
-def test_after_a_break_the_next_epoch_begins():
-    loader, whole = load_digits(100), load_digits(100)
+def test_after_a_break_the_next_epoch_starts():
+    loader, other = load_digits(100), load_digits(100)
     for _ in loader:
         break
-    list(whole)
-    assert labels(loader) == labels(whole)
+    list(other)
+    assert labels(loader) == labels(other)
 
 
-def test_drop_last_leaves_out_the_tail_and_a_state_behind_it_begins_the_next_epoch():
+def test_drop_last_drops_the_tail_and_a_state_after_it_starts_the_next_epoch():
     loader = load_digits(400, drop_last=True)
     assert [len(b["label"]) for b in loader] == [400, 400, 400]
     following = load_digits(400, drop_last=True)
@@ -164,23 +171,23 @@ def test_drop_last_leaves_out_the_tail_and_a_state_behind_it_begins_the_next_epo
 
 def test_without_shards_every_rank_sees_everything():
     assert labels(load_digits(300, "val", shard=False)) == labels(load_digits(300, "val", replica=(0, 1)))
-    with pytest.raises(UsageError, match="pass one of them"):
+    with pytest.raises(UsageError, match="pass only one"):
         load_digits(shard=False, replica=(0, 2))
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_older_loop_over_the_loader_cannot_go_on_and_leaves_the_newer_one_alone(tmp_path, begun):
+def test_an_older_for_cannot_continue_and_does_not_disturb_the_newer_one(tmp_path, begun):
     filelist = images(tmp_path, 12)
-    loader, whole = (load_imagenet_from_file(filelist, 4, **SMALL) for _ in range(2))
-    list(whole)
+    loader, other = (load_imagenet_from_file(filelist, 4, **SMALL) for _ in range(2))
+    list(other)
     older = iter(loader)
     if begun:
         next(older)
     newer = iter(loader)
     got = [next(newer)]
-    with pytest.raises(UsageError, match="only its latest"):
+    with pytest.raises(UsageError, match="cannot continue: another one was started"):
         next(older)
-    assert seen([*got, *newer]) == seen(whole)
+    assert seen([*got, *newer]) == seen(other)
 
 
 @pytest.mark.parametrize(
@@ -191,25 +198,25 @@ def test_an_older_loop_over_the_loader_cannot_go_on_and_leaves_the_newer_one_alo
         ({"phase": "trian"}, "did you mean 'train'"),
         ({"replica": (2, 2)}, "replica"),
         ({"seed": -1}, "seed = -1"),
-        ({"on_error": "skip"}, "means nothing here"),
+        ({"on_error": "skip"}, "is not supported here"),
         ({"num_worker": 2}, "has no option 'num_worker': did you mean 'num_workers'"),
     ],
 )
-def test_wrong_options_are_refused(options, word):
+def test_wrong_options_are_errors(options, word):
     with pytest.raises(UsageError, match=word):
         load_digits(**options)
 
 
-# --- in a world -----------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 def _share(folder, kind):
-    loader = found(folder)[kind]()
+    loader = existing(folder)[kind]()
     fleet.init(is_collective=True)
     got = list(loader)
     return got, len(loader), loader.state_dict()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_that_made_their_loaders_before_fleet_init_share_the_epoch(ranks, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["images", "tokens"])
+def test_two_ranks_that_create_loaders_before_fleet_init_share_the_epoch(ranks, tmp_path, kind):
     make = kinds(tmp_path)[kind]
     (a, _, state), (b, _, other) = ranks.run(_share, tmp_path, kind)
     assert len(a) == len(b)
@@ -219,7 +226,7 @@ def test_two_ranks_that_made_their_loaders_before_fleet_init_share_the_epoch(ran
 
 
 def _stages(folder):
-    loader = found(folder)["images"]()
+    loader = existing(folder)["images"]()
     fleet.init(is_collective=True)
     before = labels(loader)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -228,7 +235,7 @@ def _stages(folder):
     return before, labels(loader)
 
 
-def test_the_stages_of_a_pipeline_take_the_same_batches(ranks, tmp_path):
+def test_the_stages_of_a_pipeline_get_the_same_batches(ranks, tmp_path):
     make = kinds(tmp_path)["images"]
     (a, after_a), (b, after_b) = ranks.run(_stages, tmp_path)
     assert a != b
@@ -239,13 +246,13 @@ def test_the_stages_of_a_pipeline_take_the_same_batches(ranks, tmp_path):
 
 def _resumed(folder, kind, state):
     fleet.init(is_collective=True)
-    loader = found(folder)[kind]()
+    loader = existing(folder)[kind]()
     loader.load_state_dict(state)
     return list(loader)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_go_on_where_one_stopped(ranks, tmp_path, kind):
+def test_two_ranks_resume_where_one_stopped(ranks, tmp_path):
+    kind = "samples"
     make = kinds(tmp_path)[kind]
     loader = make()
     steps = iter(loader)
@@ -254,7 +261,7 @@ def test_two_ranks_go_on_where_one_stopped(ranks, tmp_path, kind):
     assert sorted(seen(got + a + b)) == sorted(seen(make()))
 
 
-def test_before_fleet_init_the_launchers_environment_says_whose_share_it_is(monkeypatch):
+def test_before_fleet_init_the_launchers_environment_determines_the_share(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert labels(load_digits(50)) == labels(load_digits(50, replica=(1, 3)))

@@ -1,8 +1,9 @@
-"""Where a loader is: epochs, states of other data, and ranks that do not have the same."""
+"""Epochs, states of other data, and ranks whose data differ."""
 
 from __future__ import annotations
 
 import gc
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fleetx.errors import UsageError
 
 
 def shape(i):
-    """Of which some negatives are longer than 20 words."""
+    """Lengths for which some negative samples are longer than 20 words."""
     return {"first": 3 + i % 2 * 10, "second": 3 + (i + 1) % 2 * 10}
 
 
@@ -29,22 +30,22 @@ def at(loader):
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_behind_the_last_batch_the_state_is_the_beginning_of_the_next_epoch(drop_last):
+def test_after_the_last_batch_the_state_is_the_start_of_the_next_epoch(drop_last):
     loader = load_digits(400, drop_last=drop_last)
     steps = list(zip(loader, (at(loader) for _ in range(9)), strict=False))
     assert [state for _, state in steps][-2:] == ([(0, 800), (1, 0)] if drop_last else [(0, 1200), (1, 0)])
     assert (loader.epoch, loader.position) == (1, 0)
     for number, _ in enumerate(loader, 1):
         if number == len(loader):
-            assert loader.epoch == 1  # as long as the loop runs
+            assert loader.epoch == 1  # until the loop ends
             break
     assert at(loader) == (2, 0)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_after_a_finished_epoch_another_number_of_ranks_begins_the_next(before, after):
-    loader, whole = load_digits(300, drop_last=True, replica=(0, before)), load_digits(300, replica=(0, 1))
-    list(loader), list(whole)
+def test_after_a_complete_epoch_another_number_of_ranks_starts_the_next(before, after):
+    loader, single = load_digits(300, drop_last=True, replica=(0, before)), load_digits(300, replica=(0, 1))
+    list(loader), list(single)
     got = []
     for rank in range(after):
         other = load_digits(300, drop_last=True, replica=(rank, after))
@@ -52,12 +53,12 @@ def test_after_a_finished_epoch_another_number_of_ranks_begins_the_next(before, 
         assert (other.epoch, other.position) == (1, 0)
         got.append(labels(other))
     together = [batch for step in zip(*got, strict=True) for batch in step]
-    assert together == labels(whole)[: len(together)]
+    assert together == labels(single)[: len(together)]
 
 
-def test_an_epoch_can_be_chosen_and_nothing_else_changed():
-    loader, whole = load_digits(500), load_digits(500)
-    epochs = [labels(whole) for _ in range(4)]
+def test_only_the_epoch_can_be_set():
+    loader, other = load_digits(500), load_digits(500)
+    epochs = [labels(other) for _ in range(4)]
     loader.set_epoch(2)
     assert loader.epoch == 2
     assert labels(loader) == epochs[2]
@@ -67,10 +68,10 @@ def test_an_epoch_can_be_chosen_and_nothing_else_changed():
     assert labels([next(steps)]) == epochs[0][:1]
     other = load_digits(500)
     other.load_state_dict(loader.state_dict())
-    other.set_epoch(0)  # where it is already: in the middle
+    other.set_epoch(0)  # its current epoch: stays in the middle
     assert labels(other) == epochs[0][1:]
     loader.set_epoch(0)
-    with pytest.raises(UsageError, match="only its latest"):
+    with pytest.raises(UsageError, match="cannot continue: another one was started, or the epoch or state was set"):
         next(steps)
     assert labels(loader) == epochs[0]
     for name in ("epoch", "position", "seed", "shuffle", "drop_last"):
@@ -87,7 +88,7 @@ def in_folder(folder, name, lines=LINES):
 
 
 @pytest.mark.parametrize("change", ["negatives", "longest", "vocabulary", "words", "labels"])
-def test_a_state_of_other_lines_or_samples_is_refused(tmp_path, change):
+def test_a_state_of_other_lines_or_samples_is_an_error(tmp_path, change):
     data, vocabulary = in_folder(tmp_path, "a")
     state = load_digital_dataset_from_file(data, vocabulary, 4, 20, generate_neg_sample=False).state_dict()
     options = {"max_seq_len": 64 if change == "longest" else 20, "generate_neg_sample": change == "negatives"}
@@ -110,7 +111,7 @@ def test_a_state_fits_the_same_data_elsewhere_in_batches_of_another_size(tmp_pat
     assert at(other) == at(first) == (0, 4)
 
 
-def test_a_state_of_other_images_is_refused(tmp_path):
+def test_a_state_of_other_images_is_an_error(tmp_path):
     filelist = images(tmp_path, 4)
     state = load_imagenet_from_file(filelist, 2, image_size=8).state_dict()
     load_imagenet_from_file(filelist, 3, image_size=16).load_state_dict(state)
@@ -123,69 +124,74 @@ def test_a_state_of_other_images_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "word"), [({"seed": 1}, "seed = 1"), ({"shuffle": False}, "shuffle = False")])
-def test_a_state_of_another_order_is_refused(change, word):
+def test_a_state_of_another_order_is_an_error(change, word):
     loader = load_digits()
     with pytest.raises(UsageError, match=word):
         loader.load_state_dict(loader.state_dict() | change)
-    with pytest.raises(UsageError, match="no state of a fleetx loader"):
+    with pytest.raises(UsageError, match="not the state of a fleetx loader"):
         loader.load_state_dict({"epoch": 1})
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-def _said(folder, form):
+FORMS = {
+    "replica": {"replica": (0, 1)},
+    "everything": {"shard": False},
+    "files": {},
+    "seed": {},
+    "epoch": {},
+    "same": {},
+}
+
+
+def _shared(folder):
+    """For each form, the number of samples that this rank gets, or an error."""
     fleet.init(is_collective=True)
-    rank = fleet.worker_index()
-    data = folder / ("ab"[rank] if form in ("files", "replica", "everything") else "a")
-    options = {"replica": {"replica": (0, 1)}, "everything": {"shard": False}, "seed": {"seed": rank}}.get(form, {})
-    loader = load_digital_dataset_from_file(data / "digital", data / "vocab.txt", 4, 64, **options)
-    if form == "epoch" and rank == 1:
-        loader.set_epoch(3)
-    try:
-        return len(rows(loader))
-    except UsageError as error:
-        return str(error)
+    rank, results = fleet.worker_index(), {}
+    for form, options in FORMS.items():
+        data = folder / ("ab"[rank] if form in ("files", "replica", "everything") else "a")
+        seed = rank if form == "seed" else 0
+        loader = load_digital_dataset_from_file(data / "digital", data / "vocab.txt", 4, 64, seed=seed, **options)
+        if form == "epoch" and rank == 1:
+            loader.set_epoch(3)
+        try:
+            results[form] = len(rows(loader))
+        except UsageError as error:
+            results[form] = str(error)
+    return results
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ("files", "the ranks have different data, rank 0 against 1,.*replica=.*shard=False"),
-        ("seed", "the ranks would deal the same data in different ways, rank 0 against 1: seed"),
-        ("epoch", "the ranks would deal the same data in different ways, rank 0 against 1: seed"),
-    ],
-)
-def test_ranks_that_would_share_what_is_not_the_same_are_told_so_on_all_ranks(ranks, tmp_path, form, words):
+def test_ranks_that_share_data_must_have_the_same_data_and_order(ranks, tmp_path):
     in_folder(tmp_path, "a"), in_folder(tmp_path, "b", varied(16))
-    first, second = ranks.run(_said, tmp_path, form)
-    assert first == second
-    with pytest.raises(UsageError, match=words):
-        raise UsageError(first)
-
-
-@pytest.mark.parametrize(("form", "counts"), [("replica", [40, 32]), ("everything", [40, 32]), ("alike", [20, 20])])
-def test_ranks_that_share_nothing_may_have_different_data(ranks, tmp_path, form, counts):
-    in_folder(tmp_path, "a"), in_folder(tmp_path, "b", varied(16))
-    assert ranks.run(_said, tmp_path, form) == counts
+    first, second = ranks.run(_shared, tmp_path)
+    for form, words in {
+        "files": r"the ranks have different data \(rank 0 against 1\).*replica=.*shard=False",
+        "seed": r"the ranks would split the same data differently \(rank 0 against 1\): seed",
+        "epoch": r"the ranks would split the same data differently \(rank 0 against 1\): seed",
+    }.items():
+        assert first[form] == second[form]
+        assert re.match(words, first[form])
+    both = [(first[form], second[form]) for form in ("replica", "everything", "same")]
+    assert both == [(40, 32), (40, 32), (20, 20)]
 
 
 def _alone_then_together():
     fleet.init(is_collective=True)
-    said = ""
-    rank_share.PATIENCE, rank_share.LONGEST = 0.1, 0.3
+    message, before = "", (rank_share.WARN_AFTER, rank_share.TIMEOUT)
+    rank_share.WARN_AFTER = rank_share.TIMEOUT = 0.0
     try:
         if fleet.is_first_worker():
             next(iter(load_digits(100)))
     except UsageError as error:
-        said = str(error)
+        message = str(error)
     finally:
-        rank_share.PATIENCE, rank_share.LONGEST = 10.0, 1800.0
+        rank_share.WARN_AFTER, rank_share.TIMEOUT = before
     fleet.barrier_worker()
-    return said, len(list(load_digits(50))) * fleet.worker_num()
+    return message, len(list(load_digits(50))) * fleet.worker_num()
 
 
-def test_a_rank_that_goes_through_a_loader_alone_is_told_whom_it_waits_for(ranks):
+def test_a_rank_that_uses_a_shared_loader_alone_learns_which_ranks_it_waits_for(ranks):
     first, _ = ranks.run(_alone_then_together)
-    assert "waits for rank 1 to do so too: pass shard=False" in first[0]
+    assert "waits for rank 1 to do the same: pass shard=False" in first[0]
     assert first[1] == 30
 
 
@@ -205,5 +211,5 @@ def _stale():
         gc.enable()
 
 
-def test_a_model_of_the_past_has_no_say_in_who_reads_what(ranks):
+def test_a_deleted_model_does_not_influence_the_shares(ranks):
     assert ranks.run(_stale) == [(15, 8), (15, 8)]

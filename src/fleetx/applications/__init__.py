@@ -1,11 +1,10 @@
 """Models that are ready to train: `Resnet50`, `VGG16`, `BertBase`, `BertLarge`, `Transformer`.
 
-Built from their sizes, with fresh weights: nothing is downloaded. Called with a batch by name, each returns its loss.
+They have fresh weights; nothing is downloaded. Called with a batch as keyword arguments, each returns its loss.
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from fleetx.applications.application import Application
@@ -13,6 +12,7 @@ from fleetx.applications.bert import Bert_base, Bert_large, BertBase, BertLarge
 from fleetx.applications.images import VGG16, Resnet50
 from fleetx.applications.program import Parameter, Program, Variable
 from fleetx.applications.transformer import Transformer
+from fleetx.base.suggest import did_you_mean
 
 __all__ = [
     "VGG16",
@@ -30,6 +30,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    near = difflib.get_close_matches(name, __all__, n=1)
-    hint = f": did you mean {near[0]!r}?" if near else ""
-    raise AttributeError(f"fleetx.applications has no {name!r}{hint}")
+    hint = did_you_mean(name, __all__)
+    raise AttributeError(f"fleetx.applications has no {name!r}{hint and ': ' + hint}")

@@ -1,38 +1,39 @@
-"""BERT, trained on masked words and on whether one sentence follows the other."""
+"""BERT pre-training: masked words and next sentence prediction."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fleetx.applications.application import Application, Feed, check_dropout, check_heads, in_form, need_transformers
+from fleetx.applications.application import Application, Feed, check_heads, model_options
 from fleetx.data import Loader, digital_train, digital_val, load_digital_dataset_from_file
-from fleetx.data.bert import IGNORED, DigitalOptions
-from fleetx.data.checks import check_choice, check_whole
+from fleetx.data.bert import IGNORED, BertOptions
+from fleetx.data.checks import check_choice, check_fraction, check_int
 from fleetx.errors import UsageError
 
 
-class Pretrained(NamedTuple):
+class PretrainingOutput(NamedTuple):
     loss: Tensor
     mask_lm_loss: Tensor
     next_sent_acc: Tensor
 
 
 class Bert(Application):
-    """BERT as `transformers` has it; its weights go by the names of `BertForPreTraining`.
+    """The BERT of `transformers`, with the parameter names of `BertForPreTraining`.
 
-    The vocabulary is applied to the masked words alone. They are said in one of two ways:
-    - `mask_pos` is a column (n, 1), or (n,), of places in the flattened batch, row * length + place, and `mask_label`
-      is as long: what Paddle's loaders feed. Such a batch cannot be cut into micro-batches.
-    - `mask_pos` is (batch, m) with m > 1, of places in each row, and so is `mask_label`, where -100 fills up rows that
-      have fewer: this works under pipeline too, whose micro-batches are means over their own masked words each.
+    The output layer is applied only to masked words. They are given in one of two forms:
+    - `mask_pos` is a column (n, 1), or (n,), of positions in the flattened batch, row * length + column, and
+      `mask_label` has the same length. Paddle's loaders use this form. Such a batch cannot be split into micro-batches.
+    - `mask_pos` and `mask_label` are (batch, m) with m > 1. Positions are columns, and rows with fewer masked words are
+      padded with the label -100. This form also works with a pipeline; the loss of each micro-batch is then the mean
+      over its own masked words.
     """
 
-    outputs = Pretrained._fields
+    outputs = PretrainingOutput._fields
     sizes: ClassVar[tuple[int, int]]  # layers, hidden
     vocabularies: ClassVar[dict[str, int]] = {"ch": 21128, "en": 30522}
 
@@ -49,23 +50,21 @@ class Bert(Application):
         dropout: float = 0.1,
         **unknown: Any,
     ):
-        """lang decides the vocab_size; heads are hidden / 64 and ffn is 4 * hidden, where they are not said."""
+        """Defaults: `lang` determines vocab_size; heads = hidden / 64; ffn = 4 * hidden."""
         super().__init__(unknown)
         check_choice("lang", lang, tuple(self.vocabularies))
         layers = self.sizes[0] if layers is None else layers
         hidden = self.sizes[1] if hidden is None else hidden
         vocab_size = self.vocabularies[lang] if vocab_size is None else vocab_size
-        check_whole(layers=layers, hidden=hidden, vocab_size=vocab_size, max_seq_len=max_seq_len)
+        check_int(layers=layers, hidden=hidden, vocab_size=vocab_size, max_seq_len=max_seq_len)
         heads = max(1, hidden // 64) if heads is None else heads
         ffn = 4 * hidden if ffn is None else ffn
-        check_whole(heads=heads, ffn=ffn)
+        check_int(heads=heads, ffn=ffn)
         check_heads(hidden, heads)
-        check_dropout(dropout)
+        check_fraction(dropout=dropout)
         self.lang, self.max_seq_len, self.vocab_size, self._layers = lang, max_seq_len, vocab_size, layers
-        need_transformers(self)
-        from transformers import BertConfig, BertForPreTraining
-
-        config = BertConfig(
+        transformers = self._transformers()
+        config = transformers.BertConfig(
             vocab_size=vocab_size,
             hidden_size=hidden,
             num_hidden_layers=layers,
@@ -75,9 +74,9 @@ class Bert(Application):
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
-        made = BertForPreTraining(config)
-        self.bert, self.cls = made.bert, made.cls
-        self.pick, self.score = Pick(), Score()
+        model = transformers.BertForPreTraining(config)
+        self.bert, self.cls = model.bert, model.cls
+        self.gather, self.criterion = GatherMasked(), PretrainingLoss()
 
     def feeds(self) -> dict[str, Feed]:
         words, masked = Feed((-1, -1)), Feed((-1, 1), by_sample=False)
@@ -97,22 +96,22 @@ class Bert(Application):
 
     def forward(
         self,
-        src_ids: Tensor,  # (batch, length), or with a last dimension of 1, as all of these
+        src_ids: Tensor,  # this and the next three: (batch, length) or (batch, length, 1)
         pos_ids: Tensor,
         sent_ids: Tensor,
-        input_mask: Tensor,  # 1 for words, 0 for what fills up
+        input_mask: Tensor,  # 1 for words, 0 for padding
         mask_label: Tensor,
         mask_pos: Tensor,
         labels: Tensor,  # (batch, 1) or (batch,)
-    ) -> Pretrained:
+    ) -> PretrainingOutput:
         batch, length = src_ids.shape[:2]
         if length > self.max_seq_len:
             raise UsageError(
-                f"src_ids has {length} words a row, and this BERT was made with max_seq_len={self.max_seq_len}"
+                f"src_ids has {length} words per row, but this BERT was created with max_seq_len={self.max_seq_len}"
             )
         if mask_label.numel() != mask_pos.numel():
             raise UsageError(
-                f"mask_label has {mask_label.numel()} entries and mask_pos {mask_pos.numel()}: each place has one label"
+                f"mask_label has {mask_label.numel()} entries, but mask_pos has {mask_pos.numel()}: must be equal"
             )
         out = self.bert(
             src_ids.reshape(batch, length),
@@ -120,12 +119,12 @@ class Bert(Application):
             token_type_ids=sent_ids.reshape(batch, length),
             position_ids=pos_ids.reshape(batch, length),
         )
-        words = self.cls.predictions(self.pick(out.last_hidden_state, mask_pos))
+        words = self.cls.predictions(self.gather(out.last_hidden_state, mask_pos))
         next_sent = self.cls.seq_relationship(out.pooler_output)
-        found: Pretrained = self.score(words, next_sent, mask_label, labels)
-        return found
+        result: PretrainingOutput = self.criterion(words, next_sent, mask_label, labels)
+        return result
 
-    # --- its data ---------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
     def load_digital_dataset_from_file(
         self,
         data_dir: str | Path,
@@ -134,11 +133,11 @@ class Bert(Application):
         max_seq_len: int | None = None,
         in_tokens: bool = False,
         shuffle: bool = True,
-        **options: Unpack[DigitalOptions],
+        **options: Unpack[BertOptions],
     ) -> Loader:
-        """All files of a folder; as in `fleetx.data`. max_seq_len is 128, or the model's if that is less."""
-        length, form = self._length(max_seq_len, 128), in_form(options, vocab_size=self.vocab_size)
-        return load_digital_dataset_from_file(data_dir, vocab_path, batch_size, length, in_tokens, shuffle, **form)
+        """Load all files of a folder; see `fleetx.data`. max_seq_len is at most the model's; its default is 128."""
+        length, options = self._loader_options(max_seq_len, 128, options)
+        return load_digital_dataset_from_file(data_dir, vocab_path, batch_size, length, in_tokens, shuffle, **options)
 
     def get_train_dataloader(
         self,
@@ -147,11 +146,11 @@ class Bert(Application):
         max_seq_len: int | None = None,
         in_tokens: bool = True,
         shuffle: bool = True,
-        **options: Unpack[DigitalOptions],
+        **options: Unpack[BertOptions],
     ) -> Loader:
-        """The files that train.txt in a folder lists; batch_size counts tokens; max_seq_len is 512, or the model's."""
-        length, form = self._length(max_seq_len, 512), in_form(options, vocab_size=self.vocab_size)
-        return digital_train(data_dir, batch_size, length, in_tokens, shuffle, **form)
+        """Load the files listed in the folder's train.txt; see `digital_train`. max_seq_len is at most the model's."""
+        length, options = self._loader_options(max_seq_len, 512, options)
+        return digital_train(data_dir, batch_size, length, in_tokens, shuffle, **options)
 
     def get_val_dataloader(
         self,
@@ -160,54 +159,55 @@ class Bert(Application):
         max_seq_len: int | None = None,
         in_tokens: bool = True,
         shuffle: bool = False,
-        **options: Unpack[DigitalOptions],
+        **options: Unpack[BertOptions],
     ) -> Loader:
-        """The files that val.txt in a folder lists; each rank gets its share of them, unless shard=False."""
-        length, form = self._length(max_seq_len, 512), in_form(options, vocab_size=self.vocab_size)
-        return digital_val(data_dir, batch_size, length, in_tokens, shuffle, **form)
+        """Load the files listed in the folder's val.txt; see `digital_val`. max_seq_len is at most the model's."""
+        length, options = self._loader_options(max_seq_len, 512, options)
+        return digital_val(data_dir, batch_size, length, in_tokens, shuffle, **options)
 
-    def _length(self, asked: int | None, usual: int) -> int:
-        if asked is not None and asked > self.max_seq_len:
-            raise UsageError(f"max_seq_len = {asked}: this model was made with max_seq_len = {self.max_seq_len}")
-        return min(usual, self.max_seq_len) if asked is None else asked
+    def _loader_options(self, length: int | None, default: int, options: BertOptions) -> tuple[int, BertOptions]:
+        if length is not None and length > self.max_seq_len:
+            raise UsageError(f"max_seq_len = {length}: this model was created with max_seq_len = {self.max_seq_len}")
+        length = min(default, self.max_seq_len) if length is None else length
+        return length, cast(BertOptions, model_options(options, vocab_size=self.vocab_size))
 
     def paddle_names(self) -> dict[str, list[str]]:
-        found = dict(_NAMES)
+        names = dict(_NAMES)
         layers = {f"bert.encoder.layer.{i}.{name}": f"encoder_layer_{i}_{paddle}"
                   for i in range(self._layers) for name, paddle in _LAYER.items()}  # fmt: skip
         for name, paddle in (_MODULES | layers).items():
             weight, bias = ("_scale", "_bias") if paddle.endswith("layer_norm") else (".w_0", ".b_0")
-            found |= {f"{name}.weight": paddle + weight, f"{name}.bias": paddle + bias}
-        return {name: [paddle] for name, paddle in found.items()}
+            names |= {f"{name}.weight": paddle + weight, f"{name}.bias": paddle + bias}
+        return {name: [paddle] for name, paddle in names.items()}
 
 
-# These two are modules although they have no weights: so a pipeline sees what passes from one module to the next, and
-# finds by itself where it may cut.
-class Pick(nn.Module):
-    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """What stands at these places: (n, hidden) for places in the batch, (batch, m, hidden) for places in rows."""
-        if places.dim() == 1 or places.shape[1:].numel() == 1:
-            return hidden.flatten(0, 1)[places.reshape(-1)]
-        if len(places) != len(hidden):
+# These two have no weights. They are modules so that a pipeline can see the tensors that pass between modules, from
+# which it finds where it can cut the model.
+class GatherMasked(nn.Module):
+    def forward(self, hidden: Tensor, mask_pos: Tensor) -> Tensor:
+        """Select positions: (n, hidden) for positions in the flattened batch, (batch, m, hidden) for columns."""
+        if mask_pos.dim() == 1 or mask_pos.shape[1:].numel() == 1:
+            return hidden.flatten(0, 1)[mask_pos.reshape(-1)]
+        if len(mask_pos) != len(hidden):
             raise UsageError(
-                f"mask_pos has {len(places)} rows and the batch {len(hidden)}: pass places in each row, or one column "
-                "of places in the flattened batch"
+                f"mask_pos has {len(mask_pos)} rows, but the batch has {len(hidden)}: pass the columns of each row, or "
+                "a single column of positions in the flattened batch"
             )
-        rows = torch.arange(len(hidden), device=places.device)[:, None]
-        return hidden[rows, places.flatten(1)]
+        rows = torch.arange(len(hidden), device=mask_pos.device)[:, None]
+        return hidden[rows, mask_pos.flatten(1)]
 
 
-class Score(nn.Module):
-    def forward(self, words: Tensor, next_sent: Tensor, mask_label: Tensor, labels: Tensor) -> Pretrained:
+class PretrainingLoss(nn.Module):
+    def forward(self, words: Tensor, next_sent: Tensor, mask_label: Tensor, labels: Tensor) -> PretrainingOutput:
         mask_lm_loss = cross_entropy(words.flatten(0, -2), mask_label.reshape(-1), ignore_index=IGNORED)
         labels = labels.reshape(-1)
         with torch.no_grad():
             next_sent_acc = (next_sent.argmax(-1) == labels).float().mean()
         loss = mask_lm_loss + cross_entropy(next_sent, labels)
-        return Pretrained(loss, mask_lm_loss.detach(), next_sent_acc)
+        return PretrainingOutput(loss, mask_lm_loss.detach(), next_sent_acc)
 
 
-# The names of parameters in Paddle's static BERT.
+# Parameter names in Paddle's static BERT.
 _NAMES = {
     "bert.embeddings.word_embeddings.weight": "word_embedding",
     "bert.embeddings.position_embeddings.weight": "pos_embedding",
@@ -242,12 +242,12 @@ class BertLarge(Bert):
 
 
 class Bert_base(BertBase):  # noqa: N801
-    """The older name. It had no language, so its vocabulary has room for either."""
+    """The older name, without a language: its vocabulary is large enough for either."""
 
     vocabularies = {"ch": 30522, "en": 30522}
 
 
 class Bert_large(BertLarge):  # noqa: N801
-    """The older name. It had no language, so its vocabulary has room for either."""
+    """The older name, without a language: its vocabulary is large enough for either."""
 
     vocabularies = {"ch": 30522, "en": 30522}

@@ -1,8 +1,7 @@
-"""What a static script asks of an application: its variables by name, and a program. Descriptions alone, no values."""
+"""What a static script sees of an application: its program and its variables. They hold no values."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from fleetx.applications.not_covered import not_covered_by, set_once
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import UsageError
 from fleetx.optim import parameter_names
 
@@ -26,10 +26,10 @@ class Variable:
 
     name: str
     shape: tuple[int, ...]
-    """-1: as the batch has it."""
+    """-1 is a size that depends on the batch."""
     dtype: torch.dtype
     application: Application = field(repr=False)
-    """To whom it belongs: `minimize(model.loss)` is about this module."""
+    """The module that `minimize(model.loss)` trains."""
 
     __getattr__ = not_covered_by(*_VARIABLE)
     __setattr__ = set_once(*_VARIABLE)
@@ -37,7 +37,7 @@ class Variable:
 
 @dataclass(unsafe_hash=True)
 class Parameter(Variable):
-    """`name` is Paddle's; the shape is torch's, so the weight of a Linear is (out, in)."""
+    """`name` is Paddle's; the shape is torch's, so that the weight of a Linear is (out, in)."""
 
     torch_name: str
     trainable: bool
@@ -45,7 +45,7 @@ class Parameter(Variable):
 
 @dataclass(unsafe_hash=True)
 class Program:
-    """An application as a program. Its startup has nothing left to do: the module has its weights since it was made."""
+    """An application as a program. Running its startup program is a no-op: a module has its weights from the start."""
 
     application: Application = field(repr=False)
     kind: Literal["main", "startup", "test"] = "main"
@@ -54,9 +54,11 @@ class Program:
     __setattr__ = set_once(*_PROGRAM)
 
     def clone(self, for_test: bool = False) -> Program:
-        """With for_test=True, the same application, run without training it: no dropout, no update."""
+        """With for_test=True: the same application in eval mode, without updates."""
         if self.kind == "startup" or not for_test:
-            raise UsageError("clone(for_test=True) of a main program is all there is: run the program itself to train")
+            raise UsageError(
+                "only clone(for_test=True) of a main program is supported: run the program itself to train"
+            )
         return Program(self.application, "test")
 
     @property
@@ -72,7 +74,7 @@ class Program:
         return self.application.parameter_list()
 
     def variable(self, name: str) -> Variable:
-        """An input, an output or a parameter, by its name; parameters by torch's names too."""
+        """An input, an output or a parameter, by name; parameters by torch's or Paddle's names."""
         return self.variables([name])[0]
 
     def variables(self, names: Iterable[str]) -> list[Variable]:
@@ -80,11 +82,9 @@ class Program:
         aliases = parameter_names.names(self.application)
         for parameter in self.parameters:
             known |= dict.fromkeys(aliases[parameter.torch_name], parameter)
-        found = []
+        names = list(names)
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*known][:6])} ..."
+                hint = did_you_mean(name, known, otherwise=f"its variables are {', '.join([*known][:6])} ...")
                 raise UsageError(f"{type(self.application).__name__} has no variable {name!r}: {hint}")
-            found.append(known[name])
-        return found
+        return [known[name] for name in names]

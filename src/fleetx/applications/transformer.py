@@ -1,4 +1,4 @@
-"""The Transformer for translation, with layers that are normalized before they are added (Vaswani et al. 2017)."""
+"""The Transformer for translation (Vaswani et al. 2017), with pre-normalization."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu, scaled_dot_product_attention
 
-from fleetx.applications.application import Application, Feed, check_dropout, check_heads
-from fleetx.data.checks import check_whole
+from fleetx.applications.application import Application, Feed, check_heads
+from fleetx.data.checks import check_fraction, check_int
 from fleetx.errors import UsageError
 
 
-class Translated(NamedTuple):
+class TranslationOutput(NamedTuple):
     loss: Tensor
     sum_cost: Tensor
     token_num: Tensor
 
 
-class Words(nn.Module):
-    """Words and their places."""
+class WordEmbedding(nn.Module):
+    """Embeds words and their positions."""
 
     def __init__(self, vocab_size: int, hidden: int, max_seq_len: int, dropout: float):
         super().__init__()
         self.table, self.dropout = nn.Embedding(vocab_size, hidden), nn.Dropout(dropout)
-        self.waves = nn.Buffer(_waves(max_seq_len, hidden), persistent=False)
+        self.encoding = nn.Buffer(_position_encoding(max_seq_len, hidden), persistent=False)
         self._scale = hidden**0.5
         nn.init.normal_(self.table.weight, std=hidden**-0.5)
 
-    def forward(self, words: Tensor, places: Tensor | None) -> Tensor:
+    def forward(self, words: Tensor, positions: Tensor | None) -> Tensor:
         batch, length = words.shape[:2]
-        if length > len(self.waves):
-            raise UsageError(f"{length} words a row, and this Transformer was made with max_seq_len={len(self.waves)}")
-        waves = self.waves[:length] if places is None else self.waves[places.reshape(batch, length)]
-        found: Tensor = self.dropout(self.table(words.reshape(batch, length)) * self._scale + waves)
-        return found
+        if length > (longest := len(self.encoding)):
+            raise UsageError(f"{length} words per row, but this Transformer was created with max_seq_len={longest}")
+        encoding = self.encoding[:length] if positions is None else self.encoding[positions.reshape(batch, length)]
+        result: Tensor = self.dropout(self.table(words.reshape(batch, length)) * self._scale + encoding)
+        return result
 
 
-class Score(nn.Module):
-    """A module without weights, so that a pipeline sees what passes."""
+class TranslationLoss(nn.Module):
+    """Has no weights; it is a module so that a pipeline can see its inputs."""
 
     def __init__(self, label_smoothing: float):
         super().__init__()
         self._smoothing = label_smoothing
 
-    def forward(self, logits: Tensor, labels: Tensor, weight: Tensor | None) -> Translated:
+    def forward(self, logits: Tensor, labels: Tensor, weight: Tensor | None) -> TranslationOutput:
         costs = cross_entropy(
             logits.flatten(0, 1), labels.reshape(-1), reduction="none", label_smoothing=self._smoothing
         )
         weight = torch.ones_like(costs) if weight is None else weight.reshape(-1).to(costs.dtype)
         sum_cost, token_num = (costs * weight).sum(), weight.sum()
-        return Translated(sum_cost / token_num, sum_cost.detach(), token_num)
+        return TranslationOutput(sum_cost / token_num, sum_cost.detach(), token_num)
 
 
 class Attention(nn.Module):
@@ -65,30 +65,30 @@ class Attention(nn.Module):
         dropout = self._dropout if self.training else 0.0
         bias = bias.to(q.dtype) if bias is not None else None
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal)
-        found: Tensor = self.output(out.transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.output(out.transpose(1, 2).flatten(2))
+        return result
 
     def _split(self, t: Tensor) -> Tensor:
         return t.unflatten(-1, (self._heads, -1)).transpose(1, 2)
 
 
-class Layer(nn.Module):
-    """Of the encoder; of the decoder, where `crosses` says that it looks at the encoder's output."""
+class TransformerLayer(nn.Module):
+    """A layer of the encoder, or of the decoder, which also attends to the encoder's output."""
 
-    def __init__(self, hidden: int, heads: int, ffn: int, dropout: float, crosses: bool):
+    def __init__(self, hidden: int, heads: int, ffn: int, dropout: float, decoder: bool):
         super().__init__()
         self.norm_self, self.attention = nn.LayerNorm(hidden), Attention(hidden, heads, dropout)
-        if crosses:
+        if decoder:
             self.norm_cross, self.cross = nn.LayerNorm(hidden), Attention(hidden, heads, dropout)
         self.norm_ffn, self.widen, self.narrow = nn.LayerNorm(hidden), nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
         self.dropout = nn.Dropout(dropout)
-        self._crosses = crosses
+        self._decoder = decoder
 
     def forward(
         self, x: Tensor, bias: Tensor | None, memory: Tensor | None = None, memory_bias: Tensor | None = None
     ) -> Tensor:
         y = self.norm_self(x)
-        x = x + self.dropout(self.attention(y, y, bias, causal=self._crosses and bias is None))
+        x = x + self.dropout(self.attention(y, y, bias, causal=self._decoder and bias is None))
         if memory is not None:
             x = x + self.dropout(self.cross(self.norm_cross(x), memory, memory_bias))
         out: Tensor = x + self.dropout(self.narrow(self.dropout(relu(self.widen(self.norm_ffn(x))))))
@@ -96,13 +96,13 @@ class Layer(nn.Module):
 
 
 class Transformer(Application):
-    """One table of words for source, target and output. The loss is the mean over words, with smoothed labels.
+    """Source, target and output share one embedding. The loss is the mean over words, with label smoothing.
 
-    A bias is added to the scores of attention: 0, and very negative where a word must not be seen. Without biases every
-    source word is seen, and target words see those before them.
+    A bias is added to the attention scores: 0, or very negative to hide a word. Without biases, every source word is
+    visible, and target words see only those before them.
     """
 
-    outputs = Translated._fields
+    outputs = TranslationOutput._fields
 
     def __init__(
         self,
@@ -117,29 +117,28 @@ class Transformer(Application):
         label_smoothing: float = 0.1,
         **unknown: Any,
     ):
-        """layers: of the encoder, and of the decoder; ffn is 4 * hidden, where it is not said."""
+        """layers: of the encoder, and as many of the decoder; ffn: 4 * hidden by default."""
         super().__init__(unknown)
-        check_whole(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, max_seq_len=max_seq_len)
+        check_int(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, max_seq_len=max_seq_len)
         ffn = 4 * hidden if ffn is None else ffn
-        check_whole(ffn=ffn)
+        check_int(ffn=ffn)
         check_heads(hidden, heads)
-        check_dropout(dropout)
-        if not 0 <= label_smoothing < 1:
-            raise UsageError(f"label_smoothing = {label_smoothing!r}: must be at least 0 and less than 1")
+        check_fraction(dropout=dropout, label_smoothing=label_smoothing)
         self.max_seq_len, self.vocab_size, self._layers = max_seq_len, vocab_size, layers
         self._heads = heads
-        # Three layers with one table, because they may lie in different stages of a pipeline.
-        self.src, self.trg = (Words(vocab_size, hidden, max_seq_len, dropout) for _ in range(2))
-        self.encoder = nn.ModuleList(Layer(hidden, heads, ffn, dropout, crosses=False) for _ in range(layers))
+        # Three modules with one weight, because they can be in different stages of a pipeline.
+        self.src, self.trg = (WordEmbedding(vocab_size, hidden, max_seq_len, dropout) for _ in range(2))
+        sizes = hidden, heads, ffn, dropout
+        self.encoder = nn.ModuleList(TransformerLayer(*sizes, decoder=False) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(hidden)
-        self.decoder = nn.ModuleList(Layer(hidden, heads, ffn, dropout, crosses=True) for _ in range(layers))
+        self.decoder = nn.ModuleList(TransformerLayer(*sizes, decoder=True) for _ in range(layers))
         self.decoder_norm = nn.LayerNorm(hidden)
         self.project = nn.Linear(hidden, vocab_size, bias=False)
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
         self.trg.table.weight = self.project.weight = self.src.table.weight
-        self.score = Score(label_smoothing)
+        self.criterion = TranslationLoss(label_smoothing)
 
     def feeds(self) -> dict[str, Feed]:
         words = Feed((-1, -1))
@@ -162,16 +161,16 @@ class Transformer(Application):
 
     def forward(
         self,
-        src_word: Tensor,  # (batch, source), or with a last dimension of 1, as all of these
+        src_word: Tensor,  # (batch, source); all of these may have an additional last dimension of 1
         trg_word: Tensor,  # (batch, target)
-        lbl_word: Tensor,  # as many as trg_word
+        lbl_word: Tensor,  # as long as trg_word
         src_pos: Tensor | None = None,
         trg_pos: Tensor | None = None,
-        src_slf_attn_bias: Tensor | None = None,  # (batch, heads, source, source), or what broadcasts to it
+        src_slf_attn_bias: Tensor | None = None,  # broadcasts to (batch, heads, source, source)
         trg_slf_attn_bias: Tensor | None = None,
         trg_src_attn_bias: Tensor | None = None,
-        lbl_weight: Tensor | None = None,  # 0 for what fills up
-    ) -> Translated:
+        lbl_weight: Tensor | None = None,  # 0 for padding
+    ) -> TranslationOutput:
         memory = self.src(src_word, src_pos)
         for layer in self.encoder:
             memory = layer(memory, src_slf_attn_bias)
@@ -179,15 +178,15 @@ class Transformer(Application):
         x = self.trg(trg_word, trg_pos)
         for layer in self.decoder:
             x = layer(x, trg_slf_attn_bias, memory, trg_src_attn_bias)
-        found: Translated = self.score(self.project(self.decoder_norm(x)), lbl_word, lbl_weight)
-        return found
+        result: TranslationOutput = self.criterion(self.project(self.decoder_norm(x)), lbl_word, lbl_weight)
+        return result
 
     def paddle_names(self) -> dict[str, list[str]]:
         return super().paddle_names() | {"src.table.weight": ["trg_word_emb_table", "src_word_emb_table"]}
 
 
-def _waves(length: int, hidden: int) -> Tensor:
-    """Places as sines and cosines: half of the numbers each, of wavelengths from 2 pi to 10000 * 2 pi."""
+def _position_encoding(length: int, hidden: int) -> Tensor:
+    """Half sines, half cosines, with wavelengths from 2 pi to 10000 * 2 pi."""
     rates = 10000.0 ** -torch.linspace(0, 1, (hidden + 1) // 2)
     angles = torch.arange(length)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :hidden]

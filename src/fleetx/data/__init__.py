@@ -1,10 +1,10 @@
-"""Loaders for the formats of the documents; each gives batches of named tensors, to each rank its own.
+"""Data loaders. Each yields batches as dicts of named tensors and gives every rank its own share.
 
-load_imagenet_from_file, imagenet_train, imagenet_val              lists of images
-load_digital_dataset_from_file, digital_train, digital_val         BERT's digital data
-load_idx_from_file, load_fashion_mnist, load_digits                small images in memory
+load_imagenet_from_file, imagenet_train, imagenet_val              image lists in ImageNet's format
+load_digital_dataset_from_file, digital_train, digital_val         tokenized BERT data
+load_idx_from_file, load_fashion_mnist, load_digits                small images held in memory
 
-What they have in common is in `Loader`: the options, the order, how ranks share it, going on later.
+`Loader` documents what they share: options, order, sharding and resuming.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Small images that are held in memory: idx files (MNIST, Fashion-MNIST) and scikit-learn's digits.
+"""Small images held in memory: idx files (MNIST, Fashion-MNIST) and scikit-learn's digits.
 
-A batch is `image` (n, 1, height, width), normalised, and `label` (n, 1).
+A batch has `image` (n, 1, height, width), normalized, and `label` (n, 1).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from fleetx.data import rng
 from fleetx.data.checks import check_names
-from fleetx.data.fingerprint import all_of, fingerprint, pieces_of
-from fleetx.data.images import shuffled
-from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan, plan_alike
-from fleetx.data.sharding_plan import BySamples
+from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
+from fleetx.data.images import shuffle_by_default
+from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions, record_order
+from fleetx.data.sharding_plan import MaxSamples
 from fleetx.errors import DataError, UsageError
 
-FASHION = (0.2860, 0.3530)  # mean and deviation of the training pixels, in [0, 1]
+FASHION = (0.2860, 0.3530)  # mean and standard deviation of the training pixels in [0, 1]
 _FILES = {"train": "train-{}-ubyte", "val": "t10k-{}-ubyte"}
-_DIGITS_TO_TRAIN = 1500  # of 1797
+_TRAIN_DIGITS = 1500  # of 1797
 
 
 def load_idx_from_file(
@@ -37,17 +37,17 @@ def load_idx_from_file(
     deviation: float = 1.0,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """The images and labels of two idx files of bytes, plain or .gz: (pixel / 255 - mean) / deviation."""
+    """Load images and labels from two idx files of bytes, plain or .gz, as (pixel / 255 - mean) / deviation."""
     _check(options)
-    pixels, marks = read_idx(Path(images)), read_idx(Path(labels))
-    if pixels.ndim != 3 or marks.ndim != 1:
+    pixels, targets = read_idx(Path(images)), read_idx(Path(labels))
+    if pixels.ndim != 3 or targets.ndim != 1:
         raise DataError(
-            f"{images} and {labels} have {pixels.ndim} and {marks.ndim} axes; images have 3, and their labels 1"
+            f"{images} and {labels} have {pixels.ndim} and {targets.ndim} axes: images must have 3, and labels 1"
         )
-    if len(pixels) != len(marks):
-        raise DataError(f"{images} has {len(pixels)} images, and {labels} has {len(marks)} labels")
-    source = Arrays(pixels[:, None], marks, 255 * mean, 255 * deviation)
-    return Loader(source, BySamples(batch_size), shuffle=shuffle, **options)
+    if len(pixels) != len(targets):
+        raise DataError(f"{images} has {len(pixels)} images, but {labels} has {len(targets)} labels")
+    source = ArraySource(pixels[:, None], targets, 255 * mean, 255 * deviation)
+    return Loader(source, MaxSamples(batch_size), shuffle=shuffle, **options)
 
 
 def load_fashion_mnist(
@@ -60,11 +60,11 @@ def load_fashion_mnist(
     deviation: float = FASHION[1],
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """Fashion-MNIST, or what else has files of the same four names, plain or .gz; "val" are those called t10k.
+    """Load Fashion-MNIST or another data set with the same four file names, plain or .gz; "val" loads the t10k files.
 
-    Both are divided between the ranks, unless shard=False.
+    Both phases are split among the ranks unless shard=False.
     """
-    shuffle = shuffled(phase, shuffle)
+    shuffle = shuffle_by_default(phase, shuffle)
     images, labels = (_file(Path(data_dir), _FILES[phase].format(kind)) for kind in ("images-idx3", "labels-idx1"))
     return load_idx_from_file(images, labels, batch_size, shuffle, mean=mean, deviation=deviation, **options)
 
@@ -75,45 +75,45 @@ def load_digits(
     shuffle: bool | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """The 1,797 scans of 8 x 8 pixels inside of scikit-learn: 1,500 to train with, the others are "val".
+    """Load scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,500 for "train", the rest for "val".
 
-    Both are divided between the ranks, unless shard=False.
+    Both phases are split among the ranks unless shard=False.
     """
-    shuffle = shuffled(phase, shuffle)
+    shuffle = shuffle_by_default(phase, shuffle)
     _check(options)
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise UsageError("the digits need scikit-learn: pip install fleetx[applications]") from error
+        raise UsageError("load_digits needs scikit-learn: pip install fleetx[applications]") from error
     digits = datasets.load_digits()
-    # The file has runs of digits by one hand, so what is held out is drawn from all of it, always the same.
+    # The file has runs of digits by the same writer, so the split is random, but always the same.
     order = rng.permutation(rng.key(0, 0, "digits"), len(digits.target))
-    mine = order[:_DIGITS_TO_TRAIN] if phase == "train" else order[_DIGITS_TO_TRAIN:]
-    source = Arrays(digits.images[mine, None].astype(np.float32), digits.target[mine], 8.0, 16.0)
-    return Loader(source, BySamples(batch_size), shuffle=shuffle, **options)
+    part = order[:_TRAIN_DIGITS] if phase == "train" else order[_TRAIN_DIGITS:]
+    source = ArraySource(digits.images[part, None].astype(np.float32), digits.target[part], 8.0, 16.0)
+    return Loader(source, MaxSamples(batch_size), shuffle=shuffle, **options)
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The format: two zero bytes, the type (8: unsigned bytes), the number of axes; their lengths; the values."""
+    """Read an idx file: two zero bytes, the type (8: unsigned bytes), the number of axes, their lengths, the values."""
     try:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"cannot read {path}: {error}") from error
     if len(raw) < 4 or raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise DataError(f"{path} is not a file of unsigned bytes in the format idx")
+        raise DataError(f"{path} is not an idx file of unsigned bytes")
     shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist()
     begin = 4 + 4 * raw[3]
     if len(raw) - begin != math.prod(shape):
-        raise DataError(f"{path} has {len(raw) - begin} values, and its head promises {math.prod(shape)}")
+        raise DataError(f"{path} has {len(raw) - begin} values, but its header says {math.prod(shape)}")
     return np.frombuffer(raw, np.uint8, offset=begin).reshape(shape)
 
 
-class Arrays:
-    """Images and labels in memory: (pixel - mean) / deviation."""
+class ArraySource:
+    """Images and labels in memory; images are normalized as (pixel - mean) / deviation."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, deviation: float):
-        self.broken: list[str] = []
+        self.invalid: list[str] = []
         self._images, self._labels = images, labels.astype(np.int64)
         self._mean, self._deviation = mean, deviation
 
@@ -121,16 +121,16 @@ class Arrays:
         return len(self._labels)
 
     def fingerprint(self) -> str:
-        return fingerprint(all_of(self._labels), pieces_of(self._images))
+        return fingerprint(array_bytes(self._labels), sampled_bytes(self._images))
 
-    def plan(self, seed: int, epoch: int, *, shuffle: bool) -> Plan:
-        return plan_alike(len(self), seed, epoch, shuffle=shuffle)
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
+        return record_order(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
-        which = rows[:, 0]
-        image = torch.from_numpy(self._images[which]).to(torch.float32)
+        indices = rows[:, 0]
+        image = torch.from_numpy(self._images[indices]).to(torch.float32)
         image.sub_(self._mean).div_(self._deviation)
-        return {"image": image, "label": torch.from_numpy(self._labels[which])[:, None]}, []
+        return {"image": image, "label": torch.from_numpy(self._labels[indices])[:, None]}, []
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -141,6 +141,6 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _check(options: LoaderOptions) -> None:
-    check_names("a loader of arrays", options, ("batch_size", "shuffle", *LoaderOptions.__annotations__))
+    check_names("an array loader", options, ("batch_size", "shuffle", *LoaderOptions.__annotations__))
     if options.get("on_error", "raise") == "skip":
-        raise UsageError('on_error="skip" means nothing here: a file of arrays is sound as a whole, or not')
+        raise UsageError('on_error="skip" is not supported here: an array file is valid as a whole, or not at all')

@@ -1,253 +1,231 @@
-"""Lines of BERT's digital data, and many of them as a few arrays.
+"""Parse tokenized BERT data into flat arrays.
 
 Chinese, 4 fields:  words;sentences;positions;label
 English, 7 fields:  words;input_mask;sentences;masked positions;masked words;masked weights;label
 
-Fields are separated by semicolons, numbers by single spaces.
+Semicolons separate fields, single spaces separate numbers.
 
-The text is read once. A .gz file cannot be entered in its middle, and lengths must be known before batches can be made
-of them, so every line must be looked at anyhow; as small integers it takes half of the room, and later epochs need not
-parse it again. What is wrong with the data is known before training begins.
+All text is parsed once, up front: a .gz file has no random access, and batches cannot be formed before the lengths of
+all lines are known. As small integers the data takes half the space of the text, later epochs need no parsing, and
+invalid lines are found before training starts.
 """
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import NamedTuple
 
 import numpy as np
 
-from fleetx.data.blocks import parse_block
-from fleetx.data.errors import Complaints
+from fleetx.data.errors import RecordErrors
 from fleetx.data.vocabulary import Vocabulary
 from fleetx.errors import DataError
 
 FIELDS = {"ch": 4, "en": 7}
-_BLOCK = 128  # lines that are parsed at once; more do not stay in the cache
+_BLOCK = 128  # lines checked at once; larger blocks do not fit into the CPU cache
+_NONE = np.empty(0, np.uint8)
 
 
-class Rules(TypedDict):
-    """What lines must keep to besides; see `parse`."""
-
-    longest: int
-    only_positive: bool
+class InvalidLineError(ValueError):
+    """Says what is wrong with a line, but not where it is."""
 
 
-class WrongLineError(ValueError):
-    """What is wrong with a line, without where it is."""
+class Corpus(NamedTuple):
+    """Any number of lines, concatenated."""
 
-
-@dataclass(frozen=True)
-class Line:
+    lengths: np.ndarray  # words per line
     words: np.ndarray
     sentences: np.ndarray
     positions: np.ndarray
-    present: np.ndarray  # 0 where the line was filled up
-    masked: np.ndarray  # positions of words that were masked before; English only
-    answers: np.ndarray  # and what they were
-    label: int
-    head: int  # how many words up to the first [SEP], which is among them
-
-
-@dataclass(frozen=True)
-class Lines:
-    """All lines: flat arrays, and where each line begins in them."""
-
-    starts: np.ndarray
-    words: np.ndarray
-    sentences: np.ndarray
-    positions: np.ndarray
-    present: np.ndarray
-    masked_starts: np.ndarray
-    masked: np.ndarray
-    answers: np.ndarray
+    present: np.ndarray  # 0 for padding
+    masked_counts: np.ndarray  # masked words per line; the data has them only if it is English
+    masked: np.ndarray  # positions of masked words
+    answers: np.ndarray  # original words at these positions
     labels: np.ndarray
-    heads: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    heads: np.ndarray  # words per line up to the first [SEP], included; 0 for English
 
 
-def parse(
-    line: bytes, vocabulary: Vocabulary, lang: str, *, longest: int | None = None, only_positive: bool = False
-) -> Line:
-    """One line; WrongLineError says what is wrong with it.
+_EMPTY = Corpus(*[_NONE] * len(Corpus._fields))
 
-    longest: lines of more words are left out later, and others must not have positions beyond it.
+
+def join(parts: Iterable[Corpus]) -> Corpus:
+    """Concatenate, in the smallest types that hold the values."""
+    return Corpus(*(_shrink(np.concatenate(arrays)) for arrays in zip(_EMPTY, *parts, strict=True)))
+
+
+def _shrink(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.min_scalar_type(values.max(initial=0)))
+
+
+def read(paths: list[Path], vocabulary: Vocabulary, lang: str, errors: RecordErrors,
+         *, longest: int, only_positive: bool) -> Corpus:  # fmt: skip
+    """Parse all files; see `parse`."""
+    blocks: list[Corpus] = []
+    for path in paths:
+        lines = _lines(path)
+        while block := list(islice(lines, _BLOCK)):
+            texts = [text for _, text in block]
+            corpus, invalid = parse(texts, vocabulary, lang, longest=longest, only_positive=only_positive)
+            blocks.append(corpus)
+            errors.add(*(f"{path}, line {block[i][0]}: {invalid[i]}" for i in sorted(invalid)))
+    return join(blocks)
+
+
+def parse(texts: list[bytes], vocabulary: Vocabulary, lang: str, *, longest: int | None = None,
+          only_positive: bool = False) -> tuple[Corpus, dict[int, str]]:  # fmt: skip
+    """Parse lines; return the valid ones, and what is wrong with each of the others, by index.
+
+    longest: the caller drops lines with more words than this; in the others, positions must be less.
+    only_positive: the caller builds negative samples, so lines must be positive and have two sentences.
     """
-    columns = line.split(b";")
+    parsed: dict[int, Corpus] = {}
+    invalid: dict[int, str] = {}
+    for i, text in enumerate(texts):
+        try:
+            parsed[i] = _split(text, lang)
+        except InvalidLineError as error:
+            invalid[i] = str(error)
+    while parsed:
+        corpus, wrong = _check(join(parsed.values()), vocabulary, lang, longest, only_positive)
+        if not wrong:
+            return corpus, invalid
+        indices = list(parsed)
+        for place, message in wrong.items():
+            invalid[indices[place]] = message
+            del parsed[indices[place]]
+    return _EMPTY, invalid
+
+
+def _split(text: bytes, lang: str) -> Corpus:
+    columns = text.split(b";")
     if len(columns) != FIELDS[lang]:
-        raise WrongLineError(f"{len(columns)} fields instead of {FIELDS[lang]}")
+        raise InvalidLineError(f"{len(columns)} fields instead of {FIELDS[lang]}")
     if lang == "en":
-        return _english(columns, vocabulary)
+        return _split_english(columns)
     counts = [column.count(b" ") + 1 for column in columns]
     n = counts[0]
     if counts != [n, n, n, 1]:
-        raise WrongLineError(f"words, sentences, positions and label have the lengths {counts}, not n, n, n and 1")
-    values = _numbers(line.replace(b";", b" "), 3 * n + 1)
-    words, sentences, positions, label = values[:n], values[n : 2 * n], values[2 * n : 3 * n], int(values[-1])
-    _check(values, words, vocabulary)
-    _check_sentences(sentences)
-    if longest is not None and n <= longest and (furthest := int(positions.max())) >= longest:
-        raise WrongLineError(f"the position {furthest} is not below max_seq_len = {longest}")
-    if label not in (0, 1):
-        raise WrongLineError(f"the label {label} is neither 0 nor 1")
-    separators = np.flatnonzero(words == vocabulary.sep)
-    if only_positive:
-        if label != 1:
-            raise WrongLineError(
-                f"the label is {label}, and negative samples are made of lines with 1 only: "
-                "pass generate_neg_sample=False if the data has its own"
-            )
-        if not len(separators):
-            raise WrongLineError(f"no [SEP], which is {vocabulary.sep}, between two sentences")
-    if not np.any((words != vocabulary.sep) & (words != vocabulary.cls)):
-        raise WrongLineError("no word that could be masked")
-    head = int(separators[0]) + 1 if len(separators) else n
-    nothing = values[:0]
-    return Line(words, sentences, positions, np.ones(n, np.uint8), nothing, nothing, label, head)
+        raise InvalidLineError(f"words, sentences, positions and label have lengths {counts}, expected n, n, n and 1")
+    values = _numbers(text.replace(b";", b" "), 3 * n + 1)
+    if b"-" in text:
+        _check_not_negative(values)
+    words, sentences, positions, label = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :]
+    return _EMPTY._replace(
+        lengths=np.array([n]), words=words, sentences=sentences, positions=positions, labels=label
+    )  # `_check` adds the rest
 
 
-def _english(columns: list[bytes], vocabulary: Vocabulary) -> Line:
-    words, present, sentences, masked, answers, weights, labels = map(_field, columns)
+def _split_english(columns: list[bytes]) -> Corpus:
+    words, present, sentences, masked, answers, weights, label = map(_integers, columns)
     if not len(words) == len(present) == len(sentences):
-        raise WrongLineError(
-            f"words, input_mask and sentences have the lengths {len(words)}, {len(present)} and {len(sentences)}"
+        raise InvalidLineError(
+            f"words, input_mask and sentences have lengths {len(words)}, {len(present)} and {len(sentences)}"
         )
     if not len(masked) == len(answers) == len(weights):
-        raise WrongLineError(
-            f"masked positions, words and weights have the lengths {len(masked)}, {len(answers)} and {len(weights)}"
+        raise InvalidLineError(
+            f"masked positions, words and weights have lengths {len(masked)}, {len(answers)} and {len(weights)}"
         )
-    real = weights > 0  # the others only fill up to a fixed number
+    real = weights > 0  # the others are padding
     masked, answers = masked[real], answers[real]
-    if len(labels) != 1 or labels[0] not in (0, 1):
-        raise WrongLineError("the label is neither 0 nor 1")
+    if len(label) != 1:
+        raise InvalidLineError(f"{len(label)} labels instead of 1")
     if not len(masked):
-        raise WrongLineError("no masked word with a weight")
-    if np.any(masked < 0) or np.any(masked >= len(words)):
-        raise WrongLineError(f"a masked position lies beyond the {len(words)} words")
-    _check(answers, answers, vocabulary)
-    _check(sentences, words, vocabulary)
-    _check_sentences(sentences)
-    return Line(
-        words, sentences, np.arange(len(words)), (present > 0).astype(np.uint8), masked, answers, int(labels[0]), 0
-    )
+        raise InvalidLineError("no masked word has a weight above 0")
+    _check_not_negative(words, sentences, masked, answers, label)
+    if (last := int(masked.max())) >= len(words):
+        raise InvalidLineError(f"masked position {last} is outside the {len(words)} words")
+    return Corpus(
+        np.array([len(words)]), words, sentences, np.arange(len(words)), (present > 0).astype(np.uint8),
+        np.array([len(masked)]), masked, answers, label, np.zeros(1, np.uint8),
+    )  # fmt: skip
 
 
-def _field(column: bytes) -> np.ndarray:
+def _integers(column: bytes) -> np.ndarray:
     count = column.count(b" ") + 1
     if b"." not in column:
         return _numbers(column, count)
     values = _numbers(column, count, np.float64)
     if np.any(values != np.floor(values)):
-        raise WrongLineError("a number is not whole")
+        raise InvalidLineError("a number is not an integer")
     return values.astype(np.int64)
 
 
-def _numbers(text: bytes, count: int, kind: type = np.int64) -> np.ndarray:
-    values: np.ndarray = np.empty(0)
+def _numbers(text: bytes, count: int, dtype: type = np.int64) -> np.ndarray:
+    values: np.ndarray = _NONE
     with suppress(ValueError):
-        values = np.fromstring(text, kind, sep=" ")
+        values = np.fromstring(text, dtype, sep=" ")
     if len(values) != count:
-        raise WrongLineError("not all is numbers with single spaces between them")
+        raise InvalidLineError("expected only numbers, separated by single spaces")
     return values
 
 
-def _check(values: np.ndarray, words: np.ndarray, vocabulary: Vocabulary) -> None:
-    if values.min() < 0 or words.min() < 0:
-        raise WrongLineError("a number is negative")
-    if (largest := int(words.max())) >= vocabulary.size:
-        raise WrongLineError(f"the token id {largest} is beyond the vocabulary of {vocabulary.size}")
+def _check_not_negative(*arrays: np.ndarray) -> None:
+    if any(array.min() < 0 for array in arrays):
+        raise InvalidLineError("a number is negative")
 
 
-def _check_sentences(sentences: np.ndarray) -> None:
-    if (last := int(sentences.max())) > 1:
-        raise WrongLineError(f"the sentence {last} is neither 0 nor 1")
+def _check(
+    corpus: Corpus, vocabulary: Vocabulary, lang: str, longest: int | None, only_positive: bool
+) -> tuple[Corpus, dict[int, str]]:
+    """Check values, for many lines at once, because numpy calls per line would take longer than the parsing.
+
+    Returns the complete corpus, and a message for each invalid line.
+    """
+    ends = np.cumsum(corpus.lengths, dtype=np.int64)
+    starts = ends - corpus.lengths
+    words, labels = corpus.words, corpus.labels
+    word, sentence, position = (
+        np.maximum.reduceat(a, starts).astype(np.int64) for a in (words, corpus.sentences, corpus.positions)
+    )
+    if lang == "en":
+        first = np.cumsum(corpus.masked_counts, dtype=np.int64) - corpus.masked_counts
+        word = np.maximum(word, np.maximum.reduceat(corpus.answers, first))
+    rules = [
+        (word >= vocabulary.size, f"token id {{word}} is outside the vocabulary of {vocabulary.size}"),
+        (sentence > 1, "sentence {sentence} is neither 0 nor 1"),
+        (labels > 1, "label {label} is neither 0 nor 1"),
+    ]
+    if lang == "ch":
+        separators = np.append(np.flatnonzero(words == vocabulary.sep), ends[-1])
+        first = separators[np.searchsorted(separators, starts)]  # of each line, or after its end
+        heads = _shrink(np.minimum(first + 1, ends) - starts)
+        corpus = corpus._replace(heads=heads, present=np.ones(len(words), np.uint8))
+        ordinary = (words != vocabulary.sep) & (words != vocabulary.cls)
+        if longest is not None:
+            outside = (corpus.lengths <= longest) & (position >= longest)
+            rules.append((outside, f"position {{position}} must be less than max_seq_len = {longest}"))
+        if only_positive:
+            own = "negative samples are built from lines with label 1: pass generate_neg_sample=False if the data has "
+            rules.append((labels != 1, f"the label is {{label}}, but {own}its own"))
+            rules.append((first >= ends, f"no [SEP] (id {vocabulary.sep}) between two sentences"))
+        rules.append((~np.logical_or.reduceat(ordinary, starts), "no word can be masked"))
+    return corpus, {  # of several errors, the first rule's
+        int(i): message.format(word=word[i], sentence=sentence[i], position=position[i], label=labels[i])
+        for wrong, message in reversed(rules)
+        for i in np.flatnonzero(wrong)
+    }
 
 
-def read(paths: list[Path], vocabulary: Vocabulary, lang: str, complaints: Complaints, **rules: Unpack[Rules]) -> Lines:
-    """The lines of all files, one behind the other."""
-    found: list[Lines] = []
-    for path in paths:
-        texts = _texts(path)
-        while block := list(islice(texts, _BLOCK)):
-            found.append(_read_block(path, block, vocabulary, lang, complaints, **rules))
-    return _joined(found or [_packed([])])
-
-
-def _read_block(
-    path: Path,
-    block: list[tuple[int, bytes]],
-    vocabulary: Vocabulary,
-    lang: str,
-    complaints: Complaints,
-    **rules: Unpack[Rules],
-) -> Lines:
-    if lang == "ch" and (quick := parse_block([text for _, text in block], vocabulary, **rules)):
-        starts, nothing = np.cumsum(np.append(0, quick.lengths)), np.empty(0, np.uint8)
-        return Lines(
-            starts, _small(quick.words), _small(quick.sentences), _small(quick.positions),
-            np.ones(len(quick.words), np.uint8), np.zeros(len(starts), np.int64), nothing, nothing,
-            _small(quick.labels), _small(quick.heads),
-        )  # fmt: skip
-    found: list[Line] = []
-    for number, text in block:
-        try:
-            found.append(parse(text, vocabulary, lang, **rules))
-        except WrongLineError as error:
-            complaints.add(f"{path}, line {number}: {error}")
-    return _packed(found)
-
-
-def language(paths: list[Path]) -> str:
-    """That of the first line whose number of fields is one of the two."""
-    counts = (text.count(b";") + 1 for path in paths for _, text in _texts(path))
+def detect_language(paths: list[Path]) -> str:
+    """The language of the first line that has either number of fields."""
+    counts = (text.count(b";") + 1 for path in paths for _, text in _lines(path))
     return next((lang for count in counts for lang, known in FIELDS.items() if count == known), "ch")
 
 
-def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Non-empty lines with their numbers."""
     number = 0
     try:
         with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else open(path, "rb") as lines:
+            compressed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if compressed else open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if text := line.strip():
                     yield number, text
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read behind line {number}: {error}") from error
-
-
-def _packed(lines: list[Line]) -> Lines:
-    def flat(name: str) -> np.ndarray:
-        return _small(np.concatenate([np.empty(0, np.int64), *(getattr(line, name) for line in lines)]))
-
-    return Lines(
-        np.cumsum([0, *(len(line.words) for line in lines)]),
-        flat("words"), flat("sentences"), flat("positions"), flat("present"),
-        np.cumsum([0, *(len(line.masked) for line in lines)]),
-        flat("masked"), flat("answers"),
-        _small(np.array([line.label for line in lines], np.int64)),
-        _small(np.array([line.head for line in lines], np.int64)),
-    )  # fmt: skip
-
-
-def _small(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.min_scalar_type(values.max(initial=0)))
-
-
-def _joined(blocks: list[Lines]) -> Lines:
-    found = {}
-    for field in fields(Lines):
-        arrays = [getattr(block, field.name) for block in blocks]
-        if field.name.endswith("starts"):
-            ends = np.cumsum([0, *(array[-1] for array in arrays)])
-            arrays = [np.zeros(1, np.int64), *(array[1:] + end for array, end in zip(arrays, ends, strict=False))]
-        found[field.name] = np.concatenate(arrays)
-    return Lines(**found)
+        raise DataError(f"cannot read {path} after line {number}: {error}") from error

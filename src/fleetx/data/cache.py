@@ -1,4 +1,4 @@
-"""Lines that were read before, in a folder: mapped into memory, all workers of a machine share one copy of them."""
+"""A cache of parsed data on disk. It is memory-mapped, so that all processes of a machine share one copy."""
 
 from __future__ import annotations
 
@@ -8,44 +8,42 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from fleetx.data.bert_lines import Lines
-from fleetx.data.errors import Complaints
+from fleetx.data.bert_lines import Corpus
+from fleetx.data.errors import RecordErrors
 
-_VERSION = 2  # of what is stored
+_VERSION = 3  # of the format
 
 
-def kept(folder: Path, paths: list[Path], about: tuple[object, ...], complaints: Complaints,
-         read: Callable[[Complaints], Lines]) -> Lines:  # fmt: skip
-    """What `read` returns for these files, from the folder if it is there already; else it is put there.
+def load_or_create(folder: Path, paths: list[Path], settings: tuple[object, ...], errors: RecordErrors,
+                   read: Callable[[RecordErrors], Corpus]) -> Corpus:  # fmt: skip
+    """Return the result of `read` for these files and settings, from the cache if it is there.
 
-    Processes that want the same wait for the one that came first. The folder may be that of the data, of which hidden
-    files and folders are no part.
+    Only one process reads; the others wait for it. The cache may be in the data folder, because loaders ignore folders
+    and hidden files.
     """
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    name = hashlib.sha256(repr((_VERSION, files, about)).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((_VERSION, files, settings)).encode()).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, also by a process that dies
-        where = folder / name
-        if not where.is_dir():
-            everything = Complaints("skip")  # another loader may skip where this one raises
-            _write(read(everything), everything.found, where)
-    for complaint in json.loads((where / "broken.json").read_text()):
-        complaints.add(complaint)
-    return Lines(**{field.name: np.load(where / f"{field.name}.npy", mmap_mode="r") for field in fields(Lines)})
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even if the process dies
+        entry = folder / name
+        if not entry.is_dir():
+            skipped = RecordErrors("skip")  # other loaders may skip what this one raises
+            _write(read(skipped), skipped.messages, entry)
+    errors.add(*json.loads((entry / "invalid.json").read_text()))
+    return Corpus(*(np.load(entry / f"{name}.npy", mmap_mode="r") for name in Corpus._fields))
 
 
-def _write(lines: Lines, broken: list[str], where: Path) -> None:
-    """Beside, then renamed: what has its name is complete."""
-    beside = where.with_name(f"{where.name}.{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for field in fields(Lines):
-        np.save(beside / f"{field.name}.npy", getattr(lines, field.name), allow_pickle=False)
-    (beside / "broken.json").write_text(json.dumps(broken))
-    beside.rename(where)
+def _write(corpus: Corpus, invalid: list[str], entry: Path) -> None:
+    """Write a temporary folder and rename it, so that an entry is always complete."""
+    temporary = entry.with_name(f"{entry.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for name, values in corpus._asdict().items():
+        np.save(temporary / f"{name}.npy", values, allow_pickle=False)
+    (temporary / "invalid.json").write_text(json.dumps(invalid))
+    temporary.rename(entry)

@@ -1,4 +1,4 @@
-"""What is wrong with the data, and what to do about it."""
+"""What to do about invalid records."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fleetx.errors import DataError
 ON_ERROR = ("raise", "skip")
 
 
-class Complaints:
-    """Records that cannot be used: the first is an error, unless they are to be skipped."""
+class RecordErrors:
+    """Raises an error for the first invalid record, or collects messages if on_error is "skip"."""
 
     def __init__(self, on_error: str):
         check_choice("on_error", on_error, ON_ERROR)
         self.skip = on_error == "skip"
-        self.found: list[str] = []
+        self.messages: list[str] = []
 
-    def add(self, complaint: str) -> None:
-        if not self.skip:
-            raise DataError(f'{complaint}. on_error="skip" goes on without such records')
-        self.found.append(complaint)
+    def add(self, *messages: str) -> None:
+        if messages and not self.skip:
+            raise DataError(f'{messages[0]}. To leave out invalid records, pass on_error="skip"')
+        self.messages += messages

@@ -1,4 +1,4 @@
-"""A number that tells data apart: other files, or other samples made of the same files, almost surely have another."""
+"""A fingerprint that detects other data: other files, or other samples built from the same files."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import hashlib
 
 import numpy as np
 
-_PARTS, _PART = 256, 4096  # of a large array, pieces all over it: all of it would take as long as reading it
+_CHUNKS, _CHUNK = 256, 4096  # large arrays are sampled: hashing all of one would take as long as reading it
 
 
 def fingerprint(*parts: object) -> str:
-    found = hashlib.blake2b(digest_size=7)  # so that it fits into a tensor of int64
+    digest = hashlib.blake2b(digest_size=7)  # fits into an int64
     for part in parts:
-        found.update(part if isinstance(part, bytes) else repr(part).encode())
-        found.update(b"\0")
-    return found.hexdigest()
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
 
 
-def all_of(values: np.ndarray) -> bytes:
+def array_bytes(values: np.ndarray) -> bytes:
     return repr((values.shape, values.dtype.str)).encode() + np.ascontiguousarray(values).tobytes()
 
 
-def pieces_of(values: np.ndarray) -> bytes:
-    if values.size <= _PARTS * _PART:
-        return all_of(values)
+def sampled_bytes(values: np.ndarray) -> bytes:
+    """Like `array_bytes`, but only evenly spaced chunks of a large array."""
+    if values.size <= _CHUNKS * _CHUNK:
+        return array_bytes(values)
     flat = values.reshape(-1)
-    starts = np.linspace(0, flat.size - _PART, _PARTS).astype(np.int64).tolist()
-    return repr((values.shape, values.dtype.str)).encode() + b"".join(flat[a : a + _PART].tobytes() for a in starts)
+    starts = np.linspace(0, flat.size - _CHUNK, _CHUNKS).astype(np.int64).tolist()
+    return repr((values.shape, values.dtype.str)).encode() + b"".join(flat[a : a + _CHUNK].tobytes() for a in starts)

@@ -1,4 +1,4 @@
-"""ImageNet lists: a line is "relative/path.JPEG label"; a batch is `image` (n, 3, size, size) and `label` (n, 1)."""
+"""ImageNet lists: a line is "relative/path.JPEG label"; a batch has `image` (n, 3, size, size) and `label` (n, 1)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from fleetx.data import augment, rng
-from fleetx.data.checks import check_choice, check_names, check_whole
-from fleetx.data.errors import Complaints
-from fleetx.data.fingerprint import all_of, fingerprint
-from fleetx.data.loader import Batch, Loader, LoaderOptions, Plan, plan_alike
-from fleetx.data.sharding_plan import BySamples
-from fleetx.data.transport import room
+from fleetx.data.checks import check_choice, check_int, check_names
+from fleetx.data.errors import RecordErrors
+from fleetx.data.fingerprint import array_bytes, fingerprint
+from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions, record_order
+from fleetx.data.sharding_plan import MaxSamples
 from fleetx.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ LAYOUTS = ("NCHW", "NHWC")
 
 
 class ImageOptions(LoaderOptions, total=False):
-    """What loaders of image files can be told besides."""
+    """Additional options of image loaders."""
 
     data_layout: str
     image_size: int
@@ -44,24 +43,24 @@ def load_imagenet_from_file(
     num_classes: int | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """Images of a list. Those of "train" are cut out at random and mirrored, of "val" from the centre.
+    """Load the images of a list: random crops and flips for "train", centre crops for "val".
 
-    They lie in the folder that is called as the list without .txt, or else in the one beside it that is called as the
-    phase. Unless `shuffle` says so, "train" is shuffled and "val" is not. Both are divided between the ranks, unless
-    shard=False. With `num_classes`, labels from there on are broken records.
+    Paths are relative to the folder with the name of the list without .txt, or else to the folder next to the list with
+    the name of the phase. By default "train" is shuffled and "val" is not. Both are split among the ranks unless
+    shard=False. With `num_classes`, a record with a larger label is invalid.
     """
-    shuffle = shuffled(phase, shuffle)
+    shuffle = shuffle_by_default(phase, shuffle)
     check_choice("data_layout", data_layout, LAYOUTS)
-    check_whole(image_size=image_size)
+    check_int(image_size=image_size)
     if num_classes is not None:
-        check_whole(num_classes=num_classes)
-    check_names("a loader of images", options, ("batch_size", "phase", "shuffle", *ImageOptions.__annotations__))
-    source = ImageList(Path(filelist), phase, data_layout, image_size, num_classes, options.get("on_error", "raise"))
-    return Loader(source, BySamples(batch_size), shuffle=shuffle, **options)
+        check_int(num_classes=num_classes)
+    check_names("an image loader", options, ("batch_size", "phase", "shuffle", *ImageOptions.__annotations__))
+    source = ImageSource(Path(filelist), phase, data_layout, image_size, num_classes, options.get("on_error", "raise"))
+    return Loader(source, MaxSamples(batch_size), shuffle=shuffle, **options)
 
 
-def shuffled(phase: str, shuffle: bool | None) -> bool:
-    """As it was said; else what is trained with is."""
+def shuffle_by_default(phase: str, shuffle: bool | None) -> bool:
+    """Shuffle training data unless told otherwise."""
     check_choice("phase", phase, PHASES)
     return phase == "train" if shuffle is None else shuffle
 
@@ -69,99 +68,102 @@ def shuffled(phase: str, shuffle: bool | None) -> bool:
 def imagenet_train(
     local_path: str | Path, batch_size: int = 32, shuffle: bool = True, **options: Unpack[ImageOptions]
 ) -> Loader:
-    """The images of train.txt in a folder, as in `load_imagenet_from_file`."""
+    """Load the images listed in the folder's train.txt; see `load_imagenet_from_file`."""
     return load_imagenet_from_file(Path(local_path) / "train.txt", batch_size, "train", shuffle, **options)
 
 
 def imagenet_val(
     local_path: str | Path, batch_size: int = 32, shuffle: bool = False, **options: Unpack[ImageOptions]
 ) -> Loader:
-    """The images of val.txt in a folder. Each rank gets its share of them, unless shard=False."""
+    """Load the images listed in the folder's val.txt. They are split among the ranks unless shard=False."""
     return load_imagenet_from_file(Path(local_path) / "val.txt", batch_size, "val", shuffle, **options)
 
 
-class ImageList:
-    """The images that a list names."""
+class ImageSource:
+    """The images of a list."""
 
     def __init__(self, filelist: Path, phase: str, layout: str, size: int, classes: int | None, on_error: str):
         _check_pillow()
         self._list, self._root = filelist, _root(filelist, phase)
         self._random, self._layout, self._size = phase == "train", layout, size
-        complaints = Complaints(on_error)
-        limit = 1 << 63 if classes is None else classes
+        errors = RecordErrors(on_error)
         names, labels, lines = [], [], []
-        for number, line in enumerate(_content(filelist).split(b"\n"), 1):
+        for number, line in enumerate(_read(filelist).split(b"\n"), 1):
             parts = line.split()
             if not parts:
                 continue
-            if len(parts) != 2:
-                complaints.add(f"{filelist}, line {number}: {len(parts)} fields instead of 2, a path and a label")
-            elif not parts[1].isdigit():
-                complaints.add(
-                    f"{filelist}, line {number}: the label {parts[1].decode(errors='replace')!r} is no number"
-                )
-            elif int(parts[1]) >= limit:
-                complaints.add(f"{filelist}, line {number}: the label {int(parts[1])} is beyond the {limit} classes")
+            if problem := _problem(parts, classes):
+                errors.add(f"{filelist}, line {number}: {problem}")
             else:
                 names.append(parts[0])
                 labels.append(int(parts[1]))
                 lines.append(number)
-        # Two arrays instead of a million objects: workers are forks, and counting references would copy their pages.
+        # A few arrays, not a million objects: reference counting would copy their pages into forked workers.
         self._names, self._ends = b"".join(names), np.cumsum([0, *map(len, names)])
         self._labels, self._lines = np.array(labels, np.int64), np.array(lines, np.int64)
-        self.broken = complaints.found
+        self.invalid = errors.messages
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def fingerprint(self) -> str:
-        return fingerprint(self._names, all_of(self._ends), all_of(self._labels))
+        return fingerprint(self._names, array_bytes(self._ends), array_bytes(self._labels))
 
-    def plan(self, seed: int, epoch: int, *, shuffle: bool) -> Plan:
-        return plan_alike(len(self), seed, epoch, shuffle=shuffle)
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
+        return record_order(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
-        which, size = rows[:, 0], self._size
-        draws = rng.uniform(rng.key(seed, epoch, "crop"), which[:, None], np.arange(augment.DRAWS)).tolist()
-        pixels = room(len(which), 3, size, size)
-        kept: list[int] = []
+        indices, size = rows[:, 0], self._size
+        draws = rng.uniform(rng.key(seed, epoch, "crop"), indices[:, None], np.arange(augment.DRAWS)).tolist()
+        pixels = torch.empty(len(indices), 3, size, size)
+        valid: list[int] = []
         problems: list[str] = []
-        for index, numbers in zip(which.tolist(), draws, strict=True):
+        for index, numbers in zip(indices.tolist(), draws, strict=True):
             try:
                 image = self.open(index)
-                cut = augment.cut_anywhere(image, size, numbers) if self._random else augment.cut_centre(image, size)
-                augment.normalise(cut, pixels[len(kept)])
-                kept.append(index)
-            except Exception as error:  # pillow raises almost anything for what is no image
-                problems.append(f"{self._list}, line {self._lines[index]}: {self._name(index)} {_sentence(error)}")
-        if not kept:
+                crop = augment.random_crop(image, size, numbers) if self._random else augment.centre_crop(image, size)
+                augment.normalize(crop, pixels[len(valid)])
+                valid.append(index)
+            except Exception as error:  # pillow raises almost anything for an invalid file
+                problems.append(f"{self._list}, line {self._lines[index]}: {_describe(self._name(index), error)}")
+        if not valid:
             return {}, problems
-        pixels = pixels[: len(kept)]
+        pixels = pixels[: len(valid)]
         if self._layout == "NHWC":
             pixels = pixels.permute(0, 2, 3, 1).contiguous()
-        return {"image": pixels, "label": torch.from_numpy(self._labels[kept])[:, None]}, problems
+        return {"image": pixels, "label": torch.from_numpy(self._labels[valid])[:, None]}, problems
 
     def open(self, index: int) -> Image:
-        """The whole image, in RGB."""
+        """Decode an image as RGB."""
         from PIL import Image
 
         path = self._root / self._name(index)
-        if not path.exists():  # lists that go with the archives of the past say .JPEG, and the files are called .jpeg
+        if not path.exists():  # some old lists say .JPEG although the files are named .jpeg
             path = self._root / self._name(index).replace("JPEG", "jpeg")
         with open(path, "rb") as file:
             image = Image.open(file)
             image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
+            return image if image.mode == "RGB" else image.convert("RGB")  # convert() always copies
 
     def _name(self, index: int) -> str:
         return self._names[self._ends[index] : self._ends[index + 1]].decode(errors="surrogateescape")
 
 
-def _sentence(error: Exception) -> str:
+def _problem(parts: list[bytes], classes: int | None) -> str:
+    """What is wrong with a line of a list, or ""."""
+    if len(parts) != 2:
+        return f"{len(parts)} fields instead of 2, a path and a label"
+    if not parts[1].isdigit():
+        return f"label {parts[1].decode(errors='replace')!r} is not a number"
+    limit = 1 << 63 if classes is None else classes
+    return f"label {int(parts[1])} is outside the {limit} classes" if int(parts[1]) >= limit else ""
+
+
+def _describe(name: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"cannot be read: {error.strerror}"
-    why = re.sub(" ?<_io.*?>", "", str(error))
-    return f"cannot be decoded: {why or type(error).__name__}"
+        return f"cannot read {name}: {error.strerror}"
+    message = re.sub(" ?<_io.*?>", "", str(error))
+    return f"cannot decode {name}: {message or type(error).__name__}"
 
 
 def _root(filelist: Path, phase: str) -> Path:
@@ -169,15 +171,15 @@ def _root(filelist: Path, phase: str) -> Path:
     return named if filelist.suffix == ".txt" and named.is_dir() else filelist.parent / phase
 
 
-def _content(filelist: Path) -> bytes:
+def _read(filelist: Path) -> bytes:
     try:
         return filelist.read_bytes()
     except OSError as error:
-        raise DataError(f"the list of images {filelist} cannot be read: {error.strerror}") from error
+        raise DataError(f"cannot read the image list {filelist}: {error.strerror}") from error
 
 
 def _check_pillow() -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise UsageError("images need pillow: pip install fleetx[applications]") from error
+        raise UsageError("image loaders need pillow: pip install fleetx[applications]") from error

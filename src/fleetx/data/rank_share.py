@@ -1,4 +1,4 @@
-"""Whose share of the data is read here, and do all who share it have the same?"""
+"""Which share of the data this rank reads, and a check that all ranks share the same data."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from fleetx.comm.roles import from_environment
 from fleetx.errors import UsageError
 
 log = logging.getLogger(__name__)
-PATIENCE, LONGEST = 10.0, 1800.0  # seconds: until it is said who is waited for, and until that is an error
-_store: dist.Store | None = None  # the last one that was asked
-_checks = 0  # that have come to an end in it; the same number on all ranks
+WARN_AFTER, TIMEOUT = 10.0, 1800.0  # seconds to wait for other ranks
+_store: dist.Store | None = None  # of the last check
+_checks = 0  # completed with this store; equal on all ranks
 
 
 def current() -> tuple[int, int]:
-    """Which of how many replicas of the model this process feeds, as far as it is known by now.
+    """(index, number) of the model replica that this process feeds.
 
-    Workers that hold one replica together (the stages of a pipeline) take the same batches. Before a model is
-    distributed every worker counts for itself, and before `fleet.init` the launcher's environment says who it is.
+    Ranks that hold one replica together, such as the stages of a pipeline, read the same batches. Until a model is
+    distributed, every rank counts as a replica; until `fleet.init`, the launcher's environment provides the rank.
     """
-    worker, shares = _worker(), session.current().shares()
-    if shares - {worker}:
-        gc.collect()  # old models that only a reference cycle keeps alive do not count
+    rank, shares = _rank_and_size(), session.current().shares()
+    if shares - {rank}:
+        gc.collect()  # ignore old models that only a reference cycle keeps alive
         shares = session.current().shares()
     if len(shares) > 1:
         raise UsageError(
-            "several models are distributed over different numbers of replicas: make the loader with "
+            "several models are distributed over different numbers of replicas: create the loader with "
             "replica=(fleet.replica_index(model), fleet.replica_num(model))"
         )
-    return shares.pop() if shares else worker
+    return shares.pop() if shares else rank
 
 
-def _worker() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     world = session.current().world
     if world is not None:
         return world.rank, world.size
@@ -46,56 +46,57 @@ def _worker() -> tuple[int, int]:
     return place.rank, place.size
 
 
-def check_alike(data: str, order: str) -> bool:
-    """Every worker must call it, with two fingerprints; all raise where they differ. False: before `fleet.init`."""
+def check_same_data(data: str, order: str) -> bool:
+    """Compare fingerprints of data and order; every rank must call this. If they differ, raise an error on all ranks.
+
+    Returns False before `fleet.init`, when nothing can be compared.
+    """
     global _store, _checks
     world = session.current().world
     if world is None or not dist.is_available() or not dist.is_initialized():
         return False
-    rank, size = world.rank, world.size
-    # By the store, and not by a collective: who goes on alone is told so, and does not hang without a word.
+    # Use the store, not a collective: a rank that calls this alone gets an error instead of hanging.
     store = dist.distributed_c10d._get_default_store()
     if store is not _store:
         _store, _checks = store, 0
-    keys = [f"fleetx/data/{_checks}/{other}" for other in range(size)]
-    store.set(keys[rank], f"{data} {order}")
-    _wait(store, keys, rank)
+    keys = [f"fleetx/data/{_checks}/{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], f"{data} {order}")
+    _wait(store, keys, world.rank)
     _checks += 1
-    every = [text.decode().split() for text in store.multi_get(keys)]
-    if differing := _sides([one[0] for one in every]):
+    values = [text.decode().split() for text in store.multi_get(keys)]
+    if groups := _disagreement([value[0] for value in values]):
         raise UsageError(
-            f"the ranks have different data, {differing}, and would share it as if it were the same. Where each node "
-            "has files of its own, make the loader with replica=(fleet.local_rank(), workers on this node), where each "
-            "rank has, with shard=False; nodes with less data then end first: go through it by fleet.join(loader)"
+            f"the ranks have different data ({groups}), but each would read a share of it as if it were the same. If "
+            "every node has its own files, create the loader with replica=(fleet.local_rank(), workers on this node); "
+            "if every rank has, with shard=False. Ranks with less data finish first: iterate with fleet.join(loader)"
         )
-    if differing := _sides([one[1] for one in every]):
+    if groups := _disagreement([value[1] for value in values]):
         raise UsageError(
-            f"the ranks would deal the same data in different ways, {differing}: seed, shuffle, drop_last, batch_size "
-            "and the state that was loaded must be the same on all of them"
+            f"the ranks would split the same data differently ({groups}): seed, shuffle, drop_last, batch_size and the "
+            "loaded state must be the same on all ranks"
         )
     return True
 
 
 def _wait(store: dist.Store, keys: list[str], rank: int) -> None:
-    begun, said = time.monotonic(), False
+    start, warned = time.monotonic(), False
     while not store.check(keys):
-        waited = time.monotonic() - begun
-        if waited > (LONGEST if said else PATIENCE):
-            absent = [other for other, key in enumerate(keys) if not store.check([key])]
-            why = (
-                f"rank {rank} goes through a loader whose batches are dealt to all ranks, and waits for rank "
-                f"{', '.join(map(str, absent))} to do so too: pass shard=False to a loader that one rank reads alone"
+        if time.monotonic() - start > (TIMEOUT if warned else WARN_AFTER):
+            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            message = (
+                f"rank {rank} iterates over a loader that all ranks share and waits for rank {', '.join(missing)} to "
+                "do the same: pass shard=False to a loader that only one rank uses"
             )
-            if said:
+            if warned:
                 store.delete_key(keys[rank])
-                raise UsageError(why)
-            log.warning("%s", why)
-            said = True
+                raise UsageError(message)
+            log.warning("%s", message)
+            warned = True
         time.sleep(0.01)
 
 
-def _sides(numbers: list[str]) -> str:
-    """Who differs from whom; nothing where all are alike."""
-    sides = [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
-    named = [", ".join(map(str, side[:8])) + (" ..." if len(side) > 8 else "") for side in sides[:4]]
-    return f"rank {' against '.join(named)}{' ...' if len(sides) > 4 else ''}" if len(sides) > 1 else ""
+def _disagreement(values: list[str]) -> str:
+    """Which ranks differ from which, or "" if none do."""
+    groups = [[rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)]
+    shown = [", ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "") for group in groups[:4]]
+    return f"rank {' against '.join(shown)}{' ...' if len(groups) > 4 else ''}" if len(groups) > 1 else ""

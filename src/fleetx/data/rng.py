@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, and on nothing else.
+"""Stateless random numbers: each is a hash of (seed, epoch, purpose), a sample and a counter.
 
-A number is a hash of a key (seed, epoch, purpose), of the sample, and of a counter. No generator is carried along, so
-that it does not matter which rank or worker asks, in which order, or how often. The hash is SplitMix64 (Steele, Lea and
-Flood, 2014), written out here because torch and numpy may change the streams of their generators.
+Because no generator is carried along, results do not depend on which rank or worker asks, in which order, or how often.
+The hash is SplitMix64 (Steele, Lea and Flood, 2014), written out because torch and numpy may change the streams of
+their generators.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _WORD = (1 << 64) - 1
 
 
 def key(seed: int, epoch: int, purpose: str) -> int:
-    """What every number for this purpose in this epoch begins with."""
-    found = 0
+    """The key of one stream of numbers."""
+    result = 0
     for part in (seed, epoch, int.from_bytes(purpose.encode())):
-        found = _scramble_one(((found + part) * _STEP + 1) & _WORD)
-    return found
+        result = _scramble_int(((result + part) * _STEP + 1) & _WORD)
+    return result
 
 
 def uniform(key: int, samples: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each sample and counter, as they broadcast."""
+    """Numbers in [0, 1), one for each sample and counter; the two are broadcast."""
     return (_words(key, samples, counters) >> np.uint64(11)) * 2.0**-53
 
 
@@ -32,7 +32,7 @@ def permutation(key: int, size: int) -> np.ndarray:
 
 
 def _words(key: int, samples: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    # Arrays of integers wrap around without a word, which is what is wanted; single numpy numbers would warn.
+    # Integer arrays wrap around silently, as intended here; numpy scalars would warn.
     base = _scramble(np.atleast_1d(samples).astype(np.uint64) * np.uint64(_STEP) + np.uint64(key))
     return _scramble(base + np.atleast_1d(counters + 1).astype(np.uint64) * np.uint64(_STEP))
 
@@ -46,7 +46,7 @@ def _scramble(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _scramble_one(x: int) -> int:
+def _scramble_int(x: int) -> int:
     x = (x ^ x >> 30) * _ONE & _WORD
     x = (x ^ x >> 27) * _TWO & _WORD
     return x ^ x >> 31

@@ -1,4 +1,4 @@
-"""vocab.txt: a token per line, whose number is the line, or stands behind a tab."""
+"""vocab.txt: one token per line. Its id is the line number, or the number after a tab."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ class Vocabulary:
 
     @cached_property
     def ordinary(self) -> np.ndarray:
-        """Every number but those of the four special tokens."""
+        """All ids except those of the four special tokens."""
         return np.setdiff1d(np.arange(self.size), [self.pad, self.cls, self.sep, self.mask])
 
 
-def read_vocabulary(path: Path, at_most: int | None = None) -> Vocabulary:
-    """at_most: how many words the model knows; those from there on are left out."""
+def read_vocabulary(path: Path, max_size: int | None = None) -> Vocabulary:
+    """Read vocab.txt, ignoring ids from `max_size` (the model's vocabulary size) on."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the vocabulary {path} cannot be read: {error}") from error
+        raise DataError(f"cannot read the vocabulary {path}: {error}") from error
     while lines and not lines[-1].strip():
         lines.pop()
-    numbers: dict[str, int] = {}
-    for place, line in enumerate(lines):
+    ids: dict[str, int] = {}
+    for index, line in enumerate(lines):
         token, tab, number = line.rstrip("\r").partition("\t")
         if tab and not number.strip().isdigit():
-            raise DataError(f"{path}, line {place + 1}: {number!r} behind the tab is no number")
-        numbers[token.strip()] = int(number) if tab else place
-    if absent := [token for token in SPECIAL if token not in numbers]:
-        raise DataError(f"the vocabulary {path} lacks {', '.join(absent)}")
-    size = max(numbers.values()) + 1
-    if at_most is not None and at_most < size:
-        if beyond := [token for token in SPECIAL if numbers[token] >= at_most]:
-            raise DataError(f"the vocabulary {path} has {beyond[0]} beyond the {at_most} words that the model knows")
-        size = at_most
-    vocabulary = Vocabulary(size, *(numbers[token] for token in SPECIAL))
+            raise DataError(f"{path}, line {index + 1}: {number!r} after the tab is not a number")
+        ids[token.strip()] = int(number) if tab else index
+    if missing := [token for token in SPECIAL if token not in ids]:
+        raise DataError(f"the vocabulary {path} has no {', '.join(missing)}")
+    size = max(ids.values()) + 1
+    if max_size is not None and max_size < size:
+        if outside := [token for token in SPECIAL if ids[token] >= max_size]:
+            raise DataError(
+                f"the vocabulary {path} has {outside[0]} as id {ids[outside[0]]}, outside the model's {max_size} words"
+            )
+        size = max_size
+    vocabulary = Vocabulary(size, *(ids[token] for token in SPECIAL))
     if not len(vocabulary.ordinary):
-        raise DataError(f"the vocabulary {path} has no tokens besides the special ones")
+        raise DataError(f"the vocabulary {path} has only special tokens")
     return vocabulary

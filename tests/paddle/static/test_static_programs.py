@@ -39,7 +39,7 @@ def test_a_clone_for_test_neither_trains_nor_drops_out():
 def test_other_clones_are_refused():
     model = make("vgg")
     for program, for_test in ((model.main_prog, False), (model.startup_prog, True)):
-        with pytest.raises(UsageError, match=r"clone\(for_test=True\) of a main program is all there is"):
+        with pytest.raises(UsageError, match=r"only clone\(for_test=True\) of a main program is supported"):
             program.clone(for_test=for_test)
 
 
