@@ -1,7 +1,7 @@
 """How fast Downloader fetches files over HTTP, against fsspec's HTTP file system.
 
-The server is a process of its own on loopback. Both sides fetch with the same number of connections and check the md5 of
-every file. Ours also asks for the length of each file first, and keeps what it needs to resume.
+The server is a separate process on loopback. Both sides use the same number of connections and check the md5 of every
+file. Ours also asks for the length of each file first, and keeps what it needs to resume.
 """
 
 from __future__ import annotations

@@ -229,6 +229,6 @@ def test_https_is_not_left_for_http(secure, server, bring, certificate, monkeypa
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     address = secure.publish({"a.bin": DATA})
     secure.faults["/set/a.bin"] = [("redirect", f"{server.publish({'a.bin': DATA})}/a.bin")]
-    with pytest.raises(DownloadError, match="which is not https$"):
+    with pytest.raises(DownloadError, match=r"which is not https$"):
         bring(address)
     assert server.asked == []

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from file_server import MEGABYTE, filelist, md5, tar
 
-import fleetx.paddle.utils
+import fleetx.utils
 from fleetx.errors import UsageError
 from fleetx.paddle.download import Downloader, DownloadError, config, folder, progress
 
@@ -93,7 +93,9 @@ def test_shards_share_the_list_out_and_all_get_the_meta_files(server, tmp_path, 
 
 
 def test_a_shard_without_a_file_is_refused(server, bring):
-    with pytest.raises(DownloadError, match=r"shard_id=5 of shard_num=6 would get no file, because filelist.txt lists 5"):
+    with pytest.raises(
+        DownloadError, match=r"shard_id=5 of shard_num=6 would get no file, because filelist.txt lists 5"
+    ):
         bring(server.publish(TARS), shard_num=6, shard_id=5)
 
 
@@ -354,7 +356,9 @@ def test_as_many_files_as_asked_for_come_at_once(server, bring):
 def test_a_disk_without_room_is_refused_before_the_first_file(server, bring, monkeypatch, tmp_path):
     usage = folder.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: usage._replace(free=3 * MEGABYTE))
-    with pytest.raises(DownloadError, match=r"downloading and unpacking 1 files needs 4.0 MiB, .* has 3.0 MiB of disk left"):
+    with pytest.raises(
+        DownloadError, match=r"downloading and unpacking 1 files needs 4.0 MiB, .* has 3.0 MiB of disk left"
+    ):
         bring(server.publish({"a.tar": bytes(2 * MEGABYTE)}))
     assert server.got("set/a.tar") == []
     server.heads = False  # then the answer to the GET tells

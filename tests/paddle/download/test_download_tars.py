@@ -29,7 +29,10 @@ EVIL = {
     "a link upwards": ({"l": symlink("../x")}, "is a link: .* leaves the folder"),
     "a link too far upwards": ({"a/l": symlink("../../x")}, "is a link: .* leaves the folder"),
     "dots after a name": ({"a/b/l": symlink("../c/../../../x")}, "'..' is allowed only at its start"),
-    "dots behind another link": ([("a/b/c/up", symlink("../../..")), ("m", symlink("a/b/c/up/../x"))], "only at its start"),
+    "dots behind another link": (
+        [("a/b/c/up", symlink("../../..")), ("m", symlink("a/b/c/up/../x"))],
+        "only at its start",
+    ),
     "a file behind a link": ([("l", symlink("a")), ("l/x", FILE)], "is behind a link"),
     "a file over a link": ([("l", symlink("a")), ("l", FILE)], "is in the tar twice"),
     "a hard link upwards": ({"h": hardlink("../secret")}, "leaves the folder"),

@@ -83,12 +83,12 @@ def test_both_forms_give_the_same_losses_and_weights_bit_for_bit(ranks, combinat
 
 # --- divided models -------------------------------------------------------------------------------
 def test_a_pipeline_hands_back_its_loss_alone(ranks):
-    with pytest.raises(RankError, match="a pipeline hands back its loss alone, and not 'next_sent_acc'"):
+    with pytest.raises(RankError, match="a pipeline returns only its loss: remove 'next_sent_acc'"):
         ranks.run(fetch_from_a_pipeline, "next_sent_acc")
 
 
 def test_a_parameter_that_another_stage_holds_is_not_fetched(ranks):
-    with pytest.raises(RankError, match=r"encoder_layer_0_ffn_fc_0\.b_0 is held by another stage"):
+    with pytest.raises(RankError, match=r"encoder_layer_0_ffn_fc_0\.b_0 belongs to another stage"):
         ranks.run(fetch_from_a_pipeline, "encoder_layer_0_ffn_fc_0.b_0")
 
 

@@ -73,10 +73,10 @@ def test_fleet_has_all_that_fleetx_has():
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("paddle.fluid.layers.fc", r"does not cover paddle\.fluid\.layers\.fc: layers of a model are torch's"),
+        ("paddle.fluid.layers.fc", r"does not support paddle\.fluid\.layers\.fc: layers come from torch"),
         ("paddle.fluid.Exector", "did you mean 'Executor'"),
-        ("paddle.to_tensor", r"does not cover paddle\.to_tensor: .*paddle has CPUPlace, CUDAPlace"),
-        ("paddle.distributed.fleet.util", r"does not cover paddle\.fleet\.util"),
+        ("paddle.to_tensor", r"does not support paddle\.to_tensor: .*paddle has CPUPlace, CUDAPlace"),
+        ("paddle.distributed.fleet.util", r"does not support paddle\.fleet\.util"),
         ("paddle.fluid.CompiledProgram", "there is no graph to compile: run the program itself"),
         ("paddle.disable_static", "for eager training use PyTorch"),
     ],
@@ -91,12 +91,12 @@ def test_an_attribute_that_is_not_covered_says_so_and_what_is(code, says):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("import paddle.nn.functional as F", r"does not cover paddle\.nn\.functional"),
-        ("import paddle.vision", r"does not cover paddle\.vision"),
+        ("import paddle.nn.functional as F", r"does not support paddle\.nn\.functional"),
+        ("import paddle.vision", r"does not support paddle\.vision"),
         ("from paddle.fluid import Exector", "did you mean 'Executor'"),
-        ("from paddle.optimizer.lr import CosineDecay", r"does not cover paddle\.optimizer\.lr\.CosineDecay"),
-        ("from paddle.fluid.incubate.fleet.collective import fleet", r"does not cover paddle\.fluid\.incubate"),
-        ("import paddle.distributed.fleet.utils", r"does not cover paddle\.fleet\.utils"),
+        ("from paddle.optimizer.lr import CosineDecay", r"does not support paddle\.optimizer\.lr\.CosineDecay"),
+        ("from paddle.fluid.incubate.fleet.collective import fleet", r"does not support paddle\.fluid\.incubate"),
+        ("import paddle.distributed.fleet.utils", r"does not support paddle\.fleet\.utils"),
     ],
 )
 def test_an_import_that_is_not_covered_says_so_and_what_is(installed, line, says):
@@ -118,7 +118,7 @@ def test_it_is_said_once_by_the_first_worker_alone_and_not_to_who_only_asks(monk
 
 def test_paddle_itself_is_not_pushed_aside_once_it_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddle", types.ModuleType("paddle"))
-    with pytest.raises(UsageError, match="paddle itself is loaded already"):
+    with pytest.raises(UsageError, match="Paddle is already imported"):
         install()
 
 
