@@ -32,12 +32,18 @@ def test_arguments_are_read_from_the_scripts_command_line(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch-size", "8"], "unknown argument --batch-size (did you mean --batch_size?): the arguments are --lr, --mom"),
+        (
+            ["--batch-size", "8"],
+            "unknown argument --batch-size (did you mean --batch_size?): the arguments are --lr, --mom",
+        ),
         (["--momentun=0.8"], "unknown argument --momentun (did you mean --momentum?)"),
         (["--beta", "1"], "unknown argument --beta (did you mean --beta"),  # no abbreviations: there are two
         (["--learning_rate", "0.1"], "unknown argument --learning_rate (did you mean --lr?)"),
         (["--bs=4"], "unknown argument --bs (did you mean --batch_size?)"),
-        (["--zzz"], "unknown argument --zzz: the arguments are --lr, --momentum, --beta1, --beta2, --batch_size, --epsilon, --down"),
+        (
+            ["--zzz"],
+            "unknown argument --zzz: the arguments are --lr, --momentum, --beta1, --beta2, --batch_size, --eps",
+        ),
         (["stray"], "unknown argument stray"),
         (["--lr", "fast"], "argument --lr: fast: must be a number of at least 0"),
         (["--lr", "inf"], "argument --lr: inf: must be a number of at least 0"),

@@ -166,7 +166,7 @@ def test_a_stalled_server_counts_as_a_dropped_connection(server, tmp_path):
     server.faults["/set/a.bin"] = [("hold", 1000)]
     config = tmp_path / "x.yaml"
     config.write_text(f"bos_path: {server.publish({'a.bin': DATA})}")
-    hasty = Downloader(patience=Patience(attempts=3, pause=0.01, timeout=0.5))
+    hasty = Downloader(patience=Patience(attempts=3, pause=0.01, timeout=2))
     hasty.download_from_bos(config, str(tmp_path / "data"))
     assert (tmp_path / "data/a.bin").read_bytes() == DATA
     assert server.got("set/a.bin") == [None, 1000]

@@ -113,7 +113,10 @@ def test_a_benchmark_goes_round_the_loader_and_tells_samples_per_second(which, c
         (lambda t, m: t.val(m, batches(), ["acc9"]), "does not return 'acc9': it returns loss, acc1, acc5"),
         (lambda t, m: t.val(m, [], ["acc1"]), "the loader gives no batch"),
         (lambda t, m: t.quick_benchmark(m, [], 0, 3), "the loader gives no batch"),
-        (lambda t, m: t.quick_benchmark(m, batches(), 3, 3), "start_step = 3: must be at least 0 and below end_step = 3"),
+        (
+            lambda t, m: t.quick_benchmark(m, batches(), 3, 3),
+            "start_step = 3: must be at least 0 and below end_step = 3",
+        ),
         (lambda t, m: t.fit(make("vgg"), batches(1, "vgg"), 1), "has not been passed to fleet.distribute"),
     ],
 )

@@ -146,7 +146,10 @@ def test_one_of_torchs_own_goes_to_fleetx_as_it_is():
         ),
         (lambda: optimizer.SGD(lr.NoamDecay(8, 4)).set_lr(0.1), "the learning rate is a schedule"),
         (lambda: fluid.layers.piecewise_decay([1], [0.1]), "1 boundaries need 2 values, not 1"),
-        (lambda: fluid.layers.piecewise_decay([5, 2], [3, 2, 1]), r"boundaries = \[5, 2\]: each number must be larger than"),
+        (
+            lambda: fluid.layers.piecewise_decay([5, 2], [3, 2, 1]),
+            r"boundaries = \[5, 2\]: each number must be larger than",
+        ),
         (lambda: lr.PiecewiseDecay([2, 2], [3, 2, 1]), r"boundaries = \[2, 2\]"),
         (lambda: lr.MultiStepDecay(1.0, [3, 1]), r"milestones = \[3, 1\]"),
         (lambda: lr.StepDecay(0.1, step_size=0), "step_size = 0: must be a number above 0"),

@@ -131,10 +131,16 @@ def test_a_model_of_which_a_script_keeps_nothing_is_run_by_the_default_programs(
 @pytest.mark.parametrize(
     ("find", "says"),
     [
-        (lambda m: m.main_prog.global_block, r"does not support paddle\.static\.Program\.global_block: .*clone, inputs"),
+        (
+            lambda m: m.main_prog.global_block,
+            r"does not support paddle\.static\.Program\.global_block: .*clone, inputs",
+        ),
         (lambda m: m.main_prog.parameter, "did you mean 'parameters'"),
         (lambda m: m.loss.astype, r"does not support paddle\.static\.Variable\.astype: .*name, shape, dtype"),
-        (lambda m: fluid.global_scope().new_scope, r"does not support paddle\.static\.Scope\.new_scope: .*var, find_var"),
+        (
+            lambda m: fluid.global_scope().new_scope,
+            r"does not support paddle\.static\.Scope\.new_scope: .*var, find_var",
+        ),
         (lambda m: setattr(m.main_prog, "random_seed", 1), r"Program\.random_seed: call paddle\.seed\(number\) before"),
         (
             lambda m: setattr(m.main_prog, "kind", "test"),

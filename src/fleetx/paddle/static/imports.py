@@ -12,7 +12,6 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
-from fleetx.applications import not_covered
 from fleetx.errors import UsageError
 
 HOME = "fleetx.paddle.api"
@@ -48,6 +47,8 @@ class Finder(MetaPathFinder):
         if fullname.startswith(f"{HOME}."):
             # Not in `__getattr__` only: `from paddle.fluid import x` would drop its message.
             if PathFinder.find_spec(fullname, path) is None:
+                from fleetx.applications import not_covered  # on first use: it loads torch
+
                 raise ModuleNotFoundError(
                     not_covered.sentence(*fullname.rsplit(".", 1)), name=not_covered.shown(fullname)
                 )
