@@ -23,7 +23,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs that a shell starts with `&`
 from fleetx.paddle.download import Downloader, DownloadError, Patience
 try:
-    print(Downloader(patience=Patience(attempts=2, pause=0.01, timeout=100)).download_from_bos(sys.argv[1], sys.argv[2]))
+    print(Downloader(patience=Patience(attempts=2, pause=0.01, timeout=99)).download_from_bos(sys.argv[1], sys.argv[2]))
 except DownloadError as error:
     print("DownloadError:", error)
     sys.exit(3)
@@ -135,7 +135,7 @@ def test_a_new_run_continues_after_the_old_one_was_ended(server, start, tmp_path
     first.send_signal(how)
     code, _, err = end(first)
     assert code in (-how, 130, 1)
-    assert time.monotonic() - began < 40  # Ctrl-C does not wait for the timeout of 100 s
+    assert time.monotonic() - began < 40  # Ctrl-C does not wait for the timeout of 99 s
     if how == signal.SIGINT:
         assert err.rstrip().endswith("KeyboardInterrupt")
     data = tmp_path / "data"
