@@ -15,7 +15,6 @@ from typing import Any
 from fleetx.base.suggest import did_you_mean
 from fleetx.errors import StrategyError
 
-
 # Settings of Paddle's BuildStrategy before DistributedStrategy existed.
 _ON_THE_STRATEGY = (
     "fuse_all_reduce_ops",
