@@ -95,7 +95,7 @@ def test_parts_never_import_each_other(path):
 
 
 TORCHLESS = ["strategy", "comm/roles.py", "planner/cost.py", "planner/model_profile.py", "paddle/train_configs.py"]
-TORCHLESS += ["paddle/utils.py", "cli.py", "errors.py", "base/suggest.py", "base/files.py"]
+TORCHLESS += ["utils.py", "cli.py", "errors.py", "base/suggest.py", "base/files.py"]
 LAUNCHER = ["launch/__init__.py", "launch/options.py", "launch/runner.py"]  # the rest loads when the agent starts
 
 

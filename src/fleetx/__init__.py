@@ -11,10 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleetx import applications, data, fleet, optim
+    from fleetx import applications, data, fleet, optim, utils
     from fleetx.errors import DataError, DownloadError, FleetxError, LaunchError, StrategyError, UsageError, WorldError
     from fleetx.optim import schedule
-    from fleetx.paddle import utils
     from fleetx.paddle.train_configs import parse_train_configs
     from fleetx.paddle.trainer import MultiGPUTrainer
     from fleetx.strategy import DistributedStrategy

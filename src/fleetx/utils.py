@@ -1,16 +1,20 @@
-"""Names that Paddle scripts import from `fleet_x.utils`. The code is in `fleetx.paddle.utils`."""
+"""Names that Paddle scripts use as `X.utils`, such as `X.utils.Downloader().download_from_bos(...)`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fleetx.paddle import utils as _utils
+from fleetx.paddle.download import Downloader
 
 if TYPE_CHECKING:
-    from fleetx.paddle.utils import Downloader, linear_warmup_decay
+    from fleetx.optim.schedule import linear_warmup_decay
 
 __all__ = ["Downloader", "linear_warmup_decay"]
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_utils, name)
+    if name == "linear_warmup_decay":  # on first use: downloading does not need torch
+        from fleetx.optim import schedule
+
+        return schedule.linear_warmup_decay
+    raise AttributeError(f"fleetx.utils has no {name!r}: it has {', '.join(__all__)}")

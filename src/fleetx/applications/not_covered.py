@@ -1,21 +1,25 @@
-"""What is said where a script asks for a name of Paddle that fleetx does not cover, or sets one."""
+"""Errors for Paddle names that fleetx does not support.
+
+Here and not in `paddle/`, because `Program` and `Variable` of an application use it and applications are above paddle.
+"""
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from fleetx.base.suggest import did_you_mean
+
 _HOME = "fleetx.paddle.api"
 
-_LAYERS = "layers of a model are torch's: make a model of fleetx.applications, or a torch.nn.Module"
+_LAYERS = "layers come from torch: use a model of fleetx.applications, or a torch.nn.Module"
 _SAVE = "save with model.save_params(folder) or fleet.save(folder)"
 _COMPILED = "there is no graph to compile: run the program itself"
-_PROGRAMS = "a program is that of a model: model.main_prog and model.startup_prog, or the default ones"
+_PROGRAMS = "programs belong to a model: use model.main_prog and model.startup_prog, or the default programs"
 _SINGLY = (
-    "gradients are clipped by their norm as a whole, with GradientClipByGlobalNorm (ClipGradByGlobalNorm); under dgc "
-    "set strategy.dgc_configs = {'clip_norm': ...}, which clips each tensor that is compressed, on each worker"
+    "gradients are clipped by their global norm, with GradientClipByGlobalNorm (ClipGradByGlobalNorm); under dgc, set "
+    "strategy.dgc_configs = {'clip_norm': ...} to clip each compressed tensor on each worker"
 )
 
 _INSTEAD = {
@@ -31,16 +35,16 @@ _INSTEAD = {
     "paddle.static.Program": _PROGRAMS,
     "paddle.fluid.program_guard": _PROGRAMS,
     "paddle.static.program_guard": _PROGRAMS,
-    "paddle.static.Program.random_seed": "call paddle.seed(number) before the model is made, which has its weights now",
-    "paddle.disable_static": "this is Paddle's static style alone; for eager training use PyTorch and fleetx.fleet",
+    "paddle.static.Program.random_seed": "call paddle.seed(number) before you create the model",
+    "paddle.disable_static": "only Paddle's static style is supported; for eager training use PyTorch and fleetx.fleet",
 }
 
 
 def not_covered(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module."""
+    """Make the `__getattr__` of a module."""
 
     def __getattr__(name: str) -> NoReturn:  # noqa: N807
-        if name.startswith("__"):  # Python asks for these by itself
+        if name.startswith("__"):  # Python looks these up itself
             raise AttributeError(name)
         raise AttributeError(sentence(module, name))
 
@@ -48,7 +52,7 @@ def not_covered(module: str) -> Callable[[str], Any]:
 
 
 def not_covered_by(owner: str, known: Sequence[str]) -> Callable[[Any, str], Any]:
-    """The `__getattr__` of a class."""
+    """Make the `__getattr__` of a class."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:  # noqa: N807
         if name.startswith("__"):
@@ -59,13 +63,13 @@ def not_covered_by(owner: str, known: Sequence[str]) -> Callable[[Any, str], Any
 
 
 def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None]:
-    """The `__setattr__` of a dataclass that describes: its fields stay as they were made, others are not covered."""
+    """Make the `__setattr__` of a dataclass whose fields cannot be changed."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
         if name not in self.__dataclass_fields__:
             raise AttributeError(_sentence(owner, name, known))
         if name in self.__dict__:
-            raise AttributeError(f"{owner}.{name} describes what there is, and cannot be changed")
+            raise AttributeError(f"{owner}.{name} is read-only")
         self.__dict__[name] = value
 
     return __setattr__
@@ -77,11 +81,13 @@ def shown(module: str) -> str:
 
 def sentence(module: str, name: str) -> str:
     owner = shown(module)
-    return _sentence(owner, name, sys.modules[module].__all__, of_all=_INSTEAD.get(owner, ""))
+    return _sentence(owner, name, sys.modules[module].__all__, for_all=_INSTEAD.get(owner, ""))
 
 
-def _sentence(owner: str, name: str, known: Sequence[str], *, of_all: str = "") -> str:
-    wanted, near = f"{owner}.{name}", difflib.get_close_matches(name, known, n=1)
-    reason = _INSTEAD.get(wanted, of_all)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"fleetx does not cover {wanted}: {hint}{reason + '. ' if reason else ''}{owner} has {', '.join(known)}"
+def _sentence(owner: str, name: str, known: Sequence[str], *, for_all: str = "") -> str:
+    wanted = f"{owner}.{name}"
+    hint, reason = did_you_mean(name, known), _INSTEAD.get(wanted, for_all)
+    return (
+        f"fleetx does not support {wanted}: {hint + ' ' if hint else ''}{reason + '. ' if reason else ''}"
+        f"{owner} has {', '.join(known)}"
+    )

@@ -1,10 +1,10 @@
-"""The old system's `X.MultiGPUTrainer`: the loop around a model, with its lines of progress.
+"""`X.MultiGPUTrainer`: a training loop that prints its progress.
 
     trainer = X.MultiGPUTrainer()
     trainer.fit(model, loader, epoch=1)
     trainer.val(model, val_loader, ["acc1", "acc5"], 0)
 
-The model is one that `minimize(model.loss)` was called for, or one that fleet.distribute returned; it returns its loss.
+`minimize(model.loss)` was called for the model, or fleet.distribute returned it; the model returns its loss.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fleetx.paddle.static import feeds
 from fleetx.paddle.static import training as static
 
 LINE = "epoch id: %d, step%d, train_loss: %f, total time cost = %f, step per second: %f, speed: %f"
-MEASURED = 100  # steps of `benchmark`
+BENCHMARK_STEPS = 100
 
 
 class MultiGPUTrainer:
-    """Of as many workers as were started, on GPUs or not."""
+    """Trains on all workers, with or without GPUs."""
 
     def fit(self, model: nn.Module, dataloader: Any, epoch: int, use_dali: bool = False, start_step: int = 10) -> None:
-        """Train for so many epochs. From `start_step` on each step is timed and printed; speed is 1 / its seconds."""
+        """Train for `epoch` epochs. Steps from `start_step` on are timed and printed; speed is steps per second."""
         _check_call(model, use_dali)
         for number in range(epoch):
             total = 0.0
@@ -45,50 +45,50 @@ class MultiGPUTrainer:
     def val(
         self, model: nn.Module, dataloader: Any, target_list: Sequence[Any], current_epoch: int = -1
     ) -> dict[str, float]:
-        """The mean of each target over all samples of all workers, printed and returned."""
+        """Print and return the mean of each target over all samples of all workers."""
         _check_call(model)
         names = [target if isinstance(target, str) else target.name for target in target_list]
         world = current().here()
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=world.device)
         for batch in _batches(dataloader):
-            fed = _fed(model, batch)
-            outputs, samples = _outputs(model, fed), samples_in(fed)
-            sums += torch.tensor([*(_named(outputs, name) * samples for name in names), samples], device=world.device)
+            inputs = _inputs(model, batch)
+            outputs, samples = _outputs(model, inputs), samples_in(inputs)
+            sums += torch.tensor([*(_value(outputs, name) * samples for name in names), samples], device=world.device)
         world.sum(sums)
         *means, samples = sums.tolist()
         if not samples:
-            raise UsageError("there is no sample to evaluate: the loader gives no batch of tensors")
-        found = {name: mean / samples for name, mean in zip(names, means, strict=True)}
-        said = ", ".join(f"{name}: {value:f}" for name, value in found.items())
-        print(f"epoch id: {current_epoch}, {said}" if current_epoch >= 0 else said, flush=True)
-        return found
+            raise UsageError("there is nothing to evaluate: the loader gives no batch of tensors")
+        results = {name: mean / samples for name, mean in zip(names, means, strict=True)}
+        line = ", ".join(f"{name}: {value:f}" for name, value in results.items())
+        print(f"epoch id: {current_epoch}, {line}" if current_epoch >= 0 else line, flush=True)
+        return results
 
     def quick_benchmark(self, model: nn.Module, dataloader: Any, start_step: int = 20, end_step: int = 200) -> float:
-        """The mean number of samples that this worker trains in a second, from start_step to before end_step."""
+        """Return how many samples per second this worker trains, over the steps from start_step to end_step - 1."""
         _check_call(model)
-        return _measured(_step, model, dataloader, start_step, end_step)
+        return _throughput(_step, model, dataloader, start_step, end_step)
 
     def benchmark(self, model: nn.Module, dataloader: Any, start_step: int = 20) -> float:
-        """The same over 100 steps."""
-        return self.quick_benchmark(model, dataloader, start_step, start_step + MEASURED)
+        """Like quick_benchmark, over 100 steps."""
+        return self.quick_benchmark(model, dataloader, start_step, start_step + BENCHMARK_STEPS)
 
     def benchmark_val(self, model: nn.Module, dataloader: Any, start_step: int = 20, end_step: int = 200) -> float:
-        """The mean number of samples that this worker evaluates in a second."""
+        """Return how many samples per second this worker evaluates."""
         _check_call(model)
-        return _measured(_evaluated, model, dataloader, start_step, end_step)
+        return _throughput(_eval_step, model, dataloader, start_step, end_step)
 
 
 def _check_call(model: Any, use_dali: bool = False) -> None:
     if use_dali:
-        raise UsageError("use_dali=True: batches come from torch's DataLoader: leave it out")
+        raise UsageError("use_dali=True is not supported, because batches come from torch's DataLoader: remove it")
     if not isinstance(model, nn.Module):
         raise UsageError(f"the trainer takes a model, not {type(model).__name__}")
-    if static.is_described(model):
+    if static.is_minimized(model):
         static.start_once(model)
 
 
 def _batches(loader: Any, number: int | None = None) -> Iterator[Any]:
-    """Of one epoch; or so many, from as many epochs as that takes."""
+    """Iterate over one epoch, or over `number` batches, repeating the loader."""
     count = 0
     while number is None or count < number:
         before = count
@@ -104,9 +104,9 @@ def _batches(loader: Any, number: int | None = None) -> Iterator[Any]:
             raise UsageError("the loader gives no batch")
 
 
-def _measured(act: Callable[[nn.Module, Any], float], model: nn.Module, loader: Any, start: int, end: int) -> float:
+def _throughput(act: Callable[[nn.Module, Any], float], model: nn.Module, loader: Any, start: int, end: int) -> float:
     if not 0 <= start < end:
-        raise UsageError(f"start_step = {start} must come before end_step = {end}")
+        raise UsageError(f"start_step = {start}: must be at least 0 and below end_step = {end}")
     samples, total = 0, 0.0
     for i, batch in enumerate(_batches(loader, end)):
         _, number, seconds = _timed(act, model, batch)
@@ -117,59 +117,59 @@ def _measured(act: Callable[[nn.Module, Any], float], model: nn.Module, loader: 
 
 
 def _timed(act: Callable[[nn.Module, Any], float], model: nn.Module, batch: Any) -> tuple[float, int, float]:
-    """The loss, the number of samples, seconds."""
-    begun = time.perf_counter()
-    fed = _fed(model, batch)
-    return act(model, fed), samples_in(fed), time.perf_counter() - begun
+    """Return the loss, the number of samples, and the seconds."""
+    start = time.perf_counter()
+    inputs = _inputs(model, batch)
+    return act(model, inputs), samples_in(inputs), time.perf_counter() - start
 
 
 # --- one batch ------------------------------------------------------------------------------------
-def _fed(model: nn.Module, batch: Any) -> Any:
-    """The batch as the model takes it, on its device."""
-    if static.is_described(model):
+def _inputs(model: nn.Module, batch: Any) -> Any:
+    """Convert the batch for the model, on its device."""
+    if static.is_minimized(model):
         return feeds.tensors(model, batch)
     return map_tensors(lambda t: t.to(fleet.device()), batch)
 
 
-def _step(model: nn.Module, fed: Any) -> float:
-    if static.is_described(model):
-        return static.step(model, fed)[model.loss.name].item()
+def _step(model: nn.Module, inputs: Any) -> float:
+    if static.is_minimized(model):
+        return static.step(model, inputs)[model.loss.name].item()
     if not model.training:
         model.train()
     optimizer = current().find(model).optimizer
-    loss = fleet.forward_backward(fed, model=model)
+    loss = fleet.forward_backward(inputs, model=model)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
-def _outputs(model: nn.Module, fed: Any) -> Any:
-    """What the model returns in evaluation; of a pipeline that is the loss."""
-    if static.is_described(model):
-        return static.evaluate(model, fed)
+def _outputs(model: nn.Module, inputs: Any) -> Any:
+    """Evaluate the model; a pipeline returns only its loss."""
+    if static.is_minimized(model):
+        return static.evaluate(model, inputs)
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             if isinstance(current().find(model), ScheduledEngine):
-                return fleet.forward_backward(fed, model=model)
-            args, kwargs = arguments(fed)
+                return fleet.forward_backward(inputs, model=model)
+            args, kwargs = arguments(inputs)
             return model(*args, **kwargs)
     finally:
         model.train(training)
 
 
-def _evaluated(model: nn.Module, fed: Any) -> float:
-    loss = loss_of(_outputs(model, fed))
+def _eval_step(model: nn.Module, inputs: Any) -> float:
+    loss = loss_of(_outputs(model, inputs))
     return 0.0 if loss is None else loss.item()
 
 
-def _named(outputs: Any, name: str) -> float:
+def _value(outputs: Any, name: str) -> float:
     if isinstance(outputs, Tensor):
-        found = outputs if name == "loss" else None
+        value = outputs if name == "loss" else None
     else:
-        found = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-    if not isinstance(found, Tensor):
+        value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+    if not isinstance(value, Tensor):
         known = getattr(outputs, "_fields", None) or (list(outputs) if isinstance(outputs, Mapping) else ["loss"])
-        raise UsageError(f"the model returns no {name!r}: it has {', '.join(map(str, known))}")
-    return found.item()
+        raise UsageError(f"the model does not return {name!r}: it returns {', '.join(map(str, known))}")
+    return value.item()

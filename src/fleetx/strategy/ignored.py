@@ -15,9 +15,30 @@ from typing import Any
 from fleetx.base.suggest import did_you_mean
 from fleetx.errors import StrategyError
 
+# Settings of Paddle's BuildStrategy before DistributedStrategy existed.
+_ON_THE_STRATEGY = (
+    "fuse_all_reduce_ops",
+    "hierarchical_allreduce_inter_nranks",
+    "nccl_comm_num",
+    "sync_batch_norm",
+    "use_hierarchical_allreduce",
+)
 
-@dataclass(slots=True)  # slots: assigning an unknown field is an AttributeError
-class ExecutionStrategy:
+
+class _GraphSettings:
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        if name not in known:
+            hint = did_you_mean(name, known, otherwise=f"the settings are {', '.join(known)}")
+            hint = "set it on fleet.DistributedStrategy()" if name in _ON_THE_STRATEGY else hint
+            raise AttributeError(f"{type(self).__name__} has no {name!r}: {hint}")
+        object.__setattr__(self, name, value)
+
+
+@dataclass(slots=True)
+class ExecutionStrategy(_GraphSettings):
     """Paddle's executor settings."""
 
     num_threads: int = 1
@@ -27,7 +48,7 @@ class ExecutionStrategy:
 
 
 @dataclass(slots=True)
-class BuildStrategy:
+class BuildStrategy(_GraphSettings):
     """Paddle's graph settings."""
 
     enable_sequential_execution: bool = False

@@ -7,6 +7,7 @@ from fleetx.paddle.download import Downloader, Patience
 
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",

@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that can be told to misbehave, and remembers what it was asked for."""
+"""An HTTP server on loopback that misbehaves on request and records what it is asked for."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Asked:
 
 
 class Server:
-    """`files` by path. `faults[path]` is a list; each GET of the path takes the first one and behaves so:
+    """`files` by path. `faults[path]` is a list; each GET of the path takes the first fault:
 
-    ("drop", n)       the right length is announced, n bytes are sent, the connection ends
-    ("status", code)  that answer
-    ("bytes", data)   these bytes instead, with their own length
-    ("elsewhere",)    a range that is not the one asked for
+    ("drop", n)       announce the right length, send n bytes, close the connection
+    ("status", code)  answer with this status
+    ("bytes", data)   send these bytes instead, with their own length
+    ("elsewhere",)    send a different range than requested
     ("redirect", url)
-    ("hold", n)       n bytes, then nothing until `release` is set
-    ("meet",)         answers when three such requests are there at once
+    ("hold", n)       send n bytes, then nothing until `release` is set
+    ("meet",)         answer when three such requests are open at once
     """
 
     def __init__(self, *, certificate=None):
@@ -107,7 +107,7 @@ class _Answers(BaseHTTPRequestHandler):
         if fault[0] == "status" or data is None:
             return self._status(fault[1] if data is not None else 404)
         if fault[0] == "meet":
-            self.told.barrier.wait(10)
+            self.told.barrier.wait(60)
         if fault[0] == "redirect":
             self.send_response(302)
             self.send_header("Location", fault[1])
@@ -133,7 +133,7 @@ class _Answers(BaseHTTPRequestHandler):
         if fault[0] == "hold":
             self.wfile.flush()
             self.told.held.set()
-            self.told.release.wait(20)
+            self.told.release.wait(120)
         return None
 
     def _status(self, code):

@@ -16,7 +16,7 @@ PART = "data/.fleetx-download/parts"
 
 
 def parts(tmp_path):
-    return sorted(p.name for p in (tmp_path / PART).rglob("*") if p.is_file())
+    return sorted(p.relative_to(tmp_path / PART).as_posix() for p in (tmp_path / PART).rglob("*") if p.is_file())
 
 
 def test_a_dropped_connection_is_continued_where_it_broke(server, bring):
@@ -28,7 +28,7 @@ def test_a_dropped_connection_is_continued_where_it_broke(server, bring):
 
 
 def test_drops_without_end_are_borne_as_long_as_bytes_come(server, bring, monkeypatch):
-    monkeypatch.setattr(fetch, "_MOVES", 1000)
+    monkeypatch.setattr(fetch, "_PROGRESS", 1000)
     server.faults["/set/a.bin"] = [("drop", 100_000)] * 20
     assert (bring(server.publish({"a.bin": DATA})) / "a.bin").read_bytes() == DATA
     assert len(server.got("set/a.bin")) == 21
@@ -50,10 +50,10 @@ def test_a_range_that_is_not_the_one_asked_for_is_not_used(server, bring):
 def test_a_server_that_drops_always_is_given_up_with_the_part_kept_for_the_next_run(server, bring, tmp_path):
     address = server.publish({"a.bin": DATA})
     server.faults["/set/a.bin"] = [("drop", 5000), *[("drop", 0)] * 2]
-    with pytest.raises(DownloadError, match=r"set/a.bin: gave up after 3 tries: the connection ended after 5000 of"):
+    with pytest.raises(DownloadError, match=r"set/a.bin: gave up after 3 attempts: the connection ended after 5000 of"):
         bring(address)
     assert not (tmp_path / "data/a.bin").exists()
-    assert parts(tmp_path) == [f"a.bin.{md5(DATA)}"]
+    assert parts(tmp_path) == [f"a.bin/{md5(DATA)}"]
     server.asked.clear()
     assert (bring(address) / "a.bin").read_bytes() == DATA
     assert server.got("set/a.bin") == [5000]
@@ -61,7 +61,7 @@ def test_a_server_that_drops_always_is_given_up_with_the_part_kept_for_the_next_
 
 
 def test_a_part_that_is_whole_already_is_checked_and_used(server, bring, tmp_path):
-    path = tmp_path / PART / f"a.bin.{md5(DATA)}"
+    path = tmp_path / PART / "a.bin" / md5(DATA)
     path.parent.mkdir(parents=True)
     path.write_bytes(DATA)
     assert (bring(server.publish({"a.bin": DATA})) / "a.bin").read_bytes() == DATA
@@ -70,7 +70,7 @@ def test_a_part_that_is_whole_already_is_checked_and_used(server, bring, tmp_pat
 
 @pytest.mark.parametrize("bad", [DATA + b"too long", b"?" * 1000], ids=["longer than the file", "other bytes"])
 def test_a_part_that_is_wrong_is_brought_from_the_start(server, bring, tmp_path, bad):
-    path = tmp_path / PART / f"a.bin.{md5(DATA)}"
+    path = tmp_path / PART / "a.bin" / md5(DATA)
     path.parent.mkdir(parents=True)
     path.write_bytes(bad)
     assert (bring(server.publish({"a.bin": DATA})) / "a.bin").read_bytes() == DATA
@@ -78,7 +78,7 @@ def test_a_part_that_is_wrong_is_brought_from_the_start(server, bring, tmp_path,
 
 
 def test_a_part_of_another_version_is_not_continued(server, bring, tmp_path):
-    path = tmp_path / PART / f"a.bin.{'0' * 32}"
+    path = tmp_path / PART / "a.bin" / ("0" * 32)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"of another version")
     bring(server.publish({"a.bin": DATA}))
@@ -110,7 +110,7 @@ def test_a_sum_that_stays_wrong_is_refused_with_both_sums(server, bring, tmp_pat
 def test_what_was_there_stays_if_the_new_version_cannot_be_had(server, bring, tmp_path):
     where = bring(server.publish({"a.bin": b"old"}))
     server.faults["/set/a.bin"] = [("bytes", b"bad")] * 2
-    with pytest.raises(DownloadError, match="was fetched twice"):
+    with pytest.raises(DownloadError, match="was downloaded twice"):
         bring(server.publish({"a.bin": b"new"}))
     assert (where / "a.bin").read_bytes() == b"old"
 
@@ -135,7 +135,7 @@ def test_all_files_that_failed_are_told_together(server, bring):
     server.faults |= {"/set/1.bin": [("status", 500)] * 9, "/set/3.bin": [("status", 403)]}
     with pytest.raises(DownloadError, match="2 of 6 files failed:") as error:
         bring(server.publish(files), process_num=2)
-    assert "/set/1.bin: gave up after 3 tries: 500" in str(error.value)
+    assert "/set/1.bin: gave up after 3 attempts: 500" in str(error.value)
     assert "/set/3.bin: the server answered 403" in str(error.value)
     assert error.value.failed == ("1.bin", "3.bin")
 
@@ -143,7 +143,7 @@ def test_all_files_that_failed_are_told_together(server, bring):
 def test_a_server_that_is_not_there_is_given_up_in_bounded_time(bring, server):
     address = server.publish({"a.bin": DATA})
     server.stop()
-    with pytest.raises(DownloadError, match=r"set/filelist.txt: gave up after 3 tries: .*refused"):
+    with pytest.raises(DownloadError, match=r"set/filelist.txt: gave up after 3 attempts: .*refused"):
         bring(address)
 
 
@@ -166,14 +166,14 @@ def test_a_stalled_server_counts_as_a_dropped_connection(server, tmp_path):
     server.faults["/set/a.bin"] = [("hold", 1000)]
     config = tmp_path / "x.yaml"
     config.write_text(f"bos_path: {server.publish({'a.bin': DATA})}")
-    hasty = Downloader(patience=Patience(attempts=3, pause=0.01, timeout=0.5))
+    hasty = Downloader(patience=Patience(attempts=3, pause=0.01, timeout=2))
     hasty.download_from_bos(config, str(tmp_path / "data"))
     assert (tmp_path / "data/a.bin").read_bytes() == DATA
     assert server.got("set/a.bin") == [None, 1000]
 
 
 def test_patience_must_make_sense():
-    with pytest.raises(UsageError, match="attempts of at least 1"):
+    with pytest.raises(UsageError, match="attempts must be at least 1"):
         Patience(attempts=0)
 
 
@@ -190,7 +190,7 @@ def test_a_redirection_is_followed_with_its_range(server, bring):
 def test_a_redirection_to_a_local_file_is_refused(server, bring):
     address = server.publish({"a.bin": DATA})
     server.faults["/set/a.bin"] = [("redirect", "file:///etc/passwd")]
-    with pytest.raises(DownloadError, match=r"set/a.bin: .*file:///etc/passwd.* is not allowed"):
+    with pytest.raises(DownloadError, match=r"set/a.bin: redirects to file:///etc/passwd, which is not http or https"):
         bring(address)
 
 
@@ -229,6 +229,6 @@ def test_https_is_not_left_for_http(secure, server, bring, certificate, monkeypa
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     address = secure.publish({"a.bin": DATA})
     secure.faults["/set/a.bin"] = [("redirect", f"{server.publish({'a.bin': DATA})}/a.bin")]
-    with pytest.raises(DownloadError, match="which is not https: refused"):
+    with pytest.raises(DownloadError, match=r"which is not https$"):
         bring(address)
     assert server.asked == []

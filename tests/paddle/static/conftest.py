@@ -8,12 +8,12 @@ import pytest
 
 from fleetx.paddle.static import programs
 
-# Small applications and files of every format, which their own tests are made of.
-sys.path += [str(Path(__file__).parents[1] / room) for room in ("applications", "data")]
+# For small_applications and data_files, which the tests of those rooms use too.
+sys.path += [str(Path(__file__).parents[2] / room) for room in ("applications", "data")]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_in_use(monkeypatch):
-    """Give every test a front that knows of no model."""
-    monkeypatch.setattr(programs, "_described_last", None)
+    """Start every test with no model in use."""
+    monkeypatch.setattr(programs, "_last_minimized", None)
     monkeypatch.setattr(programs, "_in_use", WeakValueDictionary())

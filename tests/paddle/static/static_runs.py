@@ -1,21 +1,28 @@
-"""Scripts under fleetrun, as a user starts them."""
+"""Run Paddle scripts: under fleetrun, as a user starts them, or in the pool of ranks, which costs no new processes."""
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import re
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import fleetx
+from fleetx.paddle.static import imports, programs
 
-SECONDS = 150
+SECONDS = 280
 PACKAGES = str(Path(fleetx.__file__).parents[1])
 
 
 def fleetrun(where: Path, script: str, *arguments: str, options: tuple[str, ...] = ("--nproc_per_node", "2")) -> str:
-    """Run it to its end, which must be a good one; what worker 0 printed, and fleetrun."""
+    """Run a script to its end, which must be a success. Return what worker 0 and fleetrun printed."""
     (where / "train.py").write_text(script)
     names = ("FLEETX_DEVICE", "FLEETX_CACHE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("FLEETX_") or k in names}
@@ -27,8 +34,38 @@ def fleetrun(where: Path, script: str, *arguments: str, options: tuple[str, ...]
     return run.stdout + run.stderr
 
 
+def in_ranks(ranks: Any, where: Path, script: str) -> str:
+    """Run a script in every rank of the pool. Return what rank 0 printed."""
+    printed: list[str] = ranks.run(_run, str(where), script)
+    return printed[0]
+
+
+def _run(where: str, script: str) -> str:
+    text, argv = io.StringIO(), sys.argv
+    imports.install()
+    sys.argv = ["train.py"]
+    try:
+        with chdir(where), redirect_stdout(text), redirect_stderr(text):
+            exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        sys.argv = argv
+        uninstall()
+    return text.getvalue()
+
+
+def uninstall() -> None:
+    """Leave the process as it was: without `paddle`, and with no model in use."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, imports.Finder)]
+    spawn.get_preparation_data = imports._get_preparation_data
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("paddle", "fleet_lightning")]:
+        del sys.modules[name]
+    programs._last_minimized, programs._in_use = None, WeakValueDictionary()
+    gc.collect()
+
+
 def costs(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"cost = ([\d.]+)", text)]
+    """The losses that a script printed as `stepN cost = ...`, and not its `total time cost`."""
+    return [float(cost) for cost in re.findall(r"step\d+ cost = ([\d.]+)", text)]
 
 
 def falls(losses: list[float], *, some: int = 5) -> bool:

@@ -99,7 +99,7 @@ BENCHMARKS = {
 
 @pytest.mark.parametrize("which", BENCHMARKS)
 def test_a_benchmark_goes_round_the_loader_and_tells_samples_per_second(which, capsys, monkeypatch):
-    monkeypatch.setattr("fleetx.paddle.trainer.MEASURED", 3)
+    monkeypatch.setattr("fleetx.paddle.trainer.BENCHMARK_STEPS", 3)
     found = BENCHMARKS[which](MultiGPUTrainer())
     assert found > 0
     assert capsys.readouterr().out == f"steps 1 to 3: {found:f} samples per second\n"
@@ -108,12 +108,15 @@ def test_a_benchmark_goes_round_the_loader_and_tells_samples_per_second(which, c
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda t, m: t.fit(m, batches(), 1, use_dali=True), "leave it out"),
+        (lambda t, m: t.fit(m, batches(), 1, use_dali=True), "remove it"),
         (lambda t, m: t.fit("model", batches(), 1), "takes a model, not str"),
-        (lambda t, m: t.val(m, batches(), ["acc9"]), "no 'acc9': it has loss, acc1, acc5"),
+        (lambda t, m: t.val(m, batches(), ["acc9"]), "does not return 'acc9': it returns loss, acc1, acc5"),
         (lambda t, m: t.val(m, [], ["acc1"]), "the loader gives no batch"),
         (lambda t, m: t.quick_benchmark(m, [], 0, 3), "the loader gives no batch"),
-        (lambda t, m: t.quick_benchmark(m, batches(), 3, 3), "start_step = 3 must come before end_step = 3"),
+        (
+            lambda t, m: t.quick_benchmark(m, batches(), 3, 3),
+            "start_step = 3: must be at least 0 and below end_step = 3",
+        ),
         (lambda t, m: t.fit(make("vgg"), batches(1, "vgg"), 1), "has not been passed to fleet.distribute"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Every script of the documents under fleetrun: as written but for paths, sizes and the lines that were forgotten."""
+"""The scripts of Paddle's documentation, as published except for paths, sizes and missing lines.
+
+One runs under fleetrun, which proves how a script starts; the others run in the pool of ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import tarfile
 import numpy as np
 import pytest
 from data_files import digital, images, line
-from static_runs import costs, falls, fleetrun
+from static_runs import costs, falls, fleetrun, in_ranks
 
 SMALL_RESNET = "layers=(1, 1), hidden=4, image_size=16, num_classes=10"
 
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder as the Downloader leaves one: eight pictures of two kinds, listed often."""
+    """A folder like one from the Downloader: eight pictures of two classes, each listed 20 times."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     images(folder, 8, side=20)
@@ -82,6 +85,7 @@ for i, data in enumerate(data_loader()):
 """
 
 
+@pytest.mark.slow
 def test_the_large_batch_script_trains_bert_and_prints_a_weight(tmp_path):
     data, vocabulary = digital(tmp_path, [line(i) for i in range(4)] * 14, packed=(0,))
     script = LARGE_BATCH.replace("DATA", str(data)).replace("VOCAB", str(vocabulary))
@@ -93,11 +97,11 @@ def test_the_large_batch_script_trains_bert_and_prints_a_weight(tmp_path):
     assert logs == ["workerlog.0", "workerlog.1"]
     second = (tmp_path / "log" / "workerlog.1").read_text()
     assert re.findall(r"w_0: (\[\[[^a-z]*\]\])", second) == re.findall(r"w_0: (\[\[[^a-z]*\]\])", said)  # on both ranks
-    assert costs(second) != costs(said)  # of a share of its own
+    assert costs(second) != costs(said)  # each rank has its own share of the data
     for once in (
         "`import fleet_lightning` gives fleetx",
         "CUDAPlace means the CPU",
-        "no meaning here: execution_strat",
+        "execution_strategy has no effect",
     ):
         assert said.count(once) == 1
         assert once not in second
@@ -160,7 +164,7 @@ AUTO = "dist_strategy.auto = True"
 
 @pytest.fixture
 def served(tmp_path, pictures):
-    """The pictures as they lay on a server: lists, and a tar with its md5."""
+    """The pictures on a server: the lists, and a tar with its md5."""
     remote = tmp_path / "remote"
     remote.mkdir()
     with tarfile.open(remote / "a.tar", "w") as tar:
@@ -173,9 +177,9 @@ def served(tmp_path, pictures):
 
 
 @pytest.mark.parametrize("strategy", [THREE, AUTO], ids=["amp + recompute + lars", "auto"])
-def test_the_scripts_of_several_strategies_and_of_auto_train_resnet(tmp_path, served, strategy):
+def test_the_scripts_of_several_strategies_and_of_auto_train_resnet(ranks, tmp_path, served, strategy):
     script = MULTI_STRATEGY.replace("SIZES", SMALL_RESNET).replace("FS_YAML", served).replace("STRATEGY", strategy)
-    said = fleetrun(tmp_path, script)
+    said = in_ranks(ranks, tmp_path, script)
     assert len(re.findall(r"^worker_index: 0, step\d+ cost = [\d.]+, speed: [\d.]+$", said, re.MULTILINE)) == 20
     assert falls(costs(said))
 
@@ -226,7 +230,7 @@ for i, data in enumerate(data_loader()):
            (i - 9) / total_time, 1 / (end_time - start_time)))
 """
 
-# The blocks of the reference of DistributedStrategy, each put into the loop of the others.
+# The snippets of the reference of DistributedStrategy, each in the same training loop.
 REFERENCE = """
 import numpy as np
 import fleetx as X
@@ -268,13 +272,13 @@ train(strategy)
 """
 
 
-def test_the_lars_script_trains_resnet(tmp_path, pictures):
-    said = fleetrun(tmp_path, LARS.replace("SIZES", SMALL_RESNET).replace("TRAIN", str(pictures / "train.txt")))
-    assert falls(costs(said))
+def test_the_lars_script_trains_resnet(ranks, tmp_path, pictures):
+    script = LARS.replace("SIZES", SMALL_RESNET).replace("TRAIN", str(pictures / "train.txt"))
+    assert falls(costs(in_ranks(ranks, tmp_path, script)))
 
 
-def test_the_blocks_of_the_reference_train(tmp_path):
-    recompute, merge, pipeline = np.reshape(costs(fleetrun(tmp_path, REFERENCE)), (3, 12)).tolist()
+def test_the_blocks_of_the_reference_train(ranks, tmp_path):
+    recompute, merge, pipeline = np.reshape(costs(in_ranks(ranks, tmp_path, REFERENCE)), (3, 12)).tolist()
     assert falls(recompute)
     assert merge[0] == merge[3] > merge[4] == merge[7] > merge[8]  # one update in four steps
     assert falls(pipeline)

@@ -16,7 +16,6 @@ from fleetx.applications import Application
 from fleetx.applications.application import Feed
 from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid
-from rank_pool import RankError
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731
 ADAM = lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.0)  # noqa: E731
@@ -82,21 +81,27 @@ def test_both_forms_give_the_same_losses_and_weights_bit_for_bit(ranks, combinat
 
 
 # --- divided models -------------------------------------------------------------------------------
-def test_a_pipeline_hands_back_its_loss_alone(ranks):
-    with pytest.raises(RankError, match="a pipeline hands back its loss alone, and not 'next_sent_acc'"):
-        ranks.run(fetch_from_a_pipeline, "next_sent_acc")
+def test_a_pipeline_returns_only_its_loss_and_the_parameters_of_this_stage(ranks):
+    first, second = ranks.run(fetch_from_a_pipeline)
+    for errors in (first, second):
+        assert "a pipeline returns only its loss: remove 'next_sent_acc'" in errors["next_sent_acc"]
+    bias = "encoder_layer_0_ffn_fc_0.b_0"
+    assert bias not in first
+    assert f"{bias} belongs to another stage" in second[bias]
 
 
-def test_a_parameter_that_another_stage_holds_is_not_fetched(ranks):
-    with pytest.raises(RankError, match=r"encoder_layer_0_ffn_fc_0\.b_0 is held by another stage"):
-        ranks.run(fetch_from_a_pipeline, "encoder_layer_0_ffn_fc_0.b_0")
-
-
-def fetch_from_a_pipeline(wanted):
+def fetch_from_a_pipeline():
+    """Caught here: an error that leaves a rank restarts the pool."""
     declared = {"pipeline": {"stages": ["bert.encoder.layer.1"], "micro_batch": 2}}
     model, executor = started("bert", fluid.optimizer.Adam(0.01), declared)
     executor.run(model.main_prog, batch("bert"), ["loss"])
-    executor.run(model.main_prog, batch("bert"), [wanted])
+    errors = {}
+    for wanted in ("next_sent_acc", "encoder_layer_0_ffn_fc_0.b_0"):
+        try:
+            executor.run(model.main_prog, batch("bert"), [wanted])
+        except UsageError as error:
+            errors[wanted] = str(error)
+    return errors
 
 
 def test_a_pipeline_is_evaluated_too_and_a_sharded_weight_is_fetched_whole(ranks):

@@ -55,8 +55,8 @@ def test_the_default_programs_are_those_of_the_model_that_was_made_last(monkeypa
 
 def test_a_copy_of_a_model_is_not_described(resnet):
     model, _ = resnet
-    assert training.is_described(model)
-    assert not training.is_described(copy.deepcopy(model))
+    assert training.is_minimized(model)
+    assert not training.is_minimized(copy.deepcopy(model))
 
 
 # --- the scope ------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_parameters_are_read_and_set_in_the_scope_by_either_name():
     np.testing.assert_array_equal(model.classifier[1].weight.detach(), new.T)
     np.testing.assert_array_equal(np.array(scope.find_var("classifier.1.weight").get_tensor()), new.T)
     assert np.array(weight, dtype=np.float64).dtype == np.float64
-    with pytest.raises(UsageError, match=r"has the shape \(32, 10\), and an array of \(10, 32\) was given"):
+    with pytest.raises(UsageError, match=r"has the shape \(32, 10\), but the array has \(10, 32\)"):
         weight.set(new.T)
 
 
@@ -104,7 +104,7 @@ def test_names_mean_the_model_in_use_and_not_one_that_was_only_made():
 def test_a_name_of_two_models_in_use_is_refused_and_one_of_a_model_that_is_gone_is_not():
     model, executor = started()
     second, _ = started("vgg")
-    with pytest.raises(UsageError, match=r"2 models are in use that have a parameter 'fc_0\.b_0', Resnet50 and VGG16"):
+    with pytest.raises(UsageError, match=r"2 models in use have a parameter 'fc_0\.b_0', Resnet50 and VGG16"):
         bias()
     assert bias("fc_2.b_0").shape == (10,)  # of VGG16 alone
     assert executor.run(model.main_prog, batch("resnet"), ["fc_0.b_0"])[0].shape == (10,)
@@ -131,17 +131,23 @@ def test_a_model_of_which_a_script_keeps_nothing_is_run_by_the_default_programs(
 @pytest.mark.parametrize(
     ("find", "says"),
     [
-        (lambda m: m.main_prog.global_block, r"does not cover paddle\.static\.Program\.global_block: .*clone, inputs"),
+        (
+            lambda m: m.main_prog.global_block,
+            r"does not support paddle\.static\.Program\.global_block: .*clone, inputs",
+        ),
         (lambda m: m.main_prog.parameter, "did you mean 'parameters'"),
-        (lambda m: m.loss.astype, r"does not cover paddle\.static\.Variable\.astype: .*name, shape, dtype"),
-        (lambda m: fluid.global_scope().new_scope, r"does not cover paddle\.static\.Scope\.new_scope: .*var, find_var"),
+        (lambda m: m.loss.astype, r"does not support paddle\.static\.Variable\.astype: .*name, shape, dtype"),
+        (
+            lambda m: fluid.global_scope().new_scope,
+            r"does not support paddle\.static\.Scope\.new_scope: .*var, find_var",
+        ),
         (lambda m: setattr(m.main_prog, "random_seed", 1), r"Program\.random_seed: call paddle\.seed\(number\) before"),
         (
             lambda m: setattr(m.main_prog, "kind", "test"),
-            r"Program\.kind describes what there is, and cannot be changed",
+            r"Program\.kind is read-only",
         ),
-        (lambda m: setattr(m.loss, "persistable", True), r"does not cover paddle\.static\.Variable\.persistable"),
-        (lambda m: static.Program, "a program is that of a model: model.main_prog"),
+        (lambda m: setattr(m.loss, "persistable", True), r"does not support paddle\.static\.Variable\.persistable"),
+        (lambda m: static.Program, "programs belong to a model: use model.main_prog"),
     ],
 )
 def test_what_a_description_does_not_cover_says_so(find, says):

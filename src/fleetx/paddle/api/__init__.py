@@ -1,4 +1,4 @@
-"""What `import paddle` gives where fleetx stands in for it: the names that static Fleet scripts use."""
+"""What `import paddle` gives when fleetx replaces it: the names that static Fleet scripts use."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
     "static",
 ]
 
-__version__ = "2.0.0"  # whose names these are, for a script that asks before it chooses between old and new ones
+__version__ = "2.0.0"  # the version whose names these are, for scripts that check it
 
 __getattr__ = not_covered(__name__)
 
 
 def seed(number: int) -> None:
-    """Of the weights of applications that are made afterwards, and of their dropout."""
+    """Seed the weights of applications that are created afterwards, and their dropout."""
     torch.manual_seed(number)
 
 
 def is_compiled_with_cuda() -> bool:
-    """Does this run compute on GPUs?"""
+    """Whether this run uses GPUs."""
     return not on_cpu()

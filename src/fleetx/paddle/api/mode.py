@@ -1,4 +1,4 @@
-"""Paddle's two modes. Programs run in either; eager training is PyTorch's own."""
+"""Paddle's two modes. Programs run in both; for eager training use PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""paddle.nn: of all its names, the clipping of gradients."""
+"""paddle.nn: only gradient clipping is supported."""
 
 from __future__ import annotations
 

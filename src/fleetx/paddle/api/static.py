@@ -5,9 +5,9 @@ from __future__ import annotations
 from fleetx.applications.not_covered import not_covered
 from fleetx.fleet import device_guard
 from fleetx.paddle.static.executor import Executor
-from fleetx.paddle.static.graph_settings import BuildStrategy, ExecutionStrategy
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.scope import global_scope
+from fleetx.strategy.ignored import BuildStrategy, ExecutionStrategy
 
 __all__ = [
     "BuildStrategy",

@@ -1,16 +1,14 @@
-"""Data sets from afar: a yaml names a folder, its filelist.txt and meta.txt name what to bring.
+"""Download data sets: a yaml names a remote folder, whose filelist.txt and meta.txt list the files.
 
 downloader   the public calls and their arguments
 config       the yaml: where the folder is
-listing      filelist.txt and meta.txt, shards, names that stay inside of the folder
-remote       what a remote folder can do; web (http, https) and filesystem (everything else that fsspec knows)
-fetch        one file: resumed, tried again, its md5 checked
-unpack       one tar: beside first, then renamed into place
-folder       all of them, into one local folder; records: what that folder remembers
-node         one process of a node does the work, the others wait for its outcome
-parallel     threads that stop when asked
+listing      filelist.txt, meta.txt, shards, names that must stay inside the folder
+remote       files of a remote folder: http(s) with urllib, everything else with fsspec
+fetch        one file: resumed, retried, its md5 checked
+unpack       one tar: into a temporary folder, then renamed into place
+folder       all files, in threads; records: what the local folder remembers
+node         one process per node does the work, the others wait for its outcome
 progress     a bar or a line now and then
-failure      what can go wrong
 """
 
 from __future__ import annotations

@@ -1,28 +1,36 @@
-"""One file: continued where an interruption left it, tried again when the connection drops, its md5 checked."""
+"""Download one file: resume it, retry it, check its md5."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleetx.base import sizes
 from fleetx.errors import DownloadError, UsageError
-from fleetx.paddle.download.failure import Dropped, Stopped, refuse_if_full
-from fleetx.paddle.download.listing import Listed
-from fleetx.paddle.download.remote import Remote
+from fleetx.paddle.download.remote import Remote, TransientError
 
 _CHUNK = 1 << 20
-_MOVES = 1 << 20  # a try that brings this much more than ever before does not count as a failed one
+_PROGRESS = 1 << 20  # an attempt that gets this many bytes further than any before it is not counted as failed
+
+
+class AbortedError(Exception):
+    """The main thread was interrupted and the others end early. Does not leave this package."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to bear with a server: `attempts` in a row that bring nothing new, seconds before the second (then
-    doubled), seconds without a byte that count as a dropped connection."""
+    """When to give up on a server.
+
+    `attempts`: failed attempts in a row. `pause`: seconds before the second attempt, doubled before each further one.
+    `timeout`: seconds without a byte after which the connection counts as lost.
+    """
 
     attempts: int = 5
     pause: float = 0.5
@@ -30,90 +38,86 @@ class Patience:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.pause < 0 or self.timeout <= 0:
-            raise UsageError(f"{self}: needs attempts of at least 1, pause of at least 0, timeout above 0")
+            raise UsageError(f"{self}: attempts must be at least 1, pause at least 0 and timeout above 0")
 
 
 @dataclass(frozen=True)
-class Way:
-    """From one remote folder, with patience, until told to stop; `reached` hears how many bytes of a file are here."""
+class Fetcher:
+    """Downloads files of one remote folder until `stop` is set. `on_bytes` is told how much of a file has arrived."""
 
     remote: Remote
     patience: Patience
     stop: threading.Event
-    reached: Callable[[str, int], None] = lambda name, size: None
+    on_bytes: Callable[[str, int], None] = lambda name, size: None
+
+    def fetch(self, name: str, part: Path, target: Path, *, md5: str | None = None) -> None:
+        """Download to `part`, then rename to `target`.
+
+        A part is resumed only if there is an md5: without one, two versions of a file could be mixed unnoticed.
+        """
+        actual = None
+        for _ in range(2):
+            self._download(name, part, resume=md5 is not None)
+            actual = md5 and md5_of(part, self.stop)
+            if actual == md5:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                part.replace(target)
+                return
+            part.unlink()
+        raise DownloadError(
+            f"{self.remote.display(name)}: was downloaded twice and has the md5 {actual}, but filelist.txt has {md5}"
+        )
+
+    def _download(self, name: str, part: Path, *, resume: bool) -> None:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        failures, furthest = 0, _size(part)
+        while True:
+            try:
+                return self._stream(name, part, start=_size(part) if resume else 0)
+            except TransientError as error:
+                failures = 0 if _size(part) - furthest >= _PROGRESS else failures + 1
+                furthest = max(furthest, _size(part))
+                if failures >= self.patience.attempts:
+                    message = f"gave up after {failures} attempts: {error}"
+                    raise DownloadError(f"{self.remote.display(name)}: {message}") from None
+            pause = self.patience.pause * 2 ** max(failures - 1, 0)
+            if self.stop.wait(pause * random.uniform(0.5, 1.0)):  # random: not all files at the same time
+                raise AbortedError
+
+    def _stream(self, name: str, part: Path, *, start: int) -> None:
+        reply = self.remote.open(name, start)
+        size = reply.start
+        with closing(reply.stream), part.open("ab" if size else "wb") as file:
+            if reply.total is not None:
+                check_disk(part.parent, reply.total - size, f"{name} still needs")
+            while chunk := reply.read(_CHUNK):
+                if self.stop.is_set():
+                    raise AbortedError
+                file.write(chunk)
+                size += len(chunk)
+                self.on_bytes(name, size)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: a power cut must not leave an empty file under the final name
+        if reply.total is not None and size < reply.total:
+            raise TransientError(f"the connection ended after {size} of {reply.total} bytes")
 
 
-def fetch_checked(way: Way, file: Listed, part: Path, target: Path) -> None:
-    """The file at `target`, with the right md5 or not at all; what is in `part` already is not asked for again."""
-    found = ""
-    for _ in range(2):
-        _bring(way, file.name, part, resume=True)
-        found = md5(part, stop=way.stop)
-        if found == file.md5:
-            return _settle(part, target)
-        part.unlink()
-    raise DownloadError(
-        f"{way.remote.shown(file.name)}: was fetched twice and has the md5 {found}, but filelist.txt says {file.md5}"
-    )
-
-
-def fetch_unchecked(way: Way, name: str, part: Path, target: Path) -> None:
-    """For files without a sum, which could not tell two versions apart: always from the first byte."""
-    _bring(way, name, part, resume=False)
-    _settle(part, target)
-
-
-def md5(path: Path, *, stop: threading.Event) -> str:
+def md5_of(path: Path, stop: threading.Event) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             if stop.is_set():
-                raise Stopped
+                raise AbortedError
             digest.update(chunk)
     return digest.hexdigest()
 
 
-def _bring(way: Way, name: str, part: Path, *, resume: bool) -> None:
-    part.parent.mkdir(parents=True, exist_ok=True)
-    failures, most = 0, _size(part)
-    while True:
-        try:
-            return _stream(way, name, part, start=_size(part) if resume else 0)
-        except Dropped as error:
-            failures = 0 if _size(part) - most >= _MOVES else failures + 1
-            most = max(most, _size(part))
-            if failures >= way.patience.attempts:
-                raise DownloadError(f"{way.remote.shown(name)}: gave up after {failures} tries: {error}") from None
-        pause = way.patience.pause * 2 ** max(failures - 1, 0)
-        if way.stop.wait(pause * random.uniform(0.5, 1.0)):  # not all files at the same moment
-            raise Stopped
-
-
-def _stream(way: Way, name: str, part: Path, *, start: int) -> None:
-    with way.remote.open(name, start=start) as reply:
-        if reply.total is not None:
-            refuse_if_full(part.parent, reply.total - reply.start, f"{name} still needs")
-        have = reply.start
-        with part.open("ab" if have else "wb") as file:
-            while chunk := reply.read(_CHUNK):
-                if way.stop.is_set():
-                    raise Stopped
-                file.write(chunk)
-                have += len(chunk)
-                way.reached(name, have)
-            file.flush()
-            os.fsync(file.fileno())  # a name must never stand for bytes that a power cut could still take
-    if reply.total is not None and have < reply.total:
-        raise Dropped(f"the connection ended after {have} of {reply.total} bytes")
+def check_disk(folder: Path, needed: int, subject: str, *, hint: str = "") -> None:
+    """Raise an error if the disk has less than `needed` bytes left. `subject` is what needs them."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DownloadError(f"{subject} {sizes.words(needed)}, but {folder} has {sizes.words(free)} of disk left{hint}")
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _settle(part: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part.replace(target)
+    return path.stat().st_size if path.exists() else 0

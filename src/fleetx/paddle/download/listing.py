@@ -1,4 +1,4 @@
-"""filelist.txt ("name md5" a line) and meta.txt (a name a line): what there is to bring."""
+"""Parse filelist.txt (a name and its md5 per line) and meta.txt (a name per line)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import PurePosixPath
 from fleetx.errors import DownloadError
 
 FILELIST, META = "filelist.txt", "meta.txt"
-RECORDS = ".fleetx-download"  # the folder inside of the local one that belongs to fleetx: no name may enter it
-
-_MD5 = re.compile(r"[0-9a-f]{32}")
+RECORDS = ".fleetx-download"  # fleetx's own folder inside the local one: no downloaded name may be in it
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedFile:
     """One file of filelist.txt."""
 
     name: str
@@ -27,49 +25,46 @@ class Listed:
         return self.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"))
 
 
-def inside(name: str, *, where: str) -> str:
-    """The name, if it is a relative one that stays inside of the folder; `where` says who gave it."""
+def check_inside(name: str, *, where: str) -> str:
+    """Return the normalized name, or raise an error if it leaves the folder. `where` is the source of the name."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise DownloadError(f"{where}: the name {name!r} leaves the folder; names must be relative and without '..'")
     if RECORDS in path.parts:
-        raise DownloadError(f"{where}: the name {name!r} enters {RECORDS}, which keeps fleetx's own records")
+        raise DownloadError(f"{where}: the name {name!r} is in {RECORDS}, where fleetx keeps its own records")
     return str(path)
 
 
-def read_filelist(text: str, *, where: str) -> list[Listed]:
-    found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        at = f"{where}, line {number}"
-        name, _, md5 = line.strip().replace("\t", " ").rpartition(" ")
-        name, md5 = name.strip(), md5.lower()
-        if not name or not _MD5.fullmatch(md5):
-            raise DownloadError(f"{at}: {line.strip()!r} must be a name and its md5, such as 'a.tar {'0' * 32}'")
-        name = inside(name, where=at)
-        if found.setdefault(name, md5) != md5:
-            raise DownloadError(f"{at}: {name!r} is listed twice, with two sums, {found[name]} and {md5}")
-    return [Listed(name, md5) for name, md5 in found.items()]
+def read_filelist(text: str, where: str) -> list[ListedFile]:
+    sums: dict[str, str] = {}
+    for line, at in _lines(text, where):
+        match = re.fullmatch(r"(.*\S)\s+([0-9a-fA-F]{32})", line)
+        if not match:
+            raise DownloadError(f"{at}: {line!r} must be a name and its md5, such as 'a.tar {'0' * 32}'")
+        name, md5 = check_inside(match[1], where=at), match[2].lower()
+        if sums.setdefault(name, md5) != md5:
+            raise DownloadError(f"{at}: {name!r} is listed twice with different sums, {sums[name]} and {md5}")
+    return [ListedFile(name, md5) for name, md5 in sums.items()]
 
 
-def read_meta(text: str, *, where: str) -> list[str]:
-    names = [
-        inside(line.strip(), where=f"{where}, line {number}")
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip()
-    ]
-    return [name for name in dict.fromkeys(names) if name not in (FILELIST, META)]
+def read_meta(text: str, where: str) -> list[str]:
+    names = dict.fromkeys(check_inside(line, where=at) for line, at in _lines(text, where))
+    return [name for name in names if name not in (FILELIST, META)]
 
 
-def shard(files: Sequence[Listed], *, number: int, among: int) -> list[Listed]:
-    """Every `among`-th file from `number` on; all files if `among` is -1."""
-    if among < 0:
-        return list(files)
-    mine = list(files[number::among])
-    if not mine:
+def _lines(text: str, where: str) -> list[tuple[str, str]]:
+    """Return each line that is not empty, and where it is."""
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return [(line, f"{where}, line {number}") for number, line in lines if line]
+
+
+def shard(files: Sequence[ListedFile], *, shard_id: int, shard_num: int) -> Sequence[ListedFile]:
+    """Every `shard_num`-th file, starting at number `shard_id`; all files if `shard_num` is -1."""
+    if shard_num < 0:
+        return files
+    if shard_id >= len(files):
         raise DownloadError(
-            f"shard_id={number} of shard_num={among} would get no file: {FILELIST} lists {len(files)}; "
-            f"use at most {len(files)} shards"
+            f"shard_id={shard_id} of shard_num={shard_num} would get no file, because {FILELIST} lists "
+            f"{len(files)}: use at most {len(files)} shards"
         )
-    return mine
+    return files[shard_id::shard_num]

@@ -1,12 +1,13 @@
-"""How far it is: a bar for a person at a terminal, a line now and then for a log."""
+"""Show progress: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any
+
+from fleetx.base import sizes
 
 EVERY = 10.0  # seconds between two lines
 
@@ -15,68 +16,51 @@ def say(text: str) -> None:
     print(f"fleetx: {text}", file=sys.stderr, flush=True)
 
 
-def amount(size: int) -> str:
-    """12 B, 3.4 MB ..."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 class Progress:
-    """`reached` and `done` are called by the downloading threads. `size` is None if a server did not tell lengths."""
+    """Thread-safe. `size` is the number of bytes to download, or None if the server does not say."""
 
     def __init__(self, *, files: int, size: int | None, bar: bool):
-        self._files, self._size = files, size
-        self._lock = threading.Lock()
+        self._files, self._size, self._finished, self._received = files, size, 0, 0
         self._bytes: dict[str, int] = {}
-        self._have = self._finished = 0
-        self._spoken = time.monotonic()
+        self._lock, self._printed = threading.Lock(), time.monotonic()
         self._bar: Any = _rich_bar() if bar and sys.stderr.isatty() else None
-        self._task = self._bar.add_task(f"0 of {files} files", total=size) if self._bar else None
 
     def __enter__(self) -> Progress:
         if self._bar:
             self._bar.start()
+            self._bar.add_task("", total=self._size)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
 
-    def reached(self, name: str, size: int) -> None:
-        """So many bytes of the file are here; fewer than before, if it had to start again."""
+    def on_bytes(self, name: str, size: int) -> None:
+        """`size` bytes of the file have arrived: fewer than before if its download started again."""
         with self._lock:
-            self._have += size - self._bytes.get(name, 0)
+            self._received += size - self._bytes.get(name, 0)
             self._bytes[name] = size
             self._show()
 
-    def done(self) -> None:
-        """One file is checked and, if it is a tar, unpacked."""
+    def on_file(self) -> None:
+        """One more file is checked and, if it is a tar, unpacked."""
         with self._lock:
             self._finished += 1
             self._show()
 
     def _show(self) -> None:
+        files = f"{self._finished} of {self._files} files"
         if self._bar:
-            self._bar.update(self._task, completed=self._have, description=f"{self._finished} of {self._files} files")
-        elif time.monotonic() - self._spoken >= EVERY:
-            self._spoken = time.monotonic()
-            whole = f" of {amount(self._size)}" if self._size is not None else ""
-            say(f"{self._finished} of {self._files} files are here, {amount(self._have)}{whole}")
+            self._bar.update(0, completed=self._received, description=files)
+        elif time.monotonic() - self._printed >= EVERY:
+            self._printed = time.monotonic()
+            total = f" of {sizes.words(self._size)}" if self._size is not None else ""
+            say(f"{files} downloaded, {sizes.words(self._received)}{total}")
 
 
 def _rich_bar() -> Any:
-    from rich import progress
+    from rich import progress as p
     from rich.console import Console
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+    columns = (p.BarColumn(), p.DownloadColumn(), p.TransferSpeedColumn(), p.TimeRemainingColumn())
+    return p.Progress(p.TextColumn("{task.description}"), *columns, console=Console(stderr=True))

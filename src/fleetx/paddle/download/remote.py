@@ -1,71 +1,210 @@
-"""A remote folder, whatever serves it."""
+"""Files in a remote folder: over HTTP with urllib, everything else (file, memory, hdfs, s3 ...) through fsspec."""
 
 from __future__ import annotations
 
+import base64
+import http.client
+import io
+import re
+import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
-from urllib.parse import urlunsplit
+from typing import Any
+from urllib import request
+from urllib.parse import quote, unquote, urljoin, urlunsplit
 
+from fleetx.errors import DownloadError
 from fleetx.paddle.download.config import Address, split
-from fleetx.paddle.download.failure import Dropped
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MAX_REDIRECTS = 10
+_BUSY = (408, 425, 429)  # like 5xx, worth another attempt
+_NOT_READABLE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class TransientError(Exception):
+    """The connection failed and another attempt may succeed. Does not leave this package."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One remote file, open at byte `start`. `total` is the length of the whole file, if the server tells."""
+    """A remote file opened at byte `start`. `total` is the length of the file, or None if the server does not say."""
 
-    take: Callable[[int], bytes]
-    close: Callable[[], None]
+    stream: Any
     start: int
     total: int | None
 
-    def read(self, most: int) -> bytes:
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; with read1, as soon as some have arrived, so that a stalled server costs none of them."""
         try:
-            return self.take(most)
-        except Exception as error:  # each file system has errors of its own; the bounded tries end what does not heal
-            raise Dropped(f"{type(error).__name__}: {error}") from error
-
-    def __enter__(self) -> Reply:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+            chunk: bytes = getattr(self.stream, "read1", self.stream.read)(size)
+        except Exception as error:  # each file system has its own exceptions; the number of attempts is bounded
+            raise TransientError(f"{type(error).__name__}: {error}") from error
+        return chunk
 
 
-class Remote(Protocol):
-    """Files by their names relative to the folder. Errors: `Dropped` if another try may help, else DownloadError."""
-
-    def shown(self, name: str) -> str:
-        """The address of a file as it may be printed."""
-
-    def open(self, name: str, *, start: int = 0) -> Reply:
-        """The file from byte `start` on, or from 0 where the server cannot: `Reply.start` says which."""
-
-    def length(self, name: str) -> int | None:
-        """The length of the file, if the server tells; never an error."""
-
-
-def remote(address: Address, *, timeout: float) -> Remote:
-    """`timeout` seconds without a byte count as a dropped connection (http and https; fsspec has its own clocks)."""
+def connect(address: Address, *, timeout: float) -> Web | FileSystem:
+    """Open a remote folder. `timeout`: seconds without a byte, over HTTP; fsspec's file systems have their own."""
     if split(address.url).scheme in ("http", "https"):
-        from fleetx.paddle.download.web import Web
-
         return Web(address.url, timeout=timeout)
-    from fleetx.paddle.download.filesystem import FileSystem
-
     return FileSystem(address)
 
 
 def without_secrets(url: str) -> str:
-    """The URL without user, password and query: signed addresses carry their key in the query."""
+    """Remove the user, the password and the query: signed addresses carry their key in the query."""
     parts = split(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def apart(url: str) -> tuple[str, str]:
-    """The address of the folder, and the name in it; a query stays with the folder."""
+def split_name(url: str) -> tuple[str, str]:
+    """Split into the address of the folder, which keeps the query, and the name of the file."""
     parts = split(url)
     folder, _, name = parts.path.rpartition("/")
     return urlunsplit(parts._replace(path=folder)), name
+
+
+# --- HTTP -----------------------------------------------------------------------------------------
+class _AnyStatus(request.HTTPErrorProcessor):
+    """Returns every response: urllib would raise errors, and follow a redirect from https to http."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
+
+
+class Web:
+    """A folder on a web server. The query of its address (such as a signature) is sent with every file."""
+
+    def __init__(self, url: str, *, timeout: float):
+        parts = split(url)
+        credentials, _, host = parts.netloc.rpartition("@")
+        self._parts = parts._replace(netloc=host, path=quote(parts.path.rstrip("/"), safe="/%"), fragment="")
+        self._timeout, self._headers = timeout, {"User-Agent": "fleetx"}
+        if credentials:
+            self._headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
+        https = request.HTTPSHandler(context=ssl.create_default_context())  # one for all files: it is slow to make
+        self._opener = request.build_opener(https, _AnyStatus())
+
+    def display(self, name: str) -> str:
+        """Return the address of a file without secrets."""
+        return without_secrets(self._url(name))
+
+    def length(self, name: str) -> int | None:
+        """Return the length of a file, or None if it cannot be determined: some servers do not support HEAD."""
+        with suppress(Exception), self._send(name, method="HEAD") as response:
+            return _length(response) if response.status == 200 else None
+        return None
+
+    def open(self, name: str, start: int = 0) -> Reply:
+        """Open a file at byte `start`, or at 0 if the server cannot seek.
+
+        Raises TransientError if another attempt may succeed, DownloadError otherwise.
+        """
+        try:
+            response = self._send(name, start=start)
+        except (ValueError, http.client.InvalidURL) as error:  # an impossible host or port
+            raise DownloadError(f"{self.display(name)}: this address or a redirect is not valid: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise DownloadError(
+                    f"{self.display(name)}: the server's certificate is not trusted ({reason.verify_message}); "
+                    "if your own authority signed it, set SSL_CERT_FILE to the certificate of that authority"
+                ) from None
+            raise TransientError(f"{type(reason).__name__}: {reason}") from error
+        status, length = response.status, _length(response)
+        if status == 200:
+            return Reply(response, 0, length)
+        if status == 206 and start and _first_byte(response) == start:
+            return Reply(response, start, None if length is None else start + length)
+        response.close()
+        if status == 206 and start:  # a different range than requested
+            return self.open(name)
+        if status == 416 and start:  # nothing after `start`: the md5 tells whether the file is complete
+            return Reply(io.BytesIO(), start, None)
+        if status in _BUSY or status >= 500:
+            raise TransientError(f"{status} {response.reason}")
+        raise DownloadError(f"{self.display(name)}: the server answered {status} {response.reason}")
+
+    def _send(self, name: str, *, start: int = 0, method: str = "GET") -> Any:
+        url, headers = self._url(name), dict(self._headers)
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        for _ in range(_MAX_REDIRECTS):
+            response = self._opener.open(request.Request(url, headers=headers, method=method), timeout=self._timeout)
+            target = response.headers.get("Location")
+            if response.status not in _REDIRECTS or not target:
+                return response
+            response.close()
+            allowed = ("https",) if url.startswith("https:") else ("http", "https")
+            url = urljoin(url, target)
+            if split(url).scheme not in allowed:
+                raise DownloadError(
+                    f"{self.display(name)}: redirects to {without_secrets(url)}, which is not {' or '.join(allowed)}"
+                )
+            headers.pop("Authorization", None)  # the password is for the first server only
+        raise DownloadError(f"{self.display(name)}: more than {_MAX_REDIRECTS} redirects")
+
+    def _url(self, name: str) -> str:
+        return urlunsplit(self._parts._replace(path=f"{self._parts.path}/{quote(name)}"))
+
+
+def _length(response: Any) -> int | None:
+    text = response.headers.get("Content-Length") or ""
+    return int(text) if text.isdecimal() else None
+
+
+def _first_byte(response: Any) -> int | None:
+    match = re.match(r"\s*bytes (\d+)-", response.headers.get("Content-Range", ""))
+    return int(match[1]) if match else None
+
+
+# --- everything else ------------------------------------------------------------------------------
+class FileSystem:
+    """A folder that fsspec can open; its methods are those of `Web`."""
+
+    def __init__(self, address: Address):
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        self._address = without_secrets(address.url).rstrip("/")
+        try:
+            self._fs, root = url_to_fs(address.url, skip_instance_cache=True, **address.options)
+        except (ImportError, ValueError, TypeError, OSError) as error:
+            raise DownloadError(f"{self._address}: fsspec cannot open this address: {error}") from None
+        self._root = root.rstrip("/")
+
+    def display(self, name: str) -> str:
+        return f"{self._address}/{name}"
+
+    def length(self, name: str) -> int | None:
+        with suppress(DownloadError, TransientError):
+            return self._try(name, self._size)
+        return None
+
+    def open(self, name: str, start: int = 0) -> Reply:
+        def open_at(path: str) -> Reply:
+            total = self._size(path)
+            first = start if total is None or start <= total else 0
+            file = self._fs.open(path, "rb")
+            file.seek(first)
+            return Reply(file, first, total)
+
+        return self._try(name, open_at)
+
+    def _size(self, path: str) -> Any:
+        return self._fs.info(path).get("size")
+
+    def _try(self, name: str, act: Callable[[str], Any]) -> Any:
+        try:
+            return act(f"{self._root}/{name}")
+        except _NOT_READABLE as error:
+            raise DownloadError(
+                f"{self.display(name)}: {type(error).__name__}: the file does not exist or cannot be read"
+            ) from None
+        except Exception as error:  # see Reply.read
+            raise TransientError(f"{type(error).__name__}: {error}") from error
+
+
+Remote = Web | FileSystem

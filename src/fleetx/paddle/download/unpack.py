@@ -1,7 +1,8 @@
-"""One tar: unpacked beside, every member checked first, then renamed into place file by file.
+"""Unpack a tar into a temporary folder, checking every member first, then rename the files into place.
 
-The rules for links are stricter than those of tarfile's data filter, which resolves them on the disk and was got
-around by long chains of links: here a link is judged by its text alone, and nothing may lie behind a link.
+Before Python 3.11.13 tarfile's data filter accepts some links that leave the folder (it resolves them on disk, where a
+link that does not exist yet can still change their meaning). Here a link is judged by its text alone, and no member may
+be behind a link.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import filecmp
 import lzma
 import os
+import posixpath
 import stat
 import tarfile
 import threading
@@ -17,96 +19,92 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from fleetx.errors import DownloadError
-from fleetx.paddle.download.failure import Stopped, refuse_if_full
-from fleetx.paddle.download.listing import inside
+from fleetx.paddle.download.fetch import AbortedError, check_disk
+from fleetx.paddle.download.listing import check_inside
 
-Member = int | str | None  # what a name stands for: a file of so many bytes, a link to so-and-so, a folder
+Member = int | str | None  # the size of a file, the target of a link, or None for a folder
 Members = dict[str, Member]
 
-# A stream whose md5 is right and whose content is not raises whatever the place that is broken was read by.
-_BROKEN = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, OverflowError)
+# A damaged archive with a correct md5 raises any of these, depending on where the damage is.
+_DAMAGED = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, OverflowError)
 
 
-def unpack(tar: Path, beside: Path, *, shown: str, stop: threading.Event) -> Members:
-    """Everything in the tar, under `beside`; the whole tar is refused for one member that leaves the folder."""
+def unpack(tar: Path, temporary: Path, *, display: str, stop: threading.Event) -> Members:
+    """Unpack into the new folder `temporary`. One member that leaves the folder makes the whole tar an error."""
     if not hasattr(tarfile, "data_filter"):
         raise DownloadError("unpacking needs tarfile's data filter: use Python 3.11.4 or newer")
-    beside.mkdir(parents=True)
+    temporary.mkdir(parents=True)
     members: Members = {}
     try:
         with tarfile.open(tar) as archive:
             for member in archive:
                 if stop.is_set():
-                    raise Stopped
-                if PurePosixPath(member.name) == PurePosixPath("."):  # `tar -C folder .` begins with the folder itself
+                    raise AbortedError
+                if not PurePosixPath(member.name).parts:  # `tar -C folder .` begins with the folder itself
                     continue
-                name = _judge(member, members, shown=shown)
+                name = _check(member, members, display=display)
                 if member.isreg():
-                    (beside / name).unlink(missing_ok=True)  # named twice: the later one counts, as with tar itself
-                    refuse_if_full(beside, member.size, f"{shown}: {member.name!r} needs")
-                archive.extract(member, beside, filter="data")
-                members[name] = _seen(beside / name)
-    except _BROKEN as error:
-        raise DownloadError(f"{shown}: cannot be unpacked: {type(error).__name__}: {error}") from error
+                    (temporary / name).unlink(missing_ok=True)  # in the tar twice: the later one counts
+                    check_disk(temporary, member.size, f"{display}: {member.name!r} needs")
+                archive.extract(member, temporary, filter="data")
+                members[name] = _on_disk(temporary / name)
+    except _DAMAGED as error:
+        raise DownloadError(f"{display}: cannot be unpacked: {type(error).__name__}: {error}") from error
     return members
 
 
-def publish(beside: Path, members: Members, folder: Path, *, owner: str, owners: dict[str, str]) -> None:
-    """Rename what was unpacked into `folder`. `owners` says which tar brought a name: two may not disagree."""
-    for name, what in members.items():
-        here, there = beside / name, folder / name
-        if what is None:
-            there.mkdir(parents=True, exist_ok=True)
+def publish(temporary: Path, members: Members, folder: Path, *, owner: str, owners: dict[str, str]) -> None:
+    """Rename what was unpacked into `folder`. `owners` maps each name to the tar or list that it came from."""
+    for name, member in members.items():
+        source, target = temporary / name, folder / name
+        if member is None:
+            target.mkdir(parents=True, exist_ok=True)
             continue
-        if isinstance(what, str) and there.parent.resolve() != folder.resolve() / PurePosixPath(name).parent:
-            raise DownloadError(f"{owner}: the link {name!r} would lie behind another link: refused")
+        if isinstance(member, str) and target.parent.resolve() != folder.resolve() / PurePosixPath(name).parent:
+            raise DownloadError(f"{owner}: the link {name!r} is behind a link of another tar, which is not allowed")
         other = owners.setdefault(name, owner)
-        if other != owner and not _same(here, there):
-            raise DownloadError(f"{owner} and {other} hold different files under one name, {name!r}")
-        there.parent.mkdir(parents=True, exist_ok=True)
-        here.replace(there)
+        if other != owner and not _same(source, target):
+            raise DownloadError(f"{owner} and {other} hold different files with the same name, {name!r}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.replace(target)
 
 
-def intact(folder: Path, members: Mapping[str, Member]) -> bool:
-    """Is all of it there still, each file with its size?"""
+def is_intact(folder: Path, members: Mapping[str, Member]) -> bool:
+    """Whether all members still exist, each file with its size."""
     try:
-        return all(_seen(folder / name) == what for name, what in members.items())
+        return all(_on_disk(folder / name) == member for name, member in members.items())
     except OSError:
         return False
 
 
-def _judge(member: tarfile.TarInfo, members: Members, *, shown: str) -> str:
-    """The name of the member, if it may be unpacked."""
-    name = inside(member.name, where=shown)
-    at = f"{shown}: the member {member.name!r}"
-    if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
-        raise DownloadError(f"{at} is a device, a pipe or the like: refused")
-    path = PurePosixPath(name)
+def _check(member: tarfile.TarInfo, members: Members, *, display: str) -> str:
+    """Return the name of the member, or raise an error if unpacking it is not safe."""
+    at = f"{display}: the member {member.name!r}"
+    path = PurePosixPath(check_inside(member.name, where=display))
+    name = str(path)
     if any(isinstance(members.get(str(parent)), str) for parent in path.parents):
-        raise DownloadError(f"{at} lies behind a link: refused")
-    known = members.get(name)
-    if name in members and not (member.isreg() if isinstance(known, int) else member.isdir() and known is None):
-        raise DownloadError(f"{at} is there twice, as two different things: refused")
+        raise DownloadError(f"{at} is behind a link, which is not allowed")
+    if name in members:
+        before = members[name]
+        if not (member.isreg() if isinstance(before, int) else member.isdir() and before is None):
+            raise DownloadError(f"{at} is in the tar twice, as two different things")
     if member.issym():
-        target = PurePosixPath(member.linkname)
-        ups = [part == ".." for part in target.parts]
-        # `..` only in front: behind the name of another link it could lead anywhere
-        if target.is_absolute() or sum(ups) > len(path.parent.parts) or any(ups[sum(ups) :]):
-            raise DownloadError(f"{at} is a link that leaves the folder, to {member.linkname!r}: refused")
-        if rest := target.parts[sum(ups) :]:
-            inside("/".join(rest), where=at)
-    if member.islnk() and not isinstance(members.get(inside(member.linkname, where=at)), int):
-        raise DownloadError(
-            f"{at} is a hard link to {member.linkname!r}, which is no file of the tar before it: refused"
-        )
+        link = str(PurePosixPath(member.linkname))
+        target = posixpath.normpath(posixpath.join(path.parent, link))
+        if link != posixpath.normpath(link):  # `..` after the name of another link could lead anywhere
+            raise DownloadError(f"{at} is a link to {member.linkname!r}: '..' is allowed only at its start")
+        if target != ".":
+            check_inside(target, where=f"{at} is a link")
+    if member.islnk() and not isinstance(members.get(check_inside(member.linkname, where=at)), int):
+        raise DownloadError(f"{at} is a hard link to {member.linkname!r}, which is not an earlier file of the tar")
     return name
 
 
-def _seen(path: Path) -> Member:
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+def _on_disk(path: Path) -> Member:
+    info = path.lstat()
+    if stat.S_ISLNK(info.st_mode):
         return os.readlink(path)
-    return None if stat.S_ISDIR(found.st_mode) else found.st_size
+    return None if stat.S_ISDIR(info.st_mode) else info.st_size
 
 
 def _same(one: Path, other: Path) -> bool:

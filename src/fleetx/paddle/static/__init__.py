@@ -1,18 +1,18 @@
-"""The static front: scripts that were written for Paddle's static Fleet run on fleetx.
+"""Run scripts that were written for Paddle's static Fleet.
 
     import fleetx.static
-    fleetx.static.install()     # from here on `import paddle` finds fleetx.static.paddle; fleetrun does this by itself
+    fleetx.static.install()     # from now on `import paddle` gives fleetx.paddle.api; fleetrun does this automatically
 
-A program is an application. `minimize(loss)` describes its optimizer and strategy, which `training.py` gives to
-`fleet.distribute`; `Executor.run` runs one step of it and fetches by name. There is no training logic here.
+A program is an application. `minimize(loss)` records the optimizer and the strategy, which `training.py` passes to
+`fleet.distribute`; `Executor.run` runs one step and fetches values by name. There is no training logic here.
 
-    imports.py covered.py        `import paddle`, and what is said where a name is not covered
-    optimizers.py rates.py       optimizers and learning rates as a script describes them
-    training.py executor.py      what has become of an application; one run of it
-    feeds.py values.py scope.py  what goes in; what comes out, and parameters by name
-    places.py programs.py        devices; the default programs
-    clips.py graph_settings.py   decay and clipping; settings without a meaning
-    paddle/                      the names that a Paddle script imports
+    imports.py                   `import paddle` and its errors
+    optimizers.py rates.py       optimizers and learning rates of a script
+    training.py executor.py      the training state of an application; one run of its program
+    feeds.py values.py scope.py  inputs; outputs, and parameters by name
+    devices.py programs.py       places; the default programs
+    regularization.py            weight decay and clipping
+    ../api/                      the names that a Paddle script imports
 """
 
 from fleetx.paddle.static.imports import install

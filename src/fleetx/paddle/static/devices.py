@@ -1,4 +1,4 @@
-"""Where to compute, in Paddle's words. Which device a worker has was decided when it was started."""
+"""Paddle's places. The device of a worker is fixed when it starts; a place is only checked against it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _said: set[str] = set()
 
 
 def on_cpu() -> bool:
-    """As `fleet.device()`, which can be asked only after `fleet.init`."""
+    """Like `fleet.device()`, but before `fleet.init`."""
     kind = os.environ.get("FLEETX_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     return kind == "cpu"
 
 
 def say_once(text: str) -> None:
-    """On the first worker."""
+    """Print on the first worker."""
     if text not in _said and from_environment().rank == 0:
         print(f"fleetx: {text}", file=sys.stderr, flush=True)
     _said.add(text)
@@ -31,25 +31,27 @@ def say_once(text: str) -> None:
 class CPUPlace:
     def check(self, device: torch.device) -> None:
         if device.type != "cpu":
-            raise UsageError(f"CPUPlace() is given, and this worker trains on {device}: start it with --device cpu")
+            raise UsageError(
+                f"the script uses CPUPlace(), but this worker trains on {device}: start it with --device cpu"
+            )
 
 
 @dataclass(frozen=True)
 class CUDAPlace:
-    """One GPU of this machine; on a machine that trains on its CPU it means that."""
+    """A GPU of this machine; the CPU if the worker trains on it."""
 
     device_id: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.device_id, bool) or not isinstance(self.device_id, int) or self.device_id < 0:
-            raise UsageError(f"CUDAPlace({self.device_id!r}): must be the number of a GPU, from 0")
+            raise UsageError(f"CUDAPlace({self.device_id!r}): must be the number of a GPU, starting at 0")
         if on_cpu():
-            say_once("CUDAPlace means the CPU here, where this run computes")
+            say_once("CUDAPlace means the CPU here, because this run uses the CPU")
 
     def check(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index != self.device_id:
             raise UsageError(
-                f"CUDAPlace({self.device_id}) is given, and this worker trains on {device}: write "
+                f"the script uses CUDAPlace({self.device_id}), but this worker trains on {device}: write "
                 "CUDAPlace(int(os.environ.get('FLAGS_selected_gpus', 0)))"
             )
 

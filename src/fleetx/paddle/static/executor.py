@@ -1,4 +1,4 @@
-"""Executor.run: one run of a program, and what was asked of it by name."""
+"""`Executor.run`: run a program once and fetch values by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetx.errors import UsageError
 from fleetx.paddle.static import devices, feeds, training
 from fleetx.paddle.static.programs import default_main_program
 from fleetx.paddle.static.scope import Scope
-from fleetx.paddle.static.values import as_numpy, whole
+from fleetx.paddle.static.values import as_numpy, full_value
 
 Fetched = Variable | str
 
@@ -34,13 +34,13 @@ class Executor:
         return_numpy: bool = True,
         use_program_cache: bool = False,
     ) -> list[Any]:
-        """A step of training for a main program that was minimized, a forward for a clone for test.
+        """Run one training step of a main program, or a forward of a clone for test.
 
-        fetch_list names outputs, inputs and parameters; these are as they are after the step. There is one scope.
-        Without return_numpy the values are tensors.
+        fetch_list names outputs, inputs and parameters; parameters have their values after the step. The only scope is
+        fluid.global_scope(). Without return_numpy the values are tensors.
         """
         if use_program_cache:
-            devices.say_once("no meaning here: use_program_cache (there is no program to prepare)")
+            devices.say_once("use_program_cache has no effect: there is no program to prepare")
         program = default_main_program() if program is None else program
         if not isinstance(program, Program):
             raise UsageError(f"Executor.run takes a program, such as model.main_prog, not {program!r}")
@@ -51,23 +51,23 @@ class Executor:
             self.place.check(fleet.device())
         if program.kind == "startup":
             if feed or fetch_list:
-                raise UsageError("the startup program has neither inputs nor outputs: leave feed and fetch_list out")
+                raise UsageError("the startup program has no inputs and no outputs: remove feed and fetch_list")
             training.start(application)
             return []
         training.check_can_run(program)
         names = _names(program, fetch_list)
         variables = _variables(program, names)
         run = training.step if program.kind == "main" else training.evaluate
-        fed = feeds.tensors(application, feed)
-        values = fed | run(application, fed)
-        found = [
-            whole(application, name) if isinstance(variable, Parameter) else values[name]
+        inputs = feeds.tensors(application, feed)
+        values = inputs | run(application, inputs)
+        results = [
+            full_value(application, name) if isinstance(variable, Parameter) else values[name]
             for name, variable in zip(names, variables, strict=True)
         ]
-        return [as_numpy(value) for value in found] if return_numpy else found
+        return [as_numpy(value) for value in results] if return_numpy else results
 
     def close(self) -> None:
-        """Nothing is held."""
+        """A no-op."""
 
     __getattr__ = not_covered_by("paddle.fluid.Executor", ("run", "close"))
 
@@ -82,18 +82,15 @@ def _names(program: Program, fetch_list: Any) -> list[str]:
         if not isinstance(item, Fetched):
             raise UsageError(f"fetch_list takes names and variables, such as model.loss, not {item!r}")
         if isinstance(item, Variable) and item.application is not program.application:
-            raise UsageError(f"{item.name!r} in fetch_list belongs to another model than the program that is run")
+            raise UsageError(f"{item.name!r} in fetch_list belongs to a different model than the program")
     return [item.name if isinstance(item, Variable) else item for item in items]
 
 
 def _variables(program: Program, names: list[str]) -> list[Variable]:
-    """What the names stand for; refused before anything is trained."""
-    found = program.variables(names) if names else []
-    alone = program.application.loss.name
-    if training.divided(program.application):
-        outputs = {variable.name for variable in program.outputs} - {alone}
+    """Look the names up before anything is trained."""
+    variables = program.variables(names) if names else []
+    if training.is_pipelined(program.application):
+        outputs = {variable.name for variable in program.outputs} - {program.application.loss.name}
         if others := [name for name in names if name in outputs]:
-            raise UsageError(
-                f"a pipeline hands back its loss alone, and not {others[0]!r}: leave that out of fetch_list"
-            )
-    return found
+            raise UsageError(f"a pipeline returns only its loss: remove {others[0]!r} from fetch_list")
+    return variables

@@ -1,11 +1,7 @@
-"""Optimizers as a script describes them. `minimize(loss)` gives the description to the program of the loss.
-
-What differs between `fluid.optimizer` and `paddle.optimizer` is how they are written: their signatures are there.
-"""
+"""Optimizers of a Paddle script: recipes to build torch's optimizers. The classes are in ../api/optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,35 +10,33 @@ from torch import nn
 
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.applications.not_covered import not_covered_by
-from fleetx.errors import StrategyError, UsageError
-from fleetx.optim import Lamb, Lars, exclusion
+from fleetx.errors import UsageError
 from fleetx.paddle.static import rates, training
 from fleetx.paddle.static.regularization import Clip, L2Decay
 from fleetx.strategy import DistributedStrategy
 
 Parameters = training.Parameters
-_COVERED = "paddle.optimizer.Optimizer", ("minimize", "get_lr", "set_lr")
+_SUPPORTED = "paddle.optimizer.Optimizer", ("minimize", "get_lr", "set_lr")
 
 
-class Described:
-    """What a script says of an optimizer."""
+class PaddleOptimizer:
+    """What a script says about an optimizer. `minimize(loss)` assigns it to the program of the loss."""
 
-    application: Application | None = None  # that it trains
+    application: Application | None = None  # set by minimize
 
     def __init__(
         self,
         learning_rate: Any,
-        *,
-        parameters: Parameters = None,
-        decay: float | L2Decay | None = None,
-        grad_clip: Clip | None = None,
-        name: str | None = None,
+        parameters: Parameters,
+        weight_decay: float | L2Decay | None,
+        grad_clip: Clip | None,
+        name: str | None,
     ):
         self.rate = rates.checked(learning_rate)
-        self.parameters, self.decay, self.name = training.several(parameters), _decay(decay), name
+        self.parameters, self.decay, self.name = training.as_list(parameters), _decay(weight_decay), name
         if not isinstance(grad_clip, Clip | None):
             raise UsageError(
-                f"grad_clip = {grad_clip!r}: fleetx covers GradientClipByGlobalNorm (ClipGradByGlobalNorm)"
+                f"grad_clip = {grad_clip!r}: must be a GradientClipByGlobalNorm (ClipGradByGlobalNorm in Paddle 2)"
             )
         self.clip = grad_clip
 
@@ -53,32 +47,32 @@ class Described:
         parameter_list: Parameters = None,
         no_grad_set: Parameters = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Train the program of `loss` on this worker alone."""
-        training.alone()
-        alone = Distributed(self, DistributedStrategy())
-        return alone.minimize(loss, startup_program, parameter_list, no_grad_set)
+        """Train the program of `loss` on this worker only."""
+        training.init_single_worker()
+        single = DistributedOptimizer(self, DistributedStrategy())
+        return single.minimize(loss, startup_program, parameter_list, no_grad_set)
 
     def get_lr(self) -> float:
-        """The rate of the next run."""
-        return rates.at(self.rate, 0 if self.application is None else training.runs(self.application))
+        """Return the learning rate of the next run."""
+        return rates.at(self.rate, 0 if self.application is None else training.run_count(self.application))
 
     def set_lr(self, value: float) -> None:
         if callable(self.rate):
             raise UsageError("the learning rate is a schedule, which set_lr would replace: change the schedule instead")
         self.rate = rates.checked(value)
 
-    def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of torch."""
+    def build(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Build torch's optimizer."""
         raise NotImplementedError
 
-    __getattr__ = not_covered_by(*_COVERED)
+    __getattr__ = not_covered_by(*_SUPPORTED)
 
 
-class Distributed:
-    """A described optimizer with a strategy: what fleet.distributed_optimizer gives a static script."""
+class DistributedOptimizer:
+    """A Paddle optimizer with a strategy: what fleet.distributed_optimizer returns to a static script."""
 
-    def __init__(self, described: Described, strategy: DistributedStrategy | None):
-        self.described, self.strategy = described, training.declared(strategy, described.clip)
+    def __init__(self, recipe: PaddleOptimizer, strategy: DistributedStrategy | None):
+        self.recipe, self.strategy = recipe, training.prepare_strategy(strategy, recipe.clip)
 
     def minimize(
         self,
@@ -87,120 +81,29 @@ class Distributed:
         parameter_list: Parameters = None,
         no_grad_set: Parameters = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Train the program of `loss` with all workers. Returns Paddle's two lists, which are empty here."""
+        """Train the program of `loss` on all workers. Returns Paddle's two lists, which are empty here."""
         if startup_program is not None and startup_program.application is not getattr(loss, "application", None):
-            raise UsageError("startup_program belongs to another model than the loss: leave it out")
-        only = self.described.parameters if parameter_list is None else parameter_list
-        training.describe(loss, self.described, self.strategy, only, no_grad_set)
+            raise UsageError("startup_program belongs to a different model than the loss: remove it")
+        only = self.recipe.parameters if parameter_list is None else parameter_list
+        training.minimize(loss, self.recipe, self.strategy, only, no_grad_set)
         return [], []
 
     def get_lr(self) -> float:
-        return self.described.get_lr()
+        return self.recipe.get_lr()
 
     def set_lr(self, value: float) -> None:
-        self.described.set_lr(value)
+        self.recipe.set_lr(value)
 
-    __getattr__ = not_covered_by(*_COVERED)
-
-
-class SGD(Described):
-    """With momentum it is Paddle's Momentum: the two have the same formula in torch."""
-
-    def __init__(self, learning_rate: Any, momentum: float = 0.0, nesterov: bool = False, **common: Any):
-        super().__init__(learning_rate, **common)
-        self.momentum, self.nesterov = momentum, nesterov
-
-    def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            params, lr=self.get_lr(), momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.decay
-        )
+    __getattr__ = not_covered_by(*_SUPPORTED)
 
 
-class Adam(Described):
-    def __init__(self, learning_rate: Any, betas: tuple[float, float], epsilon: float, lazy_mode: bool, **common: Any):
-        super().__init__(learning_rate, **common)
-        self.betas, self.epsilon = betas, epsilon
-        if lazy_mode:
-            raise UsageError("lazy_mode=True is for sparse gradients, which applications have not: leave it out")
-
-    def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(params, lr=self.get_lr(), betas=self.betas, eps=self.epsilon, weight_decay=self.decay)
-
-
-class AdamW(Adam):
-    """Its decay shrinks the parameters instead of changing their gradients."""
-
-    def __init__(self, *described: Any, decays: Callable[[str], bool] | None = None, **common: Any):
-        super().__init__(*described, **common)
-        self.decays = decays
-
-    def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        names = {id(p): parameter.name for parameter, p in described(application)}
-        chosen = [p for p in params if self.decays is None or self.decays(names[id(p)])]
-        kept = {id(p) for p in chosen}
-        groups: list[dict[str, Any]] = [{"params": chosen, "weight_decay": self.decay}]
-        groups.append({"params": [p for p in params if id(p) not in kept], "weight_decay": 0.0})
-        groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=self.get_lr(), betas=self.betas, eps=self.epsilon)
-
-
-class LarsMomentum(Described):
-    def __init__(
-        self,
-        learning_rate: Any,
-        momentum: float,
-        lars_coeff: float,
-        lars_weight_decay: float,
-        epsilon: float,
-        exclude: Sequence[str],
-        **common: Any,
-    ):
-        super().__init__(learning_rate, **common)
-        _refuse_second_decay("LarsMomentum", "lars_weight_decay", self.decay)
-        self.options: dict[str, Any] = {"momentum": momentum, "lars_coeff": lars_coeff, "epsilon": epsilon}
-        self.options["weight_decay"], self.exclude = lars_weight_decay, list(exclude)
-
-    def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        excluded = exclusion.positions(application, self.exclude, params)
-        made = Lars([{"params": params, "excluded": excluded}], lr=self.get_lr(), **self.options)
-        if problems := list(exclusion.problems("LarsMomentum", application, made, self.exclude)):
-            raise StrategyError(problems)
-        return made
-
-
-class LayerwiseAdam(Described):
-    def __init__(
-        self,
-        learning_rate: Any,
-        lamb_weight_decay: float,
-        betas: tuple[float, float],
-        epsilon: float,
-        excludes: Callable[[Parameter], bool] | None,
-        **common: Any,
-    ):
-        super().__init__(learning_rate, **common)
-        _refuse_second_decay("Lamb", "lamb_weight_decay", self.decay)
-        self.options: dict[str, Any] = {"betas": betas, "eps": epsilon, "weight_decay": lamb_weight_decay}
-        self.excludes = excludes
-
-    def make(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        out = {id(p) for parameter, p in described(application) if self.excludes and self.excludes(parameter)}
-        excluded = [i for i, p in enumerate(params) if id(p) in out]
-        return Lamb([{"params": params, "excluded": excluded}], lr=self.get_lr(), **self.options)
-
-
-def described(application: Application) -> list[tuple[Parameter, nn.Parameter]]:
-    """Parameters with their descriptions."""
+def named_parameters(application: Application) -> list[tuple[Parameter, nn.Parameter]]:
+    """Pair Paddle's parameters with torch's."""
     return list(zip(application.parameter_list(), application.parameters(), strict=True))
 
 
 def _decay(value: Any) -> float:
-    found = value.coeff if isinstance(value, L2Decay) else 0.0 if value is None else value
-    if isinstance(found, bool) or not isinstance(found, Real) or found < 0:
-        raise UsageError(f"{value!r} as a decay: fleetx covers L2Decay(coeff), or its coefficient, of at least 0")
-    return float(found)
-
-
-def _refuse_second_decay(kind: str, own: str, decay: float) -> None:
-    if decay:
-        raise UsageError(f"{kind} has {own}, and another decay of {decay} would come on top of it: keep one")
+    coeff = value.coeff if isinstance(value, L2Decay) else 0.0 if value is None else value
+    if isinstance(coeff, bool) or not isinstance(coeff, Real) or coeff < 0:
+        raise UsageError(f"weight decay = {value!r}: must be an L2Decay(coeff) or a number of at least 0")
+    return float(coeff)

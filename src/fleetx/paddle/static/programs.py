@@ -1,4 +1,4 @@
-"""The programs that there are: of applications that were described (by `minimize`) or started, and the default ones."""
+"""Default programs, and the applications in use: those that were minimized or started."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from fleetx.errors import UsageError
 
 _numbers = count()
 _in_use: WeakValueDictionary[int, Application] = WeakValueDictionary()
-# A script may keep no more of a model than the name of its loss; its default programs are run all the same.
-_described_last: Application | None = None
+# Kept alive: a script may hold only the name of the loss and still run the default programs.
+_last_minimized: Application | None = None
 
 
-def note(application: Application, *, described: bool) -> None:
-    """It is in use from now on."""
-    global _described_last
+def register(application: Application, *, minimized: bool) -> None:
+    """Mark an application as in use."""
+    global _last_minimized
     if not any(application is other for other in in_use()):
         _in_use[next(_numbers)] = application
-    if described:
-        _described_last = application
+    if minimized:
+        _last_minimized = application
 
 
 def in_use() -> list[Application]:
-    """Those that are described or started and live, the newest last."""
+    """The applications in use that still exist, newest last."""
     return list(_in_use.values())
 
 
 def last_application() -> Application:
-    """The one that was made last; where that is gone, the newest in use."""
-    made = Application.last() if Application.last is not None else None
-    living = [*in_use(), made] if made is not None else in_use()
+    """The application created last; if it no longer exists, the newest one in use."""
+    created = Application.last() if Application.last is not None else None
+    living = [*in_use(), created] if created is not None else in_use()
     if not living:
-        raise UsageError("there is no program yet: make an application first, such as fleetx.applications.Resnet50()")
+        raise UsageError("there is no program yet: create a model first, such as fleetx.applications.Resnet50()")
     return living[-1]
 
 

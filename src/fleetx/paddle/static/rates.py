@@ -1,7 +1,7 @@
-"""Learning rates over time, as Paddle has them.
+"""Paddle's learning rates.
 
-A `LRScheduler` (paddle.optimizer.lr) moves when the script calls its step(). A `ByRun` (fluid.layers) moves with each
-run of the program. Both are asked for their rate before each run.
+A `LRScheduler` (paddle.optimizer.lr) changes when the script calls its step(). A `ByRun` (fluid.layers) changes with
+each run of the program. Both are evaluated before each run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fleetx.optim.schedule import BoundLater
 
 @dataclass(frozen=True)
 class ByRun:
-    """A rate that depends on how often the program was run before."""
+    """A rate that depends on the number of earlier runs of the program."""
 
-    law: Callable[[int], float]
+    formula: Callable[[int], float]
 
     def __call__(self, runs: int) -> float:
-        return self.law(runs)
+        return self.formula(runs)
 
 
 class LRScheduler:
-    """A rate that depends on how often step() was called; `formula` says how."""
+    """A rate that depends on the number of calls of step(); subclasses define `formula` or `get_lr`."""
 
     def __init__(self, learning_rate: float, last_epoch: int = -1, verbose: bool = False):
         self.base_lr = self.last_lr = _number("learning_rate", learning_rate)
@@ -67,18 +67,17 @@ Rate = float | LRScheduler | ByRun | BoundLater
 
 
 def checked(learning_rate: Any) -> Rate:
-    """What a script may give for a learning rate."""
     if isinstance(learning_rate, LRScheduler | ByRun | BoundLater):
         return learning_rate
     return _number("learning_rate", learning_rate)
 
 
-def moves_by_run(rate: Rate) -> bool:
+def changes_by_run(rate: Rate) -> bool:
     return isinstance(rate, ByRun | BoundLater)
 
 
 def at(rate: Rate, runs: int) -> float:
-    """The rate of the run that has so many before it."""
+    """The rate after `runs` runs."""
     if isinstance(rate, LRScheduler):
         return rate()
     return float(rate(runs) if callable(rate) else rate)
@@ -90,26 +89,26 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_counts(**counts: Any) -> None:
-    """A formula divides by them."""
-    for name, value in counts.items():
+def check_positive(**values: Any) -> None:
+    """Formulas divide by these."""
+    for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
             raise UsageError(f"{name} = {value!r}: must be a number above 0")
 
 
-def check_rising(name: str, places: Sequence[int]) -> None:
-    if any(before >= after for before, after in pairwise(places)):
-        raise UsageError(f"{name} = {list(places)!r}: each must be more than the one before")
+def check_rising(name: str, steps: Sequence[int]) -> None:
+    if any(before >= after for before, after in pairwise(steps)):
+        raise UsageError(f"{name} = {list(steps)!r}: each number must be larger than the one before")
 
 
-# --- formulas that both habits have -----------------------------------------------------------------
+# --- formulas of both APIs ------------------------------------------------------------------------
 def piecewise(t: int, boundaries: Sequence[int], values: Sequence[float]) -> float:
     return values[sum(t >= boundary for boundary in boundaries)]
 
 
 def check_pieces(boundaries: Sequence[int], values: Sequence[float]) -> None:
     if len(values) != len(boundaries) + 1:
-        raise UsageError(f"{len(boundaries)} boundaries divide {len(boundaries) + 1} values, not {len(values)}")
+        raise UsageError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}")
     check_rising("boundaries", boundaries)
 
 
@@ -119,8 +118,8 @@ def noam(t: int, peak: float, d_model: float, warmup_steps: float) -> float:
 
 
 def polynomial(t: int, start: float, decay_steps: int, end: float, power: float, cycle: bool) -> float:
-    whole = decay_steps * max(1, math.ceil(t / decay_steps)) if cycle else decay_steps
-    return (start - end) * (1 - min(t, whole) / whole) ** power + end
+    steps = decay_steps * max(1, math.ceil(t / decay_steps)) if cycle else decay_steps
+    return (start - end) * (1 - min(t, steps) / steps) ** power + end
 
 
 def warmup(t: int, warmup_steps: int, start: float, end: float) -> float:

@@ -1,4 +1,4 @@
-"""What Paddle puts on an optimizer besides its own formula: regularisation and clipping."""
+"""Weight decay and gradient clipping of Paddle's optimizers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ClipByGlobalNorm:
     def __post_init__(self) -> None:
         if self.group_name != "default_group":
             raise UsageError(
-                f"group_name = {self.group_name!r}: all gradients are clipped by one norm, so there is one group: "
-                "leave it out"
+                f"group_name = {self.group_name!r}: all gradients are clipped by one global norm, so there is only one "
+                "group: remove it"
             )
 
 

@@ -1,9 +1,9 @@
-"""What has become of an application: how its optimizer was described, and what fleet.distribute made of it.
+"""The training state of an application: its Paddle optimizer, its strategy, and what fleet.distribute made of them.
 
-minimize(loss)             describe: optimizer and strategy are written down
-run of the startup         start
-both                       fleet.distribute; under `auto` at the first batch, which it measures with
-run of the main program    step
+minimize(loss)               `minimize`: record optimizer and strategy
+run of the startup program   `start`
+after both                   fleet.distribute; under `auto` at the first batch, which it measures with
+run of the main program      `step`
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
-    from fleetx.paddle.static.optimizers import Described
+    from fleetx.paddle.static.optimizers import PaddleOptimizer
 
 Parameters = Iterable[Parameter | nn.Parameter | str] | None
 
-_KEY = "_fleetx_static"  # on an application; a copy of it has a fresh one
+_KEY = "_fleetx_static"  # attribute of an application; copies of the application start without it
 
 
 class Training:
-    """Of one application."""
+    """The state of one application."""
 
     def __init__(self) -> None:
-        self.described: Described | None = None
+        self.recipe: PaddleOptimizer | None = None  # set by minimize
         self.strategy = DistributedStrategy()
         self.started = False
-        self.optimizer: torch.optim.Optimizer | None = None  # there once it is distributed
+        self.optimizer: torch.optim.Optimizer | None = None  # set by fleet.distribute
 
     def __deepcopy__(self, memo: Any) -> Training:
         return Training()
@@ -54,177 +54,169 @@ class Training:
 
 
 def of(application: Application) -> Training:
-    found: Training = application.__dict__.setdefault(_KEY, Training())
-    return found
+    state: Training = application.__dict__.setdefault(_KEY, Training())
+    return state
 
 
-def is_described(model: Any) -> TypeGuard[Application]:
-    """Was it given to `minimize`?"""
-    return isinstance(model, Application) and of(model).described is not None
+def is_minimized(model: Any) -> TypeGuard[Application]:
+    """Whether `minimize` was called for this model."""
+    return isinstance(model, Application) and of(model).recipe is not None
 
 
 # --- minimize -------------------------------------------------------------------------------------
-def declared(strategy: DistributedStrategy | None, clip: Clip | None) -> DistributedStrategy:
-    """A copy of the strategy, or of that of fleet.init, with the clipping that the optimizer asks for; checked."""
+def prepare_strategy(strategy: DistributedStrategy | None, clip: Clip | None) -> DistributedStrategy:
+    """Return a checked copy of the strategy, or of that of fleet.init, with the clipping of the optimizer."""
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
-    made = copy.deepcopy(strategy or current().strategy or DistributedStrategy())
+    result = copy.deepcopy(strategy or current().strategy or DistributedStrategy())
     if clip is not None:
-        _clip(made, clip)
-    made.plan()
-    return made
+        settings = result.clip_configs
+        if "clip_norm" in settings.given and settings["clip_norm"] != clip.clip_norm:
+            raise StrategyError(
+                f"clip_configs['clip_norm'] is {settings['clip_norm']}, but grad_clip of the optimizer is "
+                f"{clip.clip_norm}: remove one of them"
+            )
+        settings["clip_norm"], result.clip = clip.clip_norm, True
+    result.plan()
+    return result
 
 
-def _clip(strategy: DistributedStrategy, clip: Clip) -> None:
-    settings = strategy.clip_configs
-    if "clip_norm" in settings.given and settings["clip_norm"] != clip.clip_norm:
-        raise StrategyError(
-            f"the strategy clips to {settings['clip_norm']} and grad_clip of the optimizer to {clip.clip_norm}: "
-            "keep one of them"
-        )
-    settings["clip_norm"], strategy.clip = clip.clip_norm, True
-
-
-def alone() -> None:
-    """Be a world of one, for an optimizer that was not given to fleet."""
+def init_single_worker() -> None:
+    """Initialize fleet for an optimizer that was not passed to fleet.distributed_optimizer."""
     if (size := from_environment().size) > 1:
         raise UsageError(
-            f"{size} workers would train {size} models, each alone: give the optimizer to "
+            f"{size} workers would train {size} separate models: pass the optimizer to "
             "fleet.distributed_optimizer(optimizer, strategy) before minimize"
         )
     fleet.init(is_collective=True)
 
 
-def describe(
-    loss: Variable,
-    described: Described,
-    strategy: DistributedStrategy,
-    only: Parameters,
-    frozen: Parameters,
+def minimize(
+    loss: Variable, recipe: PaddleOptimizer, strategy: DistributedStrategy, only: Parameters, frozen: Parameters
 ) -> None:
-    """Write down how the program of this loss is trained: only these parameters, without those that are frozen."""
+    """Record how to train the program of this loss: the parameters `only`, except those in `frozen`."""
     if not isinstance(loss, Variable):
         raise UsageError(f"minimize takes the loss of an application, such as model.loss, not {loss!r}")
     application = loss.application
     if loss.name != application.loss.name:
         raise UsageError(f"minimize takes model.loss; {loss.name!r} has no gradient")
-    found = of(application)
-    if found.described is not None:
-        raise UsageError("minimize was called before for this model: make a new model to train it otherwise")
+    state = of(application)
+    if state.recipe is not None:
+        raise UsageError("minimize was already called for this model: create a new model to train it differently")
     kept = {id(p) for p in _parameters(application, application.parameters() if only is None else only)}
     trained = kept - {id(p) for p in _parameters(application, frozen)}
     for p in application.parameters():
         p.requires_grad_(p.requires_grad and id(p) in trained)
-    found.described, found.strategy, described.application = described, strategy, application
-    programs.note(application, described=True)
+    state.recipe, state.strategy, recipe.application = recipe, strategy, application
+    programs.register(application, minimized=True)
     for name, reason in strategy.without_meaning():
-        devices.say_once(f"no meaning here: {name} ({reason})")
+        devices.say_once(f"{name} has no effect: {reason}")
     _distribute(application)
 
 
-def several(which: Any) -> list[Any] | None:
-    """A name alone would be taken letter by letter, and a tensor row by row."""
-    if isinstance(which, str | Variable | Tensor):
-        raise UsageError(f"parameters are given as a list, not as one {type(which).__name__}: write [...] around it")
-    return None if which is None else list(which)
+def as_list(parameters: Any) -> list[Any] | None:
+    """A single name would be iterated by letters, a tensor by rows."""
+    if isinstance(parameters, str | Variable | Tensor):
+        kind = type(parameters).__name__
+        raise UsageError(f"parameters must be a list, not a single {kind}: write [...] around it")
+    return None if parameters is None else list(parameters)
 
 
 def _parameters(application: Application, which: Parameters) -> list[nn.Parameter]:
     own = {id(p) for p in application.parameters()}
-    found = []
-    for one in several(which) or ():
+    result = []
+    for one in as_list(which) or ():
         if isinstance(one, str | Variable):
             if isinstance(one, Variable) and one.application is not application:
-                raise UsageError(f"the parameter {one.name!r} belongs to another model than the loss")
+                raise UsageError(f"the parameter {one.name!r} belongs to a different model than the loss")
             try:
                 one = application.get_parameter(one if isinstance(one, str) else one.name)
             except AttributeError as error:
                 raise UsageError(str(error)) from None
         if id(one) not in own:
             raise UsageError(
-                f"a {type(one).__name__} among the parameters is none of this model's: give model.parameters(), "
-                "model.parameter_list(), or names"
+                f"the list of parameters holds a {type(one).__name__} that is not a parameter of this model: use "
+                "model.parameters(), model.parameter_list(), or names"
             )
-        found.append(one)
-    return found
+        result.append(one)
+    return result
 
 
 # --- the startup program --------------------------------------------------------------------------
 def start(application: Application) -> None:
-    """The parameters are there since the application was made; from now on it may be run."""
-    found = of(application)
-    if done := runs(application):
-        raise UsageError(f"the model has trained for {done} steps, which its startup program would undo")
-    found.started = True
-    programs.note(application, described=False)
+    """Allow the application to run. Its parameters were already initialized when it was created."""
+    state = of(application)
+    if done := run_count(application):
+        raise UsageError(f"this model has trained for {done} steps, which its startup program would undo")
+    state.started = True
+    programs.register(application, minimized=False)
     if current().world is not None:
         application.to(fleet.device())
     _distribute(application)
 
 
 def start_once(application: Application) -> None:
-    """Where nobody has, as the trainer does by itself."""
+    """Start the application if the script has not."""
     if not of(application).started:
         start(application)
 
 
 def _distribute(application: Application, sample: dict[str, Tensor] | None = None) -> None:
-    found = of(application)
-    described, strategy = found.described, found.strategy
+    state = of(application)
+    recipe, strategy = state.recipe, state.strategy
     measures = strategy.auto or PLAN in os.environ
-    if found.optimizer is not None or described is None or not found.started or (measures and sample is None):
+    if state.optimizer is not None or recipe is None or not state.started or (measures and sample is None):
         return
     if strategy.auto and "pipeline" not in strategy.declared():
-        # The script has dealt its batches to the workers by now, and stages of a pipeline would need the same ones.
+        # The script has already divided its batches between the workers; stages of a pipeline would need the same ones.
         strategy.pipeline = False
     application.to(fleet.device())
     params = [p for p in application.parameters() if p.requires_grad]
     if not params:
-        raise UsageError("no parameter is left to train: parameter_list and no_grad_set leave none")
-    _, found.optimizer = fleet.distribute(application, described.make(application, params), strategy, sample=sample)
+        raise UsageError("no parameter is left to train: parameter_list and no_grad_set exclude all of them")
+    _, state.optimizer = fleet.distribute(application, recipe.build(application, params), strategy, sample=sample)
 
 
 # --- the main program -----------------------------------------------------------------------------
 def check_can_run(program: Program) -> None:
-    """Before anything else is looked at."""
-    found = of(program.application)
-    if program.kind == "main" and found.described is None:
+    state = of(program.application)
+    if program.kind == "main" and state.recipe is None:
         raise UsageError(
             "this program has no optimizer: call minimize(model.loss) first, or run program.clone(for_test=True) to "
-            "look at its outputs"
+            "evaluate it"
         )
-    if not found.started:
+    if not state.started:
         raise UsageError("run the startup program first: exe.run(fluid.default_startup_program())")
 
 
-def runs(application: Application) -> int:
-    """How often the main program was run, before this process too: by that a learning rate moves."""
-    found = of(application)
-    if found.optimizer is None or found.described is None:
+def run_count(application: Application) -> int:
+    """The number of runs of the main program, including those before a checkpoint: a learning rate depends on it."""
+    state = of(application)
+    if state.optimizer is None or state.recipe is None:
         return 0
     engine = current().find(application)
     if "runs" in engine.extra:
         return engine.extra["runs"]
-    if engine.round and engine.plan.at(Stage.GATE) and rates.moves_by_run(found.described.rate):
+    if engine.round and engine.plan.at(Stage.GATE) and rates.changes_by_run(state.recipe.rate):
         raise UsageError(
-            "this checkpoint was not saved by a static script, and does not tell how many runs its rounds were made "
-            "of, by which a learning rate moves: load it without gradient_merge"
+            "this checkpoint was not saved by a static script and does not hold the number of runs, on which the "
+            "learning rate depends: load it without gradient_merge"
         )
     return engine.round
 
 
 def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One step of training; what the application returned, by name."""
-    found = of(application)
-    if found.optimizer is None:
+    """Train one step and return the outputs of the application by name."""
+    state = of(application)
+    if state.optimizer is None:
         _distribute(application, sample=feed)
-    assert found.described is not None
-    assert found.optimizer is not None
+    assert state.recipe is not None
+    assert state.optimizer is not None
     if not application.training:
         application.train()
-    done = runs(application)
-    rate = rates.at(found.described.rate, done)
-    for group in found.optimizer.param_groups:
+    done = run_count(application)
+    rate = rates.at(state.recipe.rate, done)
+    for group in state.optimizer.param_groups:
         group["lr"] = rate
     outputs: dict[str, Tensor] = {}
 
@@ -233,23 +225,23 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
         loss: Tensor = getattr(out, application.outputs[0])
         return loss
 
-    if divided(application):
+    if is_pipelined(application):
         outputs[application.outputs[0]] = fleet.forward_backward(feed, model=application)
     else:
         fleet.forward_backward(feed, loss_fn=keep, model=application)
-    found.optimizer.step()
-    found.optimizer.zero_grad()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
     current().find(application).extra["runs"] = done + 1  # the rate moves with each run, merged or not
     return outputs
 
 
 def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A forward without dropout and without gradients."""
+    """Run a forward without dropout and without gradients."""
     training = application.training
     application.eval()
     try:
         with torch.no_grad():
-            if divided(application):
+            if is_pipelined(application):
                 return {application.outputs[0]: fleet.forward_backward(feed, model=application)}
             out = application(**feed)
             return {name: getattr(out, name) for name in application.outputs}
@@ -257,15 +249,18 @@ def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Ten
         application.train(training)
 
 
-def divided(application: Application) -> bool:
-    """Do the stages of a pipeline hold it? They hand back the loss alone."""
+def is_pipelined(application: Application) -> bool:
+    """Whether the application is split into pipeline stages, which return only the loss."""
     if of(application).optimizer is None:
         return False
     return isinstance(current().find(application), ScheduledEngine)
 
 
 def parameter(application: Application, name: str) -> tuple[nn.Parameter, bool]:
-    """By either of its names; and whether Paddle's shape of it is the other way round: a Linear's is (in, out)."""
+    """Find a parameter by Paddle's or torch's name, and whether `name` means its transpose.
+
+    Under its Paddle name the weight of a Linear is (in, out).
+    """
     names = parameter_names.names(application)
     torch_name = next((own for own, all_names in names.items() if name in all_names), name)
     owner, _, field = torch_name.rpartition(".")

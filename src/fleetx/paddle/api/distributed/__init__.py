@@ -1,4 +1,4 @@
-"""paddle.distributed: fleet, and who this worker is."""
+"""paddle.distributed: fleet, the rank of this worker and the number of workers."""
 
 from __future__ import annotations
 

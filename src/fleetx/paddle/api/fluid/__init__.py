@@ -7,9 +7,9 @@ from fleetx.fleet import device_guard
 from fleetx.paddle.api.fluid import clip, layers, optimizer, regularizer
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace
 from fleetx.paddle.static.executor import Executor
-from fleetx.paddle.static.graph_settings import BuildStrategy, ExecutionStrategy
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.scope import global_scope
+from fleetx.strategy.ignored import BuildStrategy, ExecutionStrategy
 
 __all__ = [
     "BuildStrategy",

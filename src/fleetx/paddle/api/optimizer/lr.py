@@ -1,4 +1,4 @@
-"""paddle.optimizer.lr: schedules that the script moves by calling their step()."""
+"""paddle.optimizer.lr: schedules that change when the script calls their step()."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoamDecay(LRScheduler):
     def __init__(
         self, d_model: int, warmup_steps: int, learning_rate: float = 1.0, last_epoch: int = -1, verbose: bool = False
     ):
-        rates.check_counts(d_model=d_model, warmup_steps=warmup_steps)
+        rates.check_positive(d_model=d_model, warmup_steps=warmup_steps)
         self.d_model, self.warmup_steps = d_model, warmup_steps
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -81,7 +81,7 @@ class PolynomialDecay(LRScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ):
-        rates.check_counts(decay_steps=decay_steps)
+        rates.check_positive(decay_steps=decay_steps)
         self.decay_steps, self.end_lr, self.power, self.cycle = decay_steps, end_lr, power, cycle
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -90,7 +90,7 @@ class PolynomialDecay(LRScheduler):
 
 
 class LinearWarmup(LRScheduler):
-    """Before `learning_rate`, a number or a schedule, which begins after the warm-up."""
+    """Warm up, then use `learning_rate`: a number, or a schedule that starts after the warm-up."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class StepDecay(LRScheduler):
     def __init__(
         self, learning_rate: float, step_size: int, gamma: float = 0.1, last_epoch: int = -1, verbose: bool = False
     ):
-        rates.check_counts(step_size=step_size)
+        rates.check_positive(step_size=step_size)
         self.step_size, self.gamma = step_size, gamma
         super().__init__(learning_rate, last_epoch, verbose)
 
@@ -162,7 +162,7 @@ class CosineAnnealingDecay(LRScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ):
-        rates.check_counts(T_max=T_max)
+        rates.check_positive(T_max=T_max)
         self.T_max, self.eta_min = T_max, eta_min
         super().__init__(learning_rate, last_epoch, verbose)
 
