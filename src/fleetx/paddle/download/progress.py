@@ -54,8 +54,8 @@ class Progress:
             self._bar.update(0, completed=self._received, description=files)
         elif time.monotonic() - self._printed >= EVERY:
             self._printed = time.monotonic()
-            total = f" of {sizes.words(self._size)}" if self._size is not None else ""
-            say(f"{files} downloaded, {sizes.words(self._received)}{total}")
+            total = f" of {sizes.format_bytes(self._size)}" if self._size is not None else ""
+            say(f"{files} downloaded, {sizes.format_bytes(self._received)}{total}")
 
 
 def _rich_bar() -> Any:
