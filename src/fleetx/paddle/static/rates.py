@@ -15,7 +15,7 @@ from typing import Any
 
 from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
-from fleetx.optim.schedule import BoundLater
+from fleetx.optim.schedule import UnboundSchedule
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class LRScheduler:
     )
 
 
-Rate = float | LRScheduler | ByRun | BoundLater
+Rate = float | LRScheduler | ByRun | UnboundSchedule
 
 
 def checked(learning_rate: Any) -> Rate:
     """What a script may give for a learning rate."""
-    if isinstance(learning_rate, LRScheduler | ByRun | BoundLater):
+    if isinstance(learning_rate, LRScheduler | ByRun | UnboundSchedule):
         return learning_rate
     return _number("learning_rate", learning_rate)
 
 
 def moves_by_run(rate: Rate) -> bool:
-    return isinstance(rate, ByRun | BoundLater)
+    return isinstance(rate, ByRun | UnboundSchedule)
 
 
 def at(rate: Rate, runs: int) -> float:
