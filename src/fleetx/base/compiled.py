@@ -27,16 +27,16 @@ class Library:
         self._path, self._functions = path, functions
 
     def available(self) -> bool:
-        """Can it be used on this machine? FLEETX_KERNELS=stock says no, =compiled insists."""
+        """Can it be used on this machine? FLEETX_KERNELS=foreach says no, =compiled insists."""
         return self.reason() == ""
 
     def reason(self) -> str:
         """Why it cannot be used, in a sentence; "" if it can."""
         asked = os.environ.get("FLEETX_KERNELS") or None
-        if asked not in (None, "stock", "compiled"):
-            raise ValueError(f"FLEETX_KERNELS={asked}: must be stock or compiled")
-        if asked == "stock":
-            return "FLEETX_KERNELS=stock turns the compiled kernels off"
+        if asked not in (None, "foreach", "compiled"):
+            raise ValueError(f"FLEETX_KERNELS={asked}: must be foreach or compiled")
+        if asked == "foreach":
+            return "FLEETX_KERNELS=foreach turns the compiled kernels off"
         if isinstance(self._found, ctypes.CDLL):
             return ""
         if asked == "compiled":

@@ -1,12 +1,11 @@
-"""Optimizers for large batches: every tensor gets a rate of its own. Ordinary `torch.optim.Optimizer`s, good alone.
+"""Optimizers for large batches, which scale the step of each tensor. They are ordinary torch optimizers.
 
     from fleetx.optim import Lamb, Lars
 
-Three ways to compute the same numbers, chosen for each tensor by `paths`:
+`dispatch` chooses, per tensor, one of two implementations of the same formulas:
 
-    native.py   the compiled kernels (kernels.c): fp32 on the CPU
-    stock.py    torch's own kernels in cache-sized pieces: fp32 on the CPU where the others were not built
-    foreach.py  torch's foreach functions: every other device, dtype and layout
+    native.py   compiled kernels (kernels.c): fp32 on the CPU
+    foreach.py  torch's foreach functions: every other device, dtype and layout, and without the compiled kernels
 """
 
 from fleetx.optim.lamb import Lamb

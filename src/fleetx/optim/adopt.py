@@ -1,8 +1,11 @@
-"""Which of the user's optimizers a strategy may turn into one of these."""
+"""Turn the user's optimizer into a Lars or a Lamb, in place."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -10,44 +13,86 @@ from fleetx.optim import native
 from fleetx.optim.layerwise import Group, Layerwise
 
 
-def problems(
+def adoption_problems(
     part: str,
     optimizer: Optimizer,
     kinds: tuple[type[Optimizer], ...],
     wanted: str,
-    decay: str,
-    becomes: type[Layerwise],
-    own: Callable[[Group, list[int]], Group],
+    target: type[Layerwise],
+    own_options: Callable[[Group, list[int]], Group],
 ) -> Iterator[str]:
-    """`kinds` can become a `becomes`; `own` are the options that a group gets, given which parameters are excluded."""
+    """Why `optimizer` cannot become a `target`.
+
+    kinds, wanted   the classes that can, and their names for a user
+    own_options     the options that the part sets in a group, given the positions of excluded parameters
+    """
+    name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, Layerwise):
-        yield f"the optimizer is a {type(optimizer).__name__} already: turn strategy.{part} off, or pass {wanted}"
-    elif type(optimizer) not in kinds:  # not a subclass either: its own step() would be lost
-        yield f"{part} is made of {wanted}, not of {type(optimizer).__name__}: pass that to fleet.distribute"
-    groups = optimizer.param_groups
-    if type(optimizer) in kinds and any(group["weight_decay"] for group in groups):
+        yield f"the optimizer is already a {name}: turn strategy.{part} off, or pass {wanted}"
+    elif type(optimizer) not in kinds:  # a subclass may have a step() of its own, which would be lost
+        yield f"{part} needs {wanted}, not {name}: pass one to fleet.distribute"
+    elif any(group["weight_decay"] for group in groups):
         yield (
-            f"the optimizer has a weight_decay of its own ({max(group['weight_decay'] for group in groups)}), which "
-            f"{part} would apply a second time: pass weight_decay=0 to {type(optimizer).__name__} and set "
-            f"strategy.{part}_configs['{decay}']"
+            f"the optimizer has its own weight_decay ({max(group['weight_decay'] for group in groups)}), and {part} "
+            f"would apply a second one: pass weight_decay=0 to {name} and set "
+            f"strategy.{part}_configs['{part}_weight_decay']"
         )
-    elif type(optimizer) in kinds:
+    else:
         for group in groups:
             try:
-                becomes.check(group | own(group, []))
+                target.check(group | own_options(group, []))
             except ValueError as error:
                 yield f"{part}: {error}"
-        if odd := {p.dtype for group in groups for p in group["params"] if not p.is_floating_point()}:
-            yield f"{part} takes real floating-point parameters, not {', '.join(map(str, odd))}"
+        if other := {p.dtype for group in groups for p in group["params"] if not p.is_floating_point()}:
+            yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}"
     for option in ("differentiable", "capturable"):
         if any(group.get(option) for group in groups):
-            yield f"{part} cannot be {option}: pass {option}=False to {type(optimizer).__name__}"
+            yield f"{part} does not support {option}: pass {option}=False to {name}"
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
-        yield f"optimizer.step was replaced on this very optimizer, which {part} would undo: replace it afterwards"
+        yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"
 
 
-def path() -> str:
-    """How it is computed on the CPU, for `explain`."""
-    why = native.reason()
-    return f"on a CPU by stock torch kernels: {why}" if why else "on a CPU by the compiled kernels"
+def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[Group], Group]) -> Layerwise:
+    """Make this very object a `kind`, with its groups, rates and state. `decide` returns the `own` options of a group.
+
+    With a new object, schedulers and scripts that ignore the return value of `fleet.distribute` would silently keep
+    using the plain optimizer.
+    """
+    adopted: Any = become(optimizer, kind)
+    adopted.decide = decide
+    adopted.declared = [decide(group) for group in adopted.param_groups]
+    for group, own in zip(adopted.param_groups, adopted.declared, strict=True):
+        group.update(own)
+    return adopted
+
+
+def become(optimizer: Optimizer, kind: type[Optimizer]) -> Any:
+    """Change the class of an optimizer, and so its step()."""
+    tracked = getattr(vars(optimizer).pop("step", None), "_wrapped_by_lr_sched", False)
+    vars(optimizer).pop("_step_supports_amp_scaling", None)  # fused optimizers unscale the gradients themselves
+    optimizer.__class__ = kind
+    optimizer._patch_step_function()  # torch wraps step() when the first object of a class is made
+    if tracked:
+        _track(optimizer)
+    return optimizer
+
+
+def _track(optimizer: Any) -> None:
+    """Record calls of step() for a scheduler that was created earlier: it had wrapped the old step() for this."""
+    call, reference = type(optimizer).step, weakref.ref(optimizer)  # a strong reference would be a cycle
+
+    @wraps(call)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        adopted: Any = reference()
+        adopted._opt_called = True
+        return call(adopted, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step
+
+
+def kernels_remark() -> str:
+    """Which kernels run on the CPU, for `explain`."""
+    reason = native.reason()
+    return f"CPU kernels: torch's foreach functions ({reason})" if reason else "CPU kernels: compiled"

@@ -1,20 +1,26 @@
-"""The formulas in torch's foreach functions: for accelerators, and for dtypes and layouts that the CPU kernels skip.
+"""LARS and LAMB in torch's foreach functions: for accelerators, and for whatever the compiled CPU kernels cannot take.
 
-Nothing here waits for what the device computes. Numbers are in fp32 at least, whatever the parameters are kept in. The
-temporaries are a few times as large as the tensors that are computed together: 2^24 elements, or one tensor if larger.
+Both optimizers need the norms of a whole tensor before its first element may change, so each tensor is visited twice.
+Tensors are processed in blocks (several small tensors, or one large tensor in pieces) to keep temporaries small and, on
+a CPU, in the cache. Nothing here waits for the device. All arithmetic is in fp32 or wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+Reduce = Callable[[Tensor], None]
 
-_ELEMENTS = 1 << 24  # tensors that are computed together: the temporaries are a few times as large
+_BLOCK = 1 << 24  # elements
+_CPU_BLOCK = 1 << 18
+_SMALLEST_RATE = 2.0**-29  # below it, 1 - (1 - rate) differs from the rate in fp32
 
 
 def lars(
@@ -29,26 +35,39 @@ def lars(
     momentum: float,
     nesterov: bool,
     maximize: bool,
-    reduce: Any = None,
+    reduce: Reduce | None = None,
 ) -> None:
-    squares = _squares(params, grads)
-    if reduce is not None:
-        reduce(squares)
-    p_norms, g_norms = squares.sqrt().unbind(1)
-    decay = torch.tensor(decays, dtype=squares.dtype, device=squares.device)
-    ratios = lr * coeff * p_norms / (g_norms + decay * p_norms + epsilon)
-    rates = torch.where((decay > 0) & (p_norms > 0) & (g_norms > 0), ratios, lr)
-    for run in _runs(params):
-        vs = [velocities[i] for i in run]
-        ps = [params[i].to(v.dtype) for i, v in zip(run, vs, strict=True)]
-        ds = torch._foreach_mul(ps, [decays[i] for i in run])
-        torch._foreach_add_(ds, [grads[i].to(d.dtype) for i, d in zip(run, ds, strict=True)], alpha=_sign(maximize))
-        torch._foreach_mul_(ds, [rates[i].to(d.dtype) for i, d in zip(run, ds, strict=True)])
+    blocks = _Blocks(params, grads, velocities)
+
+    def first(positions: range, ps: Tensors, gs: Tensors, vs: Tensors) -> tuple[Tensor, None]:
+        return blocks.squares(ps, gs), None
+
+    def rates(positions: range, squares: Tensor) -> Tensor:
+        p_norms, g_norms = squares.sqrt().unbind(1)
+        decay = torch.tensor([decays[i] for i in positions], dtype=squares.dtype, device=squares.device)
+        ratios = lr * coeff * p_norms / (g_norms + decay * p_norms + epsilon)
+        return torch.where((decay > 0) & (p_norms > 0) & (g_norms > 0), ratios, lr)
+
+    def second(positions: range, rates: Tensor, kept: None, ps: Tensors, gs: Tensors, vs: Tensors) -> None:
+        if blocks.plain and momentum and not nesterov and rates.min() >= _SMALLEST_RATE:
+            # SGD computes v = momentum v + (1 - dampening) (g + decay p), which is LARS if dampening is 1 - rate.
+            for p, g, v, i, rate in zip(ps, gs, vs, positions, rates.tolist(), strict=True):
+                torch._fused_sgd_(
+                    [p], [g], [v], lr=1.0, momentum=momentum, dampening=1 - rate, weight_decay=decays[i],
+                    nesterov=False, maximize=maximize, is_first_step=False,
+                )  # fmt: skip
+            return
+        ds = blocks.copies(0, ps, vs)
+        torch._foreach_mul_(ds, [decays[i] for i in positions])
+        torch._foreach_add_(ds, _like(gs, ds), alpha=-1.0 if maximize else 1.0)
+        torch._foreach_mul_(ds, _like(rates.unbind(), ds))
         torch._foreach_mul_(vs, momentum)
         torch._foreach_add_(vs, ds)
         if nesterov:
             torch._foreach_add_(ds, vs, alpha=momentum)
-        _write([params[i] for i in run], torch._foreach_sub(ps, ds if nesterov else vs))
+        _subtract(ps, ds if nesterov else vs)
+
+    blocks.run(first, rates, second, reduce)
 
 
 def lamb(
@@ -65,80 +84,163 @@ def lamb(
     adapts: list[bool],
     steps: list[float],
     maximize: bool,
-    reduce: Any = None,
+    reduce: Reduce | None = None,
 ) -> None:
-    def moments(run: list[int]) -> None:
-        gs = [grads[i].to(firsts[i].dtype) for i in run]
-        ms, vs = [firsts[i] for i in run], [seconds[i] for i in run]
-        torch._foreach_mul_(ms, beta1)
-        torch._foreach_add_(ms, gs, alpha=_sign(maximize) * (1 - beta1))
-        torch._foreach_mul_(vs, beta2)
-        torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+    blocks = _Blocks(params, grads, firsts, seconds)
 
-    def directions(run: list[int]) -> Tensors:
-        us = torch._foreach_div([seconds[i] for i in run], [1 - beta2 ** steps[i] for i in run])
-        torch._foreach_sqrt_(us)
-        torch._foreach_add_(us, epsilon)
-        torch._foreach_reciprocal_(us)
-        torch._foreach_mul_(us, [firsts[i] for i in run])
-        torch._foreach_mul_(us, [1 / (1 - beta1 ** steps[i]) for i in run])
-        ps = [params[i].to(u.dtype) for i, u in zip(run, us, strict=True)]
-        torch._foreach_add_(us, torch._foreach_mul(ps, [decays[i] for i in run]))
+    def first(positions: range, ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors) -> tuple[Tensor, Tensors]:
+        if blocks.plain:
+            # AdamW with lr=1 subtracts Adam's direction from what it is given: -decay p becomes -u.
+            us = blocks.copies(0, ps, ms)
+            torch._foreach_mul_(us, [-decays[i] for i in positions])
+            torch._fused_adamw_(
+                us, gs, ms, vs, [], [torch.tensor(steps[i]) for i in positions], lr=1.0, beta1=beta1, beta2=beta2,
+                weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=maximize,
+            )  # fmt: skip
+        else:
+            gs = _like(gs, ms)
+            torch._foreach_mul_(ms, beta1)
+            torch._foreach_add_(ms, gs, alpha=(-1.0 if maximize else 1.0) * (1 - beta1))
+            torch._foreach_mul_(vs, beta2)
+            torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+            us = negated(positions, ps, ms, vs)
+        return blocks.squares(ps, us), us
+
+    def negated(positions: range, ps: Tensors, ms: Tensors, vs: Tensors) -> Tensors:
+        """-u, from the new moments."""
+        roots = blocks.copies(1, vs, vs)
+        torch._foreach_div_(roots, [1 - beta2 ** steps[i] for i in positions])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, epsilon)
+        us = blocks.copies(0, ps, ms)
+        torch._foreach_mul_(us, [-decays[i] for i in positions])
+        torch._foreach_addcdiv_(us, ms, roots, [-1 / (1 - beta1 ** steps[i]) for i in positions])
         return us
 
-    def apply(run: list[int], us: Tensors, squares: Tensor) -> None:
+    def rates(positions: range, squares: Tensor) -> Tensor:
         p_norms, u_norms = squares.sqrt().unbind(1)
-        chosen = torch.tensor([adapts[i] for i in run], device=squares.device)
-        rates = lr * torch.where(chosen & (p_norms > 0) & (u_norms > 0), p_norms / u_norms, 1.0)
-        torch._foreach_mul_(us, [rate.to(u.dtype) for rate, u in zip(rates, us, strict=True)])
-        ps = [params[i] for i in run]
-        _write(ps, torch._foreach_sub([p.to(u.dtype) for p, u in zip(ps, us, strict=True)], us))
+        adapt = torch.tensor([adapts[i] for i in positions], device=squares.device)
+        return -lr * torch.where(adapt & (p_norms > 0) & (u_norms > 0), p_norms / u_norms, 1.0)
 
-    runs = list(_runs(params))
-    squares = []
-    for run in runs:
-        moments(run)
-        us = directions(run)
-        squares.append(_squares([params[i] for i in run], us))
-        if reduce is None:
-            apply(run, us, squares[-1])
-    if reduce is not None:
-        reduce(together := torch.cat(squares))
-        for run in runs:
-            apply(run, directions(run), together[run])
+    def second(
+        positions: range, rates: Tensor, kept: Tensors | None, ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors
+    ) -> None:
+        us = negated(positions, ps, ms, vs) if kept is None else kept
+        torch._foreach_mul_(us, _like(rates.unbind(), us))
+        _subtract(ps, us)
+
+    blocks.run(first, rates, second, reduce)
 
 
-def _runs(params: list[Tensor]) -> Iterator[list[int]]:
-    """Positions of neighbours that are computed together, so that the temporaries stay small beside the model."""
-    run: list[int] = []
-    size = 0
-    for i, p in enumerate(params):
-        if run and size + p.numel() > _ELEMENTS:
-            yield run
-            run, size = [], 0
-        run.append(i)
-        size += p.numel()
-    if run:
-        yield run
+class _Blocks:
+    """The tensors of a step in blocks, and memory for their temporaries."""
+
+    def __init__(self, *lists: list[Tensor]):
+        self.plain = all(is_plain(tensors) and tensors[0].dim() == 1 for tensors in zip(*lists, strict=True))
+        self._lists = lists
+        self._limit = _CPU_BLOCK if lists[0] and lists[0][0].device.type == "cpu" else _BLOCK
+        self._memory: dict[int, Tensor] = {}
+
+    def run(
+        self,
+        first: Callable[..., tuple[Tensor, Any]],
+        rates: Callable[[range, Tensor], Tensor],
+        second: Callable[..., None],
+        reduce: Reduce | None,
+    ) -> None:
+        """Call `first` and then `second` for every piece.
+
+        `first` returns squared norms, and a result that `second` gets if no other piece has overwritten it since.
+        """
+        waiting = []
+        for positions, pieces in self._split():
+            total: Any = 0
+            kept = None
+            for piece in pieces:
+                squares, kept = first(positions, *piece)
+                total = total + squares
+            if reduce is None:
+                local = rates(positions, total)
+                for piece in reversed(pieces):
+                    second(positions, local, kept, *piece)
+                    kept = None
+            else:
+                waiting.append((positions, pieces, total))
+        if reduce is not None and waiting:
+            reduce(totals := torch.cat([total for *_, total in waiting]))
+            for positions, pieces, _ in waiting:
+                local = rates(positions, totals[positions.start : positions.stop])
+                for piece in pieces:
+                    second(positions, local, None, *piece)
+        if self.plain:
+            increment_version(self._lists[0])  # which the fused kernels leave to their callers
+
+    def _split(self) -> Iterator[tuple[range, list[list[Tensors]]]]:
+        """Positions of the tensors in a block, and its pieces: one, or several of a single large tensor."""
+        params = self._lists[0]
+        start = size = 0
+        for i, p in enumerate(params):
+            if i > start and size + p.numel() > self._limit:
+                yield range(start, i), [[values[start:i] for values in self._lists]]
+                start, size = i, 0
+            size += p.numel()
+            if size > self._limit:
+                rows = max(1, self._limit * len(p) // size)
+                pieces = zip(*(values[i].split(rows) for values in self._lists), strict=True)
+                yield range(i, i + 1), [[[t] for t in piece] for piece in pieces]
+                start, size = i + 1, 0
+        if start < len(params):
+            yield range(start, len(params)), [[values[start:] for values in self._lists]]
+
+    def copies(self, key: int, tensors: Tensors, like: Tensors) -> Tensors:
+        """Copies in the dtype of `like`. On a CPU, page faults in new memory would take longer than the arithmetic."""
+        if self.plain:
+            sizes = [t.numel() for t in tensors]
+            if key not in self._memory:
+                self._memory[key] = torch.empty(self._limit)
+            copies: Tensors = self._memory[key][: sum(sizes)].split(sizes)
+        else:
+            copies = [torch.empty_like(t, dtype=other.dtype) for t, other in zip(tensors, like, strict=True)]
+        torch._foreach_copy_(copies, tensors)
+        return copies
+
+    def squares(self, *lists: Tensors) -> Tensor:
+        """Squared norms in fp64: a row per tensor, a column per list."""
+        if self.plain:
+            columns = [torch.stack([_square(t) for t in tensors]) for tensors in lists]
+        else:
+            # fp64 is slow on accelerators, so there it is only used for fp64 parameters.
+            exact = lists[0][0].device.type == "cpu" or lists[0][0].dtype is torch.float64
+            dtype = torch.float64 if exact else torch.float32
+            columns = [torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square() for tensors in lists]
+        return torch.stack(columns, dim=1)
 
 
-def _squares(*lists: Tensors) -> Tensor:
-    """The squared norm of each tensor, a column for each list. They are added up in fp64 where shards meet."""
-    columns = []
-    for tensors in lists:
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float64 if _exact(tensors) else torch.float32)
-        columns.append(torch.stack(norms).double().square())
-    return torch.stack(columns, dim=1)
+def is_plain(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether these are ordinary contiguous fp32 tensors in host memory, of one size. Called per parameter and step."""
+    n = tensors[0].numel()
+    for t in tensors:
+        if (type(t) is not Tensor and type(t) is not Parameter) or t.dtype is not torch.float32 or not t.is_cpu:
+            return False
+        if not t.is_contiguous() or t.numel() != n or t.is_neg() or t._is_zerotensor():
+            return False
+    return True
 
 
-def _exact(tensors: Tensors) -> bool:
-    """fp64 costs nothing on a CPU, and an accelerator takes it for fp64 parameters alone."""
-    return tensors[0].device.type == "cpu" or tensors[0].dtype is torch.float64
+def _square(t: Tensor) -> Tensor:
+    square = t.dot(t)
+    if 1e-30 < square < 1e38:
+        return square.double()
+    return torch.linalg.vector_norm(t, dtype=torch.float64).square()  # fp32 may have underflowed or overflowed
 
 
-def _write(params: list[Tensor], values: Tensors) -> None:
-    torch._foreach_copy_(params, values)
+def _like(tensors: Tensors, others: Tensors) -> Tensors:
+    return [t.to(other.dtype) for t, other in zip(tensors, others, strict=True)]
 
 
-def _sign(maximize: bool) -> float:
-    return -1.0 if maximize else 1.0
+def _subtract(params: Tensors, steps: Tensors) -> None:
+    """Rounds only the result, if the parameters are narrower than the steps."""
+    if params[0].dtype is steps[0].dtype:
+        torch._foreach_sub_(params, steps)
+    else:
+        torch._foreach_copy_(params, torch._foreach_sub(_like(params, steps), steps))

@@ -1,4 +1,4 @@
-"""LAMB, as in You et al. 2020 with the bias correction of Adam, and as in today's Paddle."""
+"""LAMB (You et al. 2020) with Adam's bias correction, as in current versions of Paddle."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fleetx.optim.dispatch import paths
+from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
 
 
 class Lamb(Layerwise):
-    """Adam whose step is scaled for each tensor to its length.
+    """Adam that scales the step of each tensor to the norm of the tensor.
 
         m = b1 * m + (1 - b1) * g,   v = b2 * v + (1 - b2) * g * g
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p
-        p = p - lr * r * u,   r = |p| / |u|, or 1 where one of them is 0
+        p = p - lr * r * u,   r = |p| / |u|, or 1 if either is 0
 
-    A parameter named by `exclude_from_weight_decay` has no decay and r = 1; `always_adapt` gives it its ratio back. A
-    group with `adapt=False` is torch.optim.AdamW, bit for bit.
+    Parameters in `exclude_from_weight_decay` get no decay and r = 1, or, with `always_adapt`, no decay only. A group
+    with `adapt=False` gets the same bits as from torch.optim.AdamW.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps")
@@ -52,49 +52,47 @@ class Lamb(Layerwise):
         for name in ("lr", "eps", "weight_decay"):
             check_number(group, name)
         if not group["eps"] > 0:
-            raise ValueError("eps must be above 0: without it a gradient of 0 divides by 0")
+            raise ValueError("eps must be above 0, because a gradient of 0 would divide by it")
         if len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, not {group['betas']}")
         for i, beta in enumerate(group["betas"]):
             check_number({f"betas[{i}]": beta}, f"betas[{i}]", below=1.0)
 
-    def update(self, group: Group, chosen: list[int]) -> None:
-        params = [group["params"][i] for i in chosen]
-        excluded = set(group["excluded"])
-        decays = [0.0 if i in excluded else float(group["weight_decay"]) for i in chosen]
-        adapts = [i not in excluded or group["always_adapt"] for i in chosen]
+    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+        decays = [0.0 if skip else float(group["weight_decay"]) for skip in excluded]
+        adapts = [not skip or group["always_adapt"] for skip in excluded]
         if not group["adapt"]:
-            return self._plain(group, params, decays)
+            return self._adamw(group, params, decays)
         steps = [self._step(p) for p in params]
         torch._foreach_add_(steps, 1.0)
         firsts = [accumulated(self.state[p], "exp_avg", p) for p in params]
         seconds = [accumulated(self.state[p], "exp_avg_sq", p) for p in params]
         numbers = [step.item() for step in steps]
         beta1, beta2 = group["betas"]
-        for path in paths(params, gradients(params), firsts, seconds):
-            path.kernels.lamb(
-                *path.tensors,
+        for call in kernel_calls(params, gradients(params), firsts, seconds):
+            call.kernels.lamb(
+                *call.tensors,
                 lr=float(group["lr"]),
                 beta1=float(beta1),
                 beta2=float(beta2),
                 epsilon=float(group["eps"]),
-                decays=path.pick(decays),
-                adapts=path.pick(adapts),
-                steps=path.pick(numbers),
+                decays=call.pick(decays),
+                adapts=call.pick(adapts),
+                steps=call.pick(numbers),
                 maximize=group["maximize"],
-                reduce=path.reduce,
+                reduce=call.reduce,
             )
 
     def _step(self, p: Tensor) -> Tensor:
-        """A tensor on the host, as torch's Adam keeps it, so that a state of either is one of the other."""
+        """The step counter: a CPU tensor, as in torch's Adam, so that each can load the other's state."""
         state = self.state[p]
-        if not isinstance(state.get("step"), Tensor):  # a number in checkpoints of the past
+        if not isinstance(state.get("step"), Tensor):  # old checkpoints have a number
             state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
-        elif state["step"].device.type != "cpu":  # of a fused Adam
+        elif state["step"].device.type != "cpu":  # from a fused Adam
             state["step"] = state["step"].cpu()
         return state["step"]
 
-    def _plain(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
+    def _adamw(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
         beta1, beta2 = group["betas"]
         for p in params:
             state = self.state[p]
@@ -106,10 +104,10 @@ class Lamb(Layerwise):
                 elif state[name].dtype is not p.dtype:
                     state[name] = state[name].to(p.dtype)
         for decay in dict.fromkeys(decays):
-            some = [p for p, d in zip(params, decays, strict=True) if d == decay]
+            chosen = [p for p, d in zip(params, decays, strict=True) if d == decay]
             adamw(
-                some, gradients(some), [self.state[p]["exp_avg"] for p in some],
-                [self.state[p]["exp_avg_sq"] for p in some], [], [self.state[p]["step"] for p in some],
+                chosen, gradients(chosen), [self.state[p]["exp_avg"] for p in chosen],
+                [self.state[p]["exp_avg_sq"] for p in chosen], [], [self.state[p]["step"] for p in chosen],
                 foreach=group.get("foreach"), fused=group.get("fused"), amsgrad=False, beta1=beta1, beta2=beta2,
                 lr=group["lr"], weight_decay=decay, eps=group["eps"], maximize=group["maximize"],
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""LARS, as in You, Gitman and Ginsburg 2017 and in Paddle."""
+"""LARS (You, Gitman and Ginsburg 2017), with the same formula as Paddle."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from fleetx.optim.dispatch import paths
+from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
 
 
 class Lars(Layerwise):
-    """Momentum whose rate is scaled for each tensor by how large it is beside its gradient.
+    """Momentum SGD that scales the rate of each tensor by the ratio of its norm to that of its gradient.
 
         local = lr * lars_coeff * |p| / (|g| + weight_decay * |p| + epsilon)    where weight_decay, |p| and |g| are > 0
-        local = lr                                                              elsewhere
+        local = lr                                                              otherwise
         d = local * (g + weight_decay * p)
         v = momentum * v + d
         p = p - v                                                               nesterov: p - (d + momentum * v)
 
-    The rate is inside of the velocity, so a change of the rate does not rescale steps that were taken before. A group
-    (or a parameter named by `exclude_from_weight_decay`) without decay gets plain momentum. `lars_coeff=None` turns the
-    scaling off: then this is torch.optim.SGD, bit for bit.
+    The rate is part of the velocity, so changing it does not rescale earlier steps. Without decay, in a group or for
+    parameters in `exclude_from_weight_decay`, this is plain momentum. `lars_coeff=None` turns scaling off and gives the
+    same bits as torch.optim.SGD.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "momentum")
@@ -57,63 +57,61 @@ class Lars(Layerwise):
         if group["lars_coeff"] is not None:
             check_number(group, "lars_coeff")
             if group["lars_coeff"] == 0:
-                raise ValueError("lars_coeff=0 would stop the training; lars_coeff=None turns the scaling off")
+                raise ValueError("lars_coeff=0 would stop training: use lars_coeff=None to turn scaling off")
         if group["nesterov"] and not group["momentum"]:
-            raise ValueError("nesterov needs a momentum")
+            raise ValueError("nesterov needs momentum above 0")
         if group.get("dampening"):
-            raise ValueError("Lars has no dampening")
+            raise ValueError("Lars does not support dampening")
 
-    def update(self, group: Group, chosen: list[int]) -> None:
-        params = [group["params"][i] for i in chosen]
-        excluded = set(group["excluded"])
-        decays = [0.0 if i in excluded else float(group["weight_decay"]) for i in chosen]
+    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+        decays = [0.0 if skip else float(group["weight_decay"]) for skip in excluded]
         if group["lars_coeff"] is None:
-            return self._plain(group, params, decays)
+            return self._sgd(group, params, decays)
         lr = float(group["lr"])
         if lr == 0 and any("momentum_buffer" in self.state.get(p, {}) for p in params):
-            return self._wait(group, params)
+            return self._decay_momentum(group, params)
         velocities = [self._velocity(p, lr) for p in params]
-        for path in paths(params, gradients(params), velocities):
-            path.kernels.lars(
-                *path.tensors,
+        for call in kernel_calls(params, gradients(params), velocities):
+            call.kernels.lars(
+                *call.tensors,
                 lr=lr,
                 coeff=float(group["lars_coeff"]),
-                decays=path.pick(decays),
+                decays=call.pick(decays),
                 epsilon=float(group["epsilon"]),
                 momentum=float(group["momentum"]),
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
-                reduce=path.reduce,
+                reduce=call.reduce,
             )
 
-    def _wait(self, group: Group, params: list[Tensor]) -> None:
-        """At a rate of 0 what SGD has gathered cannot be taken over yet, and nothing moves."""
+    def _decay_momentum(self, group: Group, params: list[Tensor]) -> None:
+        """A step at rate 0, at which a momentum buffer of SGD cannot be converted to a velocity yet."""
         for p in params:
-            for gathered in ("momentum_buffer", "velocity"):
-                if gathered in self.state.get(p, {}):
-                    self.state[p][gathered].mul_(group["momentum"])
+            for name in ("momentum_buffer", "velocity"):
+                if name in self.state.get(p, {}):
+                    self.state[p][name].mul_(group["momentum"])
 
     def _velocity(self, p: Tensor, lr: float) -> Tensor:
-        """In units of the step, where SGD's buffer is in units of the gradient: what SGD has gathered is taken over."""
+        """The velocity, which includes the rate; SGD's momentum buffer, which does not, is converted."""
         state = self.state[p]
         if "velocity" not in state and (buffer := state.pop("momentum_buffer", None)) is not None:
             state["velocity"] = buffer * lr
         return accumulated(state, "velocity", p)
 
-    def _plain(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
+    def _sgd(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
         for decay in dict.fromkeys(decays):
-            some = [p for p, d in zip(params, decays, strict=True) if d == decay]
-            buffers = [self._buffer(p, float(group["lr"])) for p in some]
+            chosen = [p for p, d in zip(params, decays, strict=True) if d == decay]
+            buffers = [self._momentum_buffer(p, float(group["lr"])) for p in chosen]
             sgd(
-                some, gradients(some), buffers, foreach=group.get("foreach"), fused=group.get("fused"),
+                chosen, gradients(chosen), buffers, foreach=group.get("foreach"), fused=group.get("fused"),
                 weight_decay=decay, momentum=group["momentum"], lr=group["lr"], dampening=0.0,
                 nesterov=group["nesterov"], maximize=group["maximize"],
             )  # fmt: skip
             if group["momentum"]:
-                for p, buffer in zip(some, buffers, strict=True):
+                for p, buffer in zip(chosen, buffers, strict=True):
                     self.state[p]["momentum_buffer"] = buffer
 
-    def _buffer(self, p: Tensor, lr: float) -> Tensor | None:
+    def _momentum_buffer(self, p: Tensor, lr: float) -> Tensor | None:
         state = self.state.get(p, {})
         if lr and "momentum_buffer" not in state and (velocity := state.pop("velocity", None)) is not None:
             state["momentum_buffer"] = (velocity / lr).to(p.dtype)

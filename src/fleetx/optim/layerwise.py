@@ -1,10 +1,8 @@
-"""What Lars and Lamb share: checks, the step around the formula, and taking the place of a plain optimizer."""
+"""The base class of Lars and Lamb: checks, excluded parameters, step() around the formula, checkpoints."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -15,30 +13,30 @@ Group = dict[str, Any]
 
 
 class Layerwise(Optimizer):
-    """An optimizer that scales the rate of each tensor by its norms.
+    """An optimizer that scales the step of each tensor by norms.
 
-    A group's `excluded` are the positions of those of its parameters that get neither decay nor scaling. Groups are
-    not split for this: schedulers, and whatever else counts groups, see those that the user made.
+    `group["excluded"]` has the positions of the parameters that get neither decay nor scaling. They are not moved to
+    groups of their own, because schedulers and other code rely on the user's groups.
     """
 
-    own: ClassVar[tuple[str, ...]]  # the options of a group that the plain optimizer has not, and `weight_decay`
-    needs: ClassVar[tuple[str, ...]]  # those of the plain optimizer without which there is no update
-    # Where a strategy decides the `own` options, and not whoever makes a group or a checkpoint: how it finds them.
-    decide: Callable[[Group], Group] | None = None
-    declared: list[Group] | None = None  # what it found, group by group
-    _patterns: Sequence[str] = ()  # of names that are excluded, where no strategy decides
+    own: ClassVar[tuple[str, ...]]  # options of a group that the plain optimizer does not have, and `weight_decay`
+    needs: ClassVar[tuple[str, ...]]  # options of the plain optimizer that the update needs
+    # Under a strategy, which sets the `own` options in place of the user and the checkpoint:
+    decide: Callable[[Group], Group] | None = None  # returns them for a group
+    declared: list[Group] | None = None  # what it returned, per group
+    _patterns: Sequence[str] = ()  # names to exclude, without a strategy
 
     def __init__(self, params: Any, defaults: Group, *, exclude: Sequence[str], differentiable: bool):
         if differentiable:
-            raise ValueError(f"{type(self).__name__} cannot be differentiated through: use differentiable=False")
+            raise ValueError(f"{type(self).__name__} does not support differentiable=True: pass differentiable=False")
         if isinstance(exclude, str) or not all(isinstance(p, str) and p for p in exclude):
-            raise ValueError(f"exclude_from_weight_decay takes a list of parts of names, not {exclude!r}")
+            raise ValueError(f"exclude_from_weight_decay must be a list of substrings of names, not {exclude!r}")
         self._patterns = list(exclude)
         super().__init__(params, defaults)
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         for pattern in exclude:
             if not any(pattern in name for name in names):
-                raise ValueError(f"exclude_from_weight_decay: {pattern!r} is in no name of a parameter")
+                raise ValueError(f"exclude_from_weight_decay: {pattern!r} matches no parameter name")
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -48,15 +46,15 @@ class Layerwise(Optimizer):
             self.check(group)
             for p in group["params"]:
                 if not p.is_floating_point():
-                    raise ValueError(f"{type(self).__name__} takes real floating-point parameters, not {p.dtype}")
+                    raise ValueError(f"{type(self).__name__} needs real floating-point parameters, not {p.dtype}")
         except ValueError:
             self.param_groups.pop()
             raise
 
     def _complete(self, group: Group) -> None:
-        """Find out which parameters of a new group are excluded."""
+        """Set the `own` options of a new group, or at least which parameters it excludes."""
         if "exclude_from_weight_decay" in group:
-            raise ValueError("exclude_from_weight_decay is no option of a group: pass it to the optimizer")
+            raise ValueError("exclude_from_weight_decay is not an option of a group: pass it to the optimizer")
         if self.decide is not None and self.declared is not None:
             self.declared.append(self.decide(group))
             group.update(self.declared[-1])
@@ -68,11 +66,11 @@ class Layerwise(Optimizer):
 
     @staticmethod
     def check(group: Group) -> None:
-        """Raise ValueError where an option of a group is out of its bounds."""
+        """Raise ValueError if an option of a group is out of range."""
         raise NotImplementedError
 
-    def update(self, group: Group, chosen: list[int]) -> None:
-        """One update of the parameters of a group that have a gradient; `chosen` are their positions."""
+    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+        """Update those parameters of a group that have a gradient."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -81,29 +79,29 @@ class Layerwise(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        chosen = [[i for i, p in enumerate(group["params"]) if p.grad is not None] for group in self.param_groups]
-        for group, positions in zip(self.param_groups, chosen, strict=True):  # before anything is changed
-            for i in positions:
-                if group["params"][i].grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"{type(self).__name__} does not take sparse gradients (one has the shape "
-                        f"{tuple(group['params'][i].shape)}): make the embedding with sparse=False"
-                    )
-        for group, positions in zip(self.param_groups, chosen, strict=True):
-            if positions:
-                self.update(group, positions)
+        for p in (p for group in self.param_groups for p in group["params"]):  # before anything changes
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
+                    f"{tuple(p.shape)} has one: create the embedding with sparse=False"
+                )
+        for group in self.param_groups:
+            chosen = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            if chosen:
+                excluded = set(group["excluded"])
+                self.update(group, [group["params"][i] for i in chosen], [i in excluded for i in chosen])
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's; what a strategy declared stays as declared, whatever the checkpoint says."""
+        """Load as torch does, but keep the options that a strategy sets, whatever the checkpoint says."""
         needed = self.needs if self.declared is not None else (*self.needs, *self.own)
         if missing := [key for key in needed if any(key not in group for group in state_dict["param_groups"])]:
-            raise ValueError(f"this is no checkpoint for {type(self).__name__}: its groups lack {', '.join(missing)}")
+            raise ValueError(f"not a checkpoint of {type(self).__name__}: its groups lack {', '.join(missing)}")
         for option in ("dampening", "amsgrad"):
             if any(group.get(option) for group in state_dict["param_groups"]):
-                raise ValueError(f"the checkpoint was trained with {option}, which {type(self).__name__} has not")
+                raise ValueError(f"the checkpoint used {option}, which {type(self).__name__} does not support")
         super().load_state_dict(dict(state_dict))
-        for group in self.param_groups:  # which older checkpoints lack
+        for group in self.param_groups:  # older checkpoints lack these
             group.setdefault("maximize", False)
             group.setdefault("nesterov", False)
         for group, own in zip(self.param_groups, self.declared or (), strict=False):
@@ -111,7 +109,7 @@ class Layerwise(Optimizer):
         self._widen(state_dict)
 
     def _widen(self, state_dict: Mapping[str, Any]) -> None:
-        """torch rounds what it loads to the dtype of the parameter; what is accumulated for 16 bits has 32."""
+        """Restore fp32 state of 16-bit parameters, which torch rounds to the dtype of the parameter."""
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params, strict=True):
@@ -124,48 +122,8 @@ class Layerwise(Optimizer):
         return super().__getstate__() | {"declared": self.declared, "_patterns": self._patterns}
 
 
-def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[Group], Group]) -> Layerwise:
-    """Make the very same object a `kind`, with its groups, rates and state: whoever holds it holds the new one.
-
-    A new object would leave the old one behind in the hands of schedulers and of scripts that do not look at what
-    `fleet.distribute` returns, and these would go on with the plain optimizer without a word. `decide` finds the `own`
-    options of a group.
-    """
-    made: Any = become(optimizer, kind)
-    made.decide = decide
-    made.declared = [decide(group) for group in made.param_groups]
-    for group, own in zip(made.param_groups, made.declared, strict=True):
-        group.update(own)
-    return made
-
-
-def become(optimizer: Optimizer, kind: type[Optimizer]) -> Any:
-    """The same object with another step()."""
-    tracked = getattr(vars(optimizer).pop("step", None), "_wrapped_by_lr_sched", False)
-    vars(optimizer).pop("_step_supports_amp_scaling", None)  # of a fused one, which would unscale by itself
-    optimizer.__class__ = kind
-    optimizer._patch_step_function()  # torch's own wrapper of step(), for a class that may never have been made
-    if tracked:
-        _track(optimizer)
-    return optimizer
-
-
-def _track(optimizer: Any) -> None:
-    """A scheduler that was made before had wrapped the old step(), to see that it is called: wrap the new one."""
-    call, itself = type(optimizer).step, weakref.ref(optimizer)  # weakly, or it would keep itself alive
-
-    @wraps(call)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        made: Any = itself()
-        made._opt_called = True
-        return call(made, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is accumulated is kept in fp32 at least: in bf16 a second moment would stop moving at 1 / 256 of itself."""
+    """The dtype of accumulators, fp32 or wider: in bf16 a second moment cannot change by less than 1/256 of itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -174,22 +132,22 @@ def gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def accumulated(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
-    """The accumulator of this name, made or widened where it must be."""
-    found = state.get(name)
-    if found is None:
-        found = state[name] = torch.zeros_like(p, dtype=wide(p.dtype), memory_format=torch.preserve_format)
-    elif found.shape != p.shape:
+    """The accumulator of this name, created or widened if needed."""
+    value = state.get(name)
+    if value is None:
+        value = state[name] = torch.zeros_like(p, dtype=wide(p.dtype), memory_format=torch.preserve_format)
+    elif value.shape != p.shape:
         raise RuntimeError(
-            f"the optimizer's {name} has the shape {tuple(found.shape)} and its parameter {tuple(p.shape)}: is the "
-            "checkpoint of another model, or was the parameter resized?"
+            f"the optimizer's {name} has shape {tuple(value.shape)}, but its parameter has {tuple(p.shape)}: the "
+            "checkpoint belongs to another model, or the parameter was resized"
         )
-    elif found.dtype is not wide(p.dtype):
-        found = state[name] = found.to(wide(p.dtype))
-    return found
+    elif value.dtype is not wide(p.dtype):
+        value = state[name] = value.to(wide(p.dtype))
+    return value
 
 
 def check_number(group: Group, name: str, *, below: float | None = None) -> None:
     value = float(group[name])
     if not (0.0 <= value < (float("inf") if below is None else below)):
-        bound = "finite and not negative" if below is None else f"in [0, {below:g})"
+        bound = "finite and at least 0" if below is None else f"in [0, {below:g})"
         raise ValueError(f"{name} must be {bound}, not {value}")

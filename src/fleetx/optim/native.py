@@ -1,4 +1,4 @@
-"""LARS and LAMB of kernels.c, for lists of fp32 tensors in host memory: one call for all tensors of a step."""
+"""The kernels of kernels.c, for lists of fp32 tensors in host memory. One call updates all tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.compiled import Library
+from fleetx.optim.foreach import Reduce
 
-Reduce = Callable[[Tensor], None]
-_FIRST, _SECOND = 1, 2
-_LITTLE = 1 << 16  # elements of scratch that need no thought
+_FIRST, _SECOND = 1, 2  # passes
+_SMALL = 1 << 16  # elements of scratch that are always affordable
 _library = Library(
     Path(__file__).with_name("_kernels"),
-    # The last three are passes, norms and threads.
+    # The last three arguments are passes, norms and threads.
     fleetx_lars="n" + "p" * 6 + "d" * 4 + "ii" + "ipi",
     fleetx_lamb="n" + "p" * 9 + "pn" + "d" * 4 + "i" + "ipi",
 )
@@ -40,10 +40,10 @@ def lars(
     maximize: bool,
     reduce: Reduce | None = None,
 ) -> None:
-    """One step of LARS. The tensors at one index must be fp32, of the same shape and the same dense layout.
+    """One step of LARS. The tensors at each index must be fp32 and have the same shape and the same dense layout.
 
-    If each tensor is only this rank's part of one, `reduce` sums the (n, 2) squares of |p| and |g| over the ranks, in
-    place. It finds zeros for tensors that need no norm.
+    If the tensors are this rank's shards, `reduce` must sum the (n, 2) squares of |p| and |g| over the ranks, in place.
+    They are 0 for tensors that need no norm.
     """
     counts, decay = _counts(params), np.array(decays, np.float64)
     twice = (decay > 0).astype(np.uint8)
@@ -68,7 +68,7 @@ def lamb(
     maximize: bool,
     reduce: Reduce | None = None,
 ) -> None:
-    """One step of LAMB; `steps` count this one. Tensors and `reduce`, here for |p| and |u|, as for `lars`."""
+    """One step of LAMB. `steps` include this one; tensors and `reduce` (here for |p| and |u|) are as in `lars`."""
     step = np.array(steps, np.float64)
     arrays = [
         _counts(params),
@@ -94,7 +94,7 @@ def _run(
 
     def call(passes: int, norms: int | None) -> None:
         if function(n, *(array.ctypes.data for array in arrays), *numbers, passes, norms, threads):
-            raise MemoryError(f"no memory for the list of blocks of {n} tensors")
+            raise MemoryError(f"out of memory for the list of blocks of {n} tensors")
 
     if reduce is None:
         call(_FIRST | _SECOND, None)
@@ -103,25 +103,25 @@ def _run(
         call(_FIRST, norms.data_ptr())
         reduce(norms)
         call(_SECOND, norms.data_ptr())
-    # torch cannot see that the parameters have changed; a backward through a graph from before must still be refused.
+    # torch does not see that the parameters changed, and must reject a backward through an older graph.
     increment_version(params)
 
 
-class _Kept(threading.local):
-    """Of this thread of Python: two optimizers may step at a time."""
+class _Local(threading.local):
+    """Per Python thread, because two optimizers may step at the same time."""
 
     scratch = torch.empty(0)
 
 
-_kept = _Kept()
+_local = _Local()
 
 
 def _scratch(elements: int) -> tuple[Tensor, int]:
-    """Memory that stays from step to step, a twenty-fifth of the parameters, and how much each thread may use."""
-    wanted = max(min(elements, _LITTLE), elements // 25)
-    if _kept.scratch.numel() < wanted or _kept.scratch.numel() > 2 * wanted + _LITTLE:
-        _kept.scratch = torch.empty(wanted)
-    return _kept.scratch, _kept.scratch.numel() // torch.get_num_threads()
+    """Memory that is kept between steps, 1/25 of the parameters, and how many elements of it each thread may use."""
+    wanted = max(min(elements, _SMALL), elements // 25)
+    if _local.scratch.numel() < wanted or _local.scratch.numel() > 2 * wanted + _SMALL:
+        _local.scratch = torch.empty(wanted)
+    return _local.scratch, _local.scratch.numel() // torch.get_num_threads()
 
 
 def _counts(tensors: Sequence[Tensor]) -> NDArray:

@@ -1,8 +1,8 @@
-"""Paddle's names for the parameters of a torch model: `batch_norm_3.w_0` beside `layer2.0.bn1.weight`.
+"""Paddle's names for the parameters of a torch model, such as `batch_norm_3.w_0` for `layer2.0.bn1.weight`.
 
-Paddle numbers the layers of each kind in the order in which they are made; here it is the order of `model.modules()`,
-which is the same for a model that makes its layers in the order in which it uses them. A model that knows better has a
-method `paddle_names()`, and goes by these names instead of the numbered ones.
+Paddle numbers the layers of each kind in the order of their creation. Here the order is that of `model.modules()`,
+which is the same for a model that creates its layers in the order in which it uses them. Other models can define a
+method `paddle_names()`, whose names replace the numbered ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from fleetx.base.module_names import plain_name
 
-# Paddle called the layer `fc` in its functions and `linear` in its classes: both habits are served.
+# Paddle's functions call the layer `fc` and its classes `linear`: accept both.
 _KINDS: list[tuple[type[nn.Module], tuple[str, ...]]] = [
     (nn.modules.batchnorm._BatchNorm, ("batch_norm",)),
     (nn.modules.instancenorm._InstanceNorm, ("instance_norm",)),
@@ -34,24 +34,24 @@ _FIELDS = {"weight": "w_0", "bias": "b_0"}
 
 
 def names(model: nn.Module) -> dict[str, list[str]]:
-    """For each parameter, by its torch name: every name that it goes by, its own first."""
-    found = {plain_name(name): [plain_name(name)] for name, _ in model.named_parameters()}
+    """All names of each parameter, by its torch name, which comes first."""
+    known = {plain_name(name): [plain_name(name)] for name, _ in model.named_parameters()}
     own = getattr(model, "paddle_names", None)
     for name, others in (own() if callable(own) else numbered(model.named_modules())).items():
-        if name in found:  # not a weight that is tied to one that was named before
-            found[name] += others
-    return found
+        if name in known:  # not if tied to an earlier parameter
+            known[name] += others
+    return known
 
 
 def numbered(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
-    """The names that Paddle gives to the fields of layers that are made in this order."""
-    found: dict[str, list[str]] = {}
+    """The names that Paddle gives to the parameters of layers that are created in this order."""
+    named: dict[str, list[str]] = {}
     count: Counter[str] = Counter()
     for name, module in modules:
         kinds = next((kinds for kind, kinds in _KINDS if isinstance(module, kind)), ())
         for kind in kinds:
             for field, short in _FIELDS.items():
                 full = plain_name(f"{name}.{field}" if name else field)
-                found.setdefault(full, []).append(f"{kind}_{count[kind]}.{short}")
+                named.setdefault(full, []).append(f"{kind}_{count[kind]}.{short}")
             count[kind] += 1
-    return found
+    return named

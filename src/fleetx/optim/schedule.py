@@ -1,4 +1,4 @@
-"""The learning rate for large batches: scaled by the batch, warmed up, decayed. `docs/schedule.md` has the formulas.
+"""Learning rates for large batches: scaled by the batch size, warmed up, decayed. Formulas: `docs/schedule.md`.
 
     scheduler = schedule.large_batch(optimizer, updates=2512, warmup=720, batch=32768, base_batch=256, scaling="linear")
     for x, y in loader:
@@ -6,13 +6,12 @@
         optimizer.step()
         scheduler.step()
 
-The result is an ordinary torch LRScheduler. Its rate depends on nothing but the number of updates before it, so a run
-that is resumed at any of them goes on with the same rates, bit for bit.
+The result is an ordinary torch LRScheduler. Its rate depends only on the number of updates so far, so a resumed run
+gets the same rates, bit for bit.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import warnings
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fleetx.base.suggest import did_you_mean
 from fleetx.comm.session import current
 from fleetx.errors import StrategyError
 
@@ -38,29 +38,29 @@ _SCALINGS = ("linear", "sqrt")
 _BY = ("steps", "updates")
 
 
-# --- the batch ------------------------------------------------------------------------------------
+# --- scaling by the batch size --------------------------------------------------------------------
 def linear_scaling(lr: float, batch: float, base_batch: float) -> float:
-    """lr * batch / base_batch: what SGD and its kin take, as long as the batch is not very large."""
+    """lr * batch / base_batch: for SGD, as long as the batch is not very large."""
     return lr * _ratio("linear", batch, base_batch)
 
 
 def sqrt_scaling(lr: float, batch: float, base_batch: float) -> float:
-    """lr * sqrt(batch / base_batch): for Adam and LAMB, and where linear scaling diverges."""
+    """lr * sqrt(batch / base_batch): for Adam and LAMB, or if linear scaling diverges."""
     return lr * _ratio("sqrt", batch, base_batch)
 
 
 def _ratio(scaling: str | None, batch: float | None, base_batch: float | None) -> float:
-    """By what the rate grows. First the quotient of the batches: it is exact where one divides the other."""
+    """The factor by which the rate grows. Divides the batches first: exact if one is a multiple of the other."""
     if scaling is None and batch is None and base_batch is None:
         return 1.0
     problems = []
     if scaling is None:
-        problems.append("batch or base_batch is given without a rule: add scaling='linear' or scaling='sqrt'")
+        problems.append("batch and base_batch need a scaling rule: add scaling='linear' or scaling='sqrt'")
     else:
         problems += _unknown("scaling", scaling, _SCALINGS)
     for name, value in (("batch", batch), ("base_batch", base_batch)):
         if value is None:
-            problems.append(f"{name} is missing: scaling needs the batch of this run and the one that lr is meant for")
+            problems.append(f"{name} is missing: scaling needs the batch of this run and the base_batch of lr")
         elif not _is_real(value) or value <= 0:
             problems.append(f"{name} = {value!r}: must be a number of samples above 0")
     if problems or batch is None or base_batch is None:
@@ -69,7 +69,7 @@ def _ratio(scaling: str | None, batch: float | None, base_batch: float | None) -
     return math.sqrt(quotient) if scaling == "sqrt" else quotient
 
 
-# --- the laws: from the number of updates so far to a share of the peak ------------------------------
+# --- curves: from the number of updates so far to a fraction of the peak rate ------------------------
 @dataclass(frozen=True)
 class _WarmupDecay:
     updates: int
@@ -80,22 +80,22 @@ class _WarmupDecay:
 
     def __call__(self, t: int) -> float:
         if t < self.warmup:
-            return (t + 1) / self.warmup  # not t / warmup: an update at rate 0 is wasted
+            return (t + 1) / self.warmup  # t / warmup would waste an update at rate 0
         if self.decay == "none":
             return 1.0
         if t >= self.updates:
             return self.end
-        gone = (t - self.warmup) / (self.updates - self.warmup)
+        progress = (t - self.warmup) / (self.updates - self.warmup)
         if self.decay == "cosine":
-            left = math.cos(math.pi / 2 * gone) ** 2  # (1 + cos(pi * gone)) / 2, which cancels out near the end
+            factor = math.cos(math.pi / 2 * progress) ** 2  # (1 + cos(pi * progress)) / 2 without its cancellation
         else:
-            left = (1 - gone) ** self.power
-        return self.end + (1 - self.end) * left
+            factor = (1 - progress) ** self.power
+        return self.end + (1 - self.end) * factor
 
 
 @dataclass(frozen=True)
-class _OldWarmupDecay:
-    """As the old system had it, with its first update at rate 0 and its fall by warmup / steps after the warm-up."""
+class _LegacyWarmupDecay:
+    """The original FleetX's curve: its first update is at rate 0, and the rate drops when the warm-up ends."""
 
     warmup_steps: int
     num_train_steps: int
@@ -108,69 +108,64 @@ class _OldWarmupDecay:
 
 # --- the scheduler --------------------------------------------------------------------------------
 class _Schedule(LRScheduler):
-    """rate = rate of the group * ratio of the batches * law(updates so far)."""
+    """rate = rate of the group * ratio of the batches * curve(updates so far)."""
 
-    def __init__(self, optimizer: Optimizer, law: Any, ratio: float = 1.0, by: str = "steps"):
-        self._law, self._ratio, self._by = law, ratio, by
+    def __init__(self, optimizer: Optimizer, curve: Any, ratio: float = 1.0, by: str = "steps"):
+        self._curve, self._ratio, self._by = curve, ratio, by
         super().__init__(optimizer)
 
     def _initial_step(self) -> None:
-        """torch's own first step, which follows no update: when this is made, and once more inside of SequentialLR."""
+        """The step that torch makes on construction, and again in SequentialLR: there was no update before it."""
         by, self._by = self._by, "steps"
         super()._initial_step()
         self._by = by
 
     def step(self, epoch: int | None = None) -> None:
-        if self._by == "steps" or epoch is not None or _applied(self.optimizer):
+        if self._by == "steps" or epoch is not None or current().updated(self.optimizer):
             super().step(epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        share = self._law(self.last_epoch)
-        return [base * self._ratio * share for base in self.base_lrs]
+        factor = self._curve(self.last_epoch)
+        return [base * self._ratio * factor for base in self.base_lrs]
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return asdict(self._law) | {"ratio": self._ratio, "by": self._by}
+        return asdict(self._curve) | {"ratio": self._ratio, "by": self._by}
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and strings only, so that `torch.load(weights_only=True)` reads it."""
-        state = {k: v for k, v in super().state_dict().items() if k not in ("_law", "_ratio", "_by")}
+        """Contains only numbers and strings, so `torch.load(weights_only=True)` can read it."""
+        state = {k: v for k, v in super().state_dict().items() if k not in ("_curve", "_ratio", "_by")}
         return state | {"settings": self._settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the saved update, with the law given here; and give the optimizer its rate at once.
+        """Resume from the saved update with the settings of this scheduler, and set the optimizer's rates.
 
-        torch leaves that to `optimizer.load_state_dict`, whose work is lost if the scheduler is made after it.
+        torch leaves the rates to `optimizer.load_state_dict`, and a scheduler that is created later overwrites them.
         """
         state = dict(state_dict)
         saved = state.pop("settings", None)
         if saved is None:
-            raise StrategyError("this state was saved by another scheduler, not by one of fleetx.schedule")
+            raise StrategyError("this state was saved by a scheduler that is not from fleetx.schedule")
         if len(state["base_lrs"]) != len(self.optimizer.param_groups):
-            groups = f"{len(state['base_lrs'])} groups of parameters, this one has {len(self.optimizer.param_groups)}"
+            groups = f"{len(state['base_lrs'])} parameter groups, but this one has {len(self.optimizer.param_groups)}"
             raise StrategyError(f"this state was saved for an optimizer with {groups}")
         here = self._settings
         if changed := [f"{k}={here.get(k)!r} (saved: {saved.get(k)!r})" for k in here if here[k] != saved.get(k)]:
-            warnings.warn(f"the schedule goes on with what is given here: {', '.join(changed)}", stacklevel=2)
+            warnings.warn(f"the schedule resumes with changed settings: {', '.join(changed)}", stacklevel=2)
         super().load_state_dict(state)
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             _set_rate(group, rate)
 
 
-def _applied(optimizer: Optimizer) -> bool:
-    """Did the last step() of this optimizer apply an update?"""
-    return current().updated(optimizer)
-
-
 def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
     if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(float(rate))  # in place: a captured or compiled step reads this very tensor
+        group["lr"].fill_(float(rate))  # in place, because a captured or compiled step reads this tensor
     else:
         group["lr"] = rate
 
 
-# --- what a user calls ----------------------------------------------------------------------------
+# --- public functions -----------------------------------------------------------------------------
 def large_batch(
     optimizer: Optimizer,
     *,
@@ -184,28 +179,28 @@ def large_batch(
     scaling: Scaling | None = None,
     by: By = "steps",
 ) -> LRScheduler:
-    """Scale the rate of each group by the batch, warm it up to that peak, let it decay until `updates`.
+    """Scale the rate of each group by the batch size, warm it up to that peak, and decay it until `updates`.
 
-    updates             in the whole run; after them the rate stays where it ended
-    warmup              updates of the warm-up, as an int; or their share of all, as a float below 1
+    updates             number of updates in the run; the rate stays constant after them
+    warmup              number of warm-up updates (int), or their fraction of all updates (float below 1)
     decay, power        "polynomial": (1 - s) ** power, 2 by default; "linear": power 1; "cosine"; "none"
-    end                 the share of the peak that is left at the end
-    batch, base_batch   samples in one update (over all ranks and merged steps); and those for which the lr is meant
+    end                 final rate as a fraction of the peak
+    batch, base_batch   samples per update, over all ranks and merged steps; and the batch size that lr was chosen for
     scaling             "linear" or "sqrt"
-    by                  "steps": every scheduler.step() is one update. "updates": only those are that follow an
-                        optimizer.step() which applied one; a merged or overflowed step does not move the rate
+    by                  "steps": count every scheduler.step(). "updates": count only those after an optimizer.step()
+                        that applied an update, so merged and overflowed steps do not change the rate
     """
-    problems = _not_counted("updates", updates, least=1)
+    problems = _bad_count("updates", updates, least=1)
     problems += _bad_warmup(warmup, None if problems else updates)
     problems += _unknown("decay", decay, _DECAYS) + _unknown("by", by, _BY)
     if power is not None and decay != "polynomial":
-        problems.append(f"power is given, but decay={decay!r} has none: remove it or use decay='polynomial'")
+        problems.append(f"power has no effect with decay={decay!r}: remove it or use decay='polynomial'")
     elif power is not None and (not _is_real(power) or power <= 0):
         problems.append(f"power = {power!r}: must be a number above 0")
     if not _is_real(end) or not 0 <= end <= 1:
-        problems.append(f"end = {end!r}: must be a share of the peak, from 0 to 1; divide a rate by the peak rate")
+        problems.append(f"end = {end!r}: must be a fraction of the peak rate, from 0 to 1")
     elif end and decay == "none":
-        problems.append("end is given, but decay='none' does not go there: remove it or choose a decay")
+        problems.append("end has no effect with decay='none': remove it or choose a decay")
     try:
         ratio = _ratio(scaling, batch, base_batch)
     except StrategyError as error:
@@ -217,53 +212,52 @@ def large_batch(
     return _Schedule(optimizer, _WarmupDecay(int(updates), first, decay, exponent, float(end)), ratio, by)
 
 
-def linear_warmup_decay(learning_rate: float, warmup_steps: int, num_train_steps: int) -> BoundLater:
-    """The old X.utils.linear_warmup_decay: from 0 up to the rate, then 1 - t / num_train_steps of it, down to 0.
+def linear_warmup_decay(learning_rate: float, warmup_steps: int, num_train_steps: int) -> UnboundSchedule:
+    """The original FleetX's X.utils.linear_warmup_decay: from 0 to the rate, then 1 - t / num_train_steps of it, to 0.
 
-    There it was a variable of the program. Here it is the law itself: call it with a number of updates, or bind it to
-    an optimizer. For a new recipe `large_batch` is better, which neither wastes the first update nor jumps.
+    There it was a variable of the program. Here, call it with a number of updates, or bind it to an optimizer. Prefer
+    `large_batch` for new recipes: it neither wastes the first update nor drops after the warm-up.
     """
-    problems = _not_counted("warmup_steps", warmup_steps, least=0)
-    problems += _not_counted("num_train_steps", num_train_steps, least=1)
+    problems = _bad_count("warmup_steps", warmup_steps, least=0)
+    problems += _bad_count("num_train_steps", num_train_steps, least=1)
     if not _is_real(learning_rate) or learning_rate < 0:
-        problems.append(f"learning_rate = {learning_rate!r}: must be a number, 0 or above")
+        problems.append(f"learning_rate = {learning_rate!r}: must be a number, at least 0")
     if not problems and warmup_steps > num_train_steps:
-        problems.append(f"warmup_steps = {warmup_steps} is more than num_train_steps = {num_train_steps}")
+        problems.append(f"warmup_steps = {warmup_steps}: must be at most num_train_steps = {num_train_steps}")
     if problems:
         raise StrategyError(problems)
-    return BoundLater(float(learning_rate), _OldWarmupDecay(int(warmup_steps), int(num_train_steps)))
+    return UnboundSchedule(float(learning_rate), _LegacyWarmupDecay(int(warmup_steps), int(num_train_steps)))
 
 
 @dataclass(frozen=True)
-class BoundLater:
-    """A rate over time that needs no optimizer yet."""
+class UnboundSchedule:
+    """A schedule without an optimizer."""
 
     peak: float
-    law: Any
+    curve: Any
 
     def __call__(self, t: int) -> float:
-        """The rate of the update that has t updates before it."""
-        return self.peak * self.law(t)
+        """The rate after t updates."""
+        return self.peak * self.curve(t)
 
     def bind(self, optimizer: Optimizer, *, by: By = "steps") -> LRScheduler:
-        """An ordinary scheduler that gives the optimizer this rate, in the place of the rate that it was made with."""
+        """Return an ordinary scheduler, which replaces the optimizer's own rate with this one."""
         problems = _unknown("by", by, _BY)
         if len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
-            problems.append("the groups of this optimizer have different rates, and this law is one rate for all")
+            problems.append("the parameter groups have different rates, but this schedule sets one rate for all")
         if problems:
             raise StrategyError(problems)
         for group in optimizer.param_groups:
             _set_rate(group, self.peak)
-            group.pop("initial_lr", None)  # of a scheduler before this one; torch would take it for the peak
-        return _Schedule(optimizer, self.law, by=by)
+            group.pop("initial_lr", None)  # torch would take that of an earlier scheduler for the peak
+        return _Schedule(optimizer, self.curve, by=by)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks of arguments --------------------------------------------------------------------------
 def _unknown(name: str, value: Any, known: Sequence[str]) -> list[str]:
     if value in known:
         return []
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(map(repr, known))}"
+    hint = did_you_mean(value, known, otherwise=f"must be one of {', '.join(map(repr, known))}", cutoff=0.5)
     return [f"{name} = {value!r}: {hint}"]
 
 
@@ -271,17 +265,17 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _not_counted(name: str, value: Any, *, least: int) -> list[str]:
+def _bad_count(name: str, value: Any, *, least: int) -> list[str]:
     fine = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-    return [] if fine else [f"{name} = {value!r}: must be a whole number, {least} or more"]
+    return [] if fine else [f"{name} = {value!r}: must be an integer, at least {least}"]
 
 
 def _bad_warmup(warmup: Any, updates: int | None) -> list[str]:
-    """`updates` is None where it is wrong itself."""
+    """`updates` is None if it is itself invalid."""
     if isinstance(warmup, float):
-        share = "as a float it is a share of all updates, from 0 to below 1; give an int for a number of updates"
-        return [] if 0 <= warmup < 1 else [f"warmup = {warmup!r}: {share}"]
-    problems = _not_counted("warmup", warmup, least=0)
+        hint = "a float is a fraction of all updates, at least 0 and below 1; pass an int for a number of updates"
+        return [] if 0 <= warmup < 1 else [f"warmup = {warmup!r}: {hint}"]
+    problems = _bad_count("warmup", warmup, least=0)
     if not problems and updates is not None and warmup > updates:
-        problems.append(f"warmup = {warmup} is longer than all updates = {updates}: shorten it or train longer")
+        problems.append(f"warmup = {warmup}: must be at most updates = {updates}")
     return problems

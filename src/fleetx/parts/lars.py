@@ -11,50 +11,49 @@ from torch.optim import SGD, Optimizer
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.optim import Lars, exclusion
-from fleetx.optim import adopt as inner
-from fleetx.optim.layerwise import adopt
+from fleetx.optim.adopt import adopt, adoption_problems, kernels_remark
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
 class LARS(Part):
-    """Layer-wise adaptive rate scaling: momentum whose rate is scaled by |p| / |g| for each tensor.
+    """Layer-wise adaptive rate scaling: momentum SGD that scales the rate of each tensor by |p| / |g|.
 
     Neutral: lars_coeff=None, lars_weight_decay=0.
     """
 
     lars_coeff: Annotated[float, Field(gt=0)] | None = 0.001
-    """The trust coefficient; None turns the scaling off."""
+    """The trust coefficient; None turns scaling off."""
     lars_weight_decay: Annotated[float, Field(ge=0)] = 0.0005
-    """The weight decay inside of the formula."""
+    """Weight decay, part of the formula."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
     """Added to the denominator."""
     exclude_from_weight_decay: Names = Field(default_factory=list)
-    """Parts of parameter names that get plain momentum without decay."""
+    """Substrings of parameter names: these get plain momentum without decay."""
 
     neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}
-    costs: ClassVar[str] = "time: one more pass over parameters and gradients than SGD, for the norms"
+    costs: ClassVar[str] = "time: one pass more than SGD over parameters and gradients, for the norms"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         wanted = "torch.optim.SGD with momentum"
-        yield from inner.problems("lars", optimizer, (SGD,), wanted, "lars_weight_decay", Lars, self._own)
+        yield from adoption_problems("lars", optimizer, (SGD,), wanted, Lars, self._own_options)
         if type(optimizer) is SGD:
             if any(not group["momentum"] for group in optimizer.param_groups):
-                yield "lars needs momentum: pass momentum=0.9 or so to SGD"
+                yield "lars needs momentum: pass, for example, momentum=0.9 to SGD"
             if any(group["dampening"] for group in optimizer.param_groups):
-                yield "lars has no dampening: pass dampening=0 to SGD"
+                yield "lars does not support dampening: pass dampening=0 to SGD"
         yield from exclusion.problems("lars", model, optimizer, self.exclude_from_weight_decay)
 
     @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
     def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
         find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
-        return adopt(optimizer, Lars, lambda group: self._own(group, find(group["params"])))
+        return adopt(optimizer, Lars, lambda group: self._own_options(group, find(group["params"])))
 
-    def _own(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
+    def _own_options(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
         own = {"weight_decay": self.lars_weight_decay, "lars_coeff": self.lars_coeff, "epsilon": self.epsilon}
         return own | {"excluded": excluded}
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        yield inner.path()
+        yield kernels_remark()

@@ -20,7 +20,7 @@ USUAL = {"momentum": 0.9, "factor": 1.0, "sparsity": 0.999, "half": False}
 HALF = [False, True]
 
 # With a compiler, a missing library is a failure and not a reason to skip.
-unbuilt = not native.available() and (shutil.which("cc") is None or os.environ.get("FLEETX_KERNELS") == "stock")
+unbuilt = not native.available() and (shutil.which("cc") is None or os.environ.get("FLEETX_KERNELS") == "foreach")
 built = pytest.mark.skipif(unbuilt, reason=native.reason())
 
 

@@ -209,11 +209,11 @@ def test_a_tensor_of_any_shape_is_read_flat(backend):
 
 
 def test_an_environment_variable_chooses_the_backend(monkeypatch):
-    monkeypatch.setenv("FLEETX_KERNELS", "stock")
-    assert "FLEETX_KERNELS=stock" in native.reason()
+    monkeypatch.setenv("FLEETX_KERNELS", "foreach")
+    assert "FLEETX_KERNELS=foreach" in native.reason()
     assert codec._backend(torch.zeros(1)) is plain
     monkeypatch.setenv("FLEETX_KERNELS", "fast")
-    with pytest.raises(ValueError, match="FLEETX_KERNELS=fast: must be stock or compiled"):
+    with pytest.raises(ValueError, match="FLEETX_KERNELS=fast: must be foreach or compiled"):
         codec.encode(*tensors(100), **USUAL)
     if not unbuilt:
         monkeypatch.setenv("FLEETX_KERNELS", "compiled")

@@ -15,7 +15,7 @@ from typing import Any
 
 from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
-from fleetx.optim.schedule import BoundLater
+from fleetx.optim.schedule import UnboundSchedule
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class LRScheduler:
     )
 
 
-Rate = float | LRScheduler | ByRun | BoundLater
+Rate = float | LRScheduler | ByRun | UnboundSchedule
 
 
 def checked(learning_rate: Any) -> Rate:
-    if isinstance(learning_rate, LRScheduler | ByRun | BoundLater):
+    if isinstance(learning_rate, LRScheduler | ByRun | UnboundSchedule):
         return learning_rate
     return _number("learning_rate", learning_rate)
 
 
 def changes_by_run(rate: Rate) -> bool:
-    return isinstance(rate, ByRun | BoundLater)
+    return isinstance(rate, ByRun | UnboundSchedule)
 
 
 def at(rate: Rate, runs: int) -> float:

@@ -14,7 +14,7 @@ from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, Context, SetupContext, StepContext
 from fleetx.errors import UsageError
-from fleetx.optim.layerwise import become
+from fleetx.optim.adopt import become
 from fleetx.parts.dgc import exchange, native
 from fleetx.parts.dgc.optimizer import MomentumInGrad
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
