@@ -98,7 +98,6 @@ def _loaded(path):
     return batch.strategy.declared(), (batch.feed, batch.merged, batch.replicas), trained(model, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "settings"),
     [
@@ -134,7 +133,6 @@ torch.save([batch, values], "repeated.pt")
 """
 
 
-@pytest.mark.slow
 def test_a_new_process_repeats_the_run_from_the_file_bit_for_bit(fixed):
     fleet.init()
     settings = {"global_batch": 48, "output": "plan.yaml"}
@@ -213,7 +211,6 @@ def test_the_objective_memory_needs_fewest_bytes(fixed):
 
 
 # --- the search -----------------------------------------------------------------------------------
-@pytest.mark.slow
 def test_the_search_leaves_model_optimizer_and_random_state_unchanged():
     fleet.init()
     model = deep()
@@ -244,7 +241,6 @@ def _own_samples(sizes):
     return dict(found.strategy.batch_configs), "failed" in found.text, torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.slow
 def test_ranks_may_bring_different_samples_of_one_shape_and_a_declared_pipeline_is_one_replica(ranks):
     split = {"feed": 32, "merged": 1, "replicas": 1}
     assert ranks.run(_own_samples, [16, 16]) == [(split, False, True)] * 2
@@ -299,7 +295,6 @@ def test_without_a_sample_the_error_shows_two_lines_to_add():
         fleet.distribute(model, sgd(model), DistributedStrategy(auto=True), sample=sample()[0], loss_fn=cross_entropy)
 
 
-@pytest.mark.slow
 def test_a_sample_that_the_model_cannot_take_is_an_error():
     fleet.init()
     with pytest.raises(UsageError, match="the model failed on the sample: RuntimeError"):
@@ -328,7 +323,6 @@ def plan(*words):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.slow
 def test_fleetx_plan_of_a_script_that_distributes_nothing_is_an_error():
     Path("never.py").write_text("print('nothing')\n")
     result = plan("never.py")
@@ -336,7 +330,6 @@ def test_fleetx_plan_of_a_script_that_distributes_nothing_is_an_error():
     assert "never.py ended without calling fleet.distribute" in result.stderr
 
 
-@pytest.mark.slow
 def test_fleetx_plan_runs_a_script_up_to_its_plan():
     Path("train.py").write_text(SCRIPT)
     question = ["--nodes", "4", "--link", "1GB/s", "--memory", "1GiB"]

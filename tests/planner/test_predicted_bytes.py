@@ -43,7 +43,6 @@ def _both(declared, feed):
     return cost.peak, trial.peak
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("declared", "feed"),
     [
