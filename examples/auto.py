@@ -1,17 +1,15 @@
-"""Let auto choose: it measures, predicts, tries, explains, and writes strategy.yaml, which repeats the run without it.
+"""Let auto choose the strategy: it measures, predicts, tries, explains, and writes its choice to strategy.yaml.
 
     fleetrun --device cpu --nproc_per_node 2 examples/auto.py
-    fleetrun --device cpu --nproc_per_node 2 examples/auto.py --strategy strategy.yaml   # without a search
-    fleetx plan examples/auto.py --nproc_per_node 2                                        # the search alone
+    fleetrun --device cpu --nproc_per_node 2 examples/auto.py --strategy strategy.yaml   # repeat it without a search
+    fleetx plan examples/auto.py --nproc_per_node 2                                      # only the search
 
-The data are the digits inside of scikit-learn.
+The data are the digits of scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +21,8 @@ from fleetx import fleet
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", help="a YAML file of a search, to use instead of one")
-    parser.add_argument("--global-batch", type=int, default=256, help="samples in an update (default: 256)")
+    parser.add_argument("--strategy", help="a YAML file to load instead of searching")
+    parser.add_argument("--global-batch", type=int, default=256, help="samples per update (default: 256)")
     parser.add_argument("--epochs", type=int, default=15)
     args = parser.parse_args()
 
@@ -36,17 +34,15 @@ def main() -> None:
     ).to(fleet.device())  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     if args.strategy:
-        model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy.load(args.strategy))
-        feed = int(re.findall(r"(\d+) samples at a time", Path(args.strategy).read_text())[0])  # in its second line
+        strategy, sample = fleet.DistributedStrategy.load(args.strategy), None
     else:
         strategy = fleet.DistributedStrategy()
         strategy.auto = True
-        strategy.auto_configs = {"global_batch": args.global_batch, "max_seconds": 40}
-        sample = next(iter(X.data.load_digits(batch_size=args.global_batch // fleet.worker_num())))
-        model, optimizer = fleet.distribute(model, optimizer, strategy, sample=on_device(sample), loss_fn=cross_entropy)
-        feed = fleet.batch().feed
+        strategy.auto_configs = {"global_batch": args.global_batch, "max_seconds": 40, "output": "strategy.yaml"}
+        sample = on_device(next(iter(X.data.load_digits(batch_size=args.global_batch // fleet.worker_num()))))
+    model, optimizer = fleet.distribute(model, optimizer, strategy, sample=sample, loss_fn=cross_entropy)
 
-    loader = X.data.load_digits(batch_size=feed, drop_last=True)
+    loader = X.data.load_digits(batch_size=fleet.batch().feed, drop_last=True)
     for epoch in range(args.epochs):
         for batch in loader:
             loss = fleet.forward_backward(*on_device(batch), loss_fn=cross_entropy)

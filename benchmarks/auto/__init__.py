@@ -1,6 +1,6 @@
-"""Is what auto predicts true? python -m benchmarks.auto --help
+"""How accurate are the predictions of auto? python -m benchmarks.auto --help
 
-models.py     five models from config, of sizes that a link of 100 Mbit/s can still carry
-worker.py     what fleetrun starts: probe, predict, then run many plans for real
-report.py     errors, ranks, picks; the page
+models.py     five models from config, small enough for a link of 100 Mbit/s
+worker.py     what fleetrun starts: profile, predict, then run many plans for real
+report.py     errors, rankings and choices; the tables of the page
 """

@@ -1,4 +1,4 @@
-"""python -m benchmarks.auto: run the plans, print how true the predictions were."""
+"""python -m benchmarks.auto: run the plans and print how accurate the predictions were."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 import click
 
 from benchmarks.auto import report
-from benchmarks.auto.models import MODELS, SCENES
+from benchmarks.auto.models import MODELS, STUDIED
 from benchmarks.frame import machine
 from benchmarks.netlab import Lab, allowed
 from fleetx.planner import cache, whatif
+from fleetx.planner.cost import step_cost, terms_of
+from fleetx.strategy import DistributedStrategy
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "out" / "auto"
@@ -25,14 +27,17 @@ PARTS = ("plans", "search", "whatif")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--only", default=",".join(PARTS), show_default=True, help="Some of the parts.")
-@click.option("--models", default=",".join(SCENES), show_default=True)
+@click.option("--only", default=",".join(PARTS), show_default=True, help="Which parts to run.")
+@click.option("--models", default=",".join(STUDIED), show_default=True)
 @click.option("--networks", default=",".join(NETWORKS), show_default=True)
-@click.option("--most", default=8, show_default=True, help="Plans of a cluster that are run.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for all files.")
-@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show what the folder has.")
+@click.option("--most", default=8, show_default=True, help="Plans to run per model and network, at most.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for the results.")
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing; show the results in the folder.")
 def main(only: str, models: str, networks: str, most: int, out: Path, only_report: bool) -> None:
-    """What auto predicts beside what is measured: five models, three networks. Half an hour on two idle cores."""
+    """Compare the predictions of auto with measurements: five models, three networks.
+
+    Takes half an hour on two idle cores.
+    """
     out.mkdir(parents=True, exist_ok=True)
     file = out / "auto.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"plans": [], "machine": {}}
@@ -47,16 +52,16 @@ def main(only: str, models: str, networks: str, most: int, out: Path, only_repor
         elif part == "search":
             results["search"] = _run("bert_base", "loopback", "search")
         elif part == "whatif":
-            results["whatif"] = _whatif(out / "probe.json")
+            results["whatif"] = _whatif(out / "profile.json")
         else:
-            raise click.BadParameter(f"there is no {part!r}; there are {', '.join(PARTS)}")
+            raise click.BadParameter(f"--only {part}: must be one of {', '.join(PARTS)}")
         results["date"] = datetime.now(UTC).isoformat(timespec="seconds")
         file.write_text(json.dumps(results, indent=1))
     _show(results, out)
 
 
 def _run(name: str, network: str, kind: str, *, hosts: int = 2, most: int = 0) -> dict[str, Any]:
-    """Two workers of one thread each: on this machine, or each on a host of its own."""
+    """Two workers with one thread each, on this machine or each on its own host."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         words = [name, str(out), kind, str(most)]
@@ -65,27 +70,33 @@ def _run(name: str, network: str, kind: str, *, hosts: int = 2, most: int = 0) -
             subprocess.run([*command, str(HERE / "worker.py"), *words], cwd=folder, check=True, timeout=1800)
         else:
             if why := allowed():
-                raise click.ClickException(f"no links can be made here: {why}")
+                raise click.ClickException(f"links cannot be created here: {why}")
             with Lab(hosts=hosts, rate=network) as lab:
                 lab.fleetrun(str(HERE / "worker.py"), words, timeout=1800, cwd=folder, env={"OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
 
 
 def _whatif(file: Path) -> list[dict[str, Any]]:
-    """From a probe of two workers on one host: two and four hosts. Four share two cores, so compute is half as fast."""
-    found = []
+    """Predict two and four hosts from a profile of two workers on one host.
+
+    Four hosts share two cores here, so compute is half as fast.
+    """
+    rows = []
     for name in ("mlp", "bert"):
-        file.write_text(json.dumps(_run(name, "loopback", "probe")))
-        known = cache.probe(file)
-        assert known is not None
+        profile = _run(name, "loopback", "profile")
+        file.write_text(json.dumps({key: profile[key] for key in ("cluster", "model", "declared", "version")}))
+        stored = cache.load_profile(file)
+        assert stored is not None
         for hosts in (2, 4):
-            link = whatif.Machine(hosts, 1, 125e6 * 0.94, 125e6 * 0.94, 1 << 40, 1e-4, min(1.0, 2 / hosts))
-            row = whatif.plain(link, *known)
-            measured = _run(name, "1gbit", "plain", hosts=hosts)["plans"][0]
-            found.append({"model": name, "hosts": hosts, "predicted": row.seconds, "measured": measured["measured"]})
-            print(found[-1], flush=True)
-    return found
+            machine = whatif.Machine(hosts, 1, 125e6 * 0.94, 125e6 * 0.94, 1 << 40, 1e-4, min(1.0, 2 / hosts))
+            cluster, model = machine.cluster(hosts, stored.cluster), stored.model.faster(machine.compute)
+            terms = terms_of(DistributedStrategy().plan().parts, cluster, model)
+            predicted = step_cost(terms, model, model.declared, model.samples).seconds
+            measured = _run(name, "1gbit", "plain", hosts=hosts)["plans"][0]["measured"]
+            rows.append({"model": name, "hosts": hosts, "predicted": predicted, "measured": measured})
+            print(rows[-1], flush=True)
+    return rows
 
 
 def _show(results: dict[str, Any], out: Path) -> None:
@@ -94,10 +105,10 @@ def _show(results: dict[str, Any], out: Path) -> None:
         page.append(report.markdown(report.verdicts(results["plans"])))
         for cluster in results["plans"]:
             page.append(f"### {MODELS[cluster['model']].title}, {cluster['network']}")
-            figures = (
-                f"tau {report.tau(cluster['plans']):.2f}; the pick is {report.regret(cluster['plans']):.1%} slower "
+            page.append(
+                f"tau {report.tau(cluster['plans']):.2f}; the choice is {report.regret(cluster['plans']):.1%} slower "
+                f"than the best; profiled and predicted in {cluster['profile_seconds']:.0f} s"
             )
-            page.append(f"{figures}than the best; probed and predicted in {cluster['probe_seconds']:.0f} s")
             page.append(report.markdown(report.table(cluster)))
     if "search" in results:
         page.append(

@@ -1,4 +1,4 @@
-"""Models from config, no download: the widths of the real ones, with fewer layers and words."""
+"""Models from config, without a download: as wide as the real ones, with fewer layers and a smaller vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Model:
     title: str
     make: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Tensor]]
-    samples: int  # in the batch that is probed
+    samples: int  # in the batch that is profiled
     total: int  # the global batch
 
 
@@ -50,7 +50,7 @@ def _transformers(kind: str, config: str, **settings: Any) -> Callable[[], nn.Mo
 
 
 class Huge(nn.Module):
-    """Few layers, much to send."""
+    """Few layers, many parameters."""
 
     def __init__(self, width: int, layers: int):
         super().__init__()
@@ -84,4 +84,4 @@ MODELS = {
     "bert_base": Model("BERT-base, sequence 128", _transformers("BertForMaskedLM", "BertConfig"),
                        _tokens(30000, 128), 4, 8),
 }  # fmt: skip
-SCENES = ("resnet", "bert", "gpt2", "vit", "mlp")
+STUDIED = ("resnet", "bert", "gpt2", "vit", "mlp")

@@ -1,4 +1,4 @@
-"""Errors of the predictions, their order, and the picks."""
+"""Errors of the predictions, their ranking, and the choices that follow from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-CLEAR = 0.1  # two updates of one plan may differ by nearly so much on two cores
+CLEAR = 0.1  # two updates of one plan may differ by nearly this much on two cores
 TRIALS = 3
 Row = dict[str, Any]
 
@@ -25,7 +25,7 @@ def peak_errors(rows: Sequence[Row]) -> list[float]:
 
 
 def tau(rows: Sequence[Row], *, differ: float = 0.0) -> float:
-    """Kendall's, between the predicted order and the measured one; of pairs that were measured to differ so much."""
+    """Kendall's tau between the predicted and the measured ranking, over pairs whose measured times differ by more."""
     pairs = [(a, b) for a, b in itertools.combinations(good(rows), 2)
              if abs(a["measured"] / b["measured"] - 1) > differ]  # fmt: skip
     if not pairs:
@@ -35,20 +35,20 @@ def tau(rows: Sequence[Row], *, differ: float = 0.0) -> float:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """How much slower than the best that was run is what auto takes: the best of the first that it tries."""
-    found = sorted(good(rows), key=lambda row: row["predicted"])
-    return min(row["measured"] for row in found[:TRIALS]) / min(row["measured"] for row in found) - 1
+    """How much slower the choice of auto, the best of the plans it tries, is than the best plan that was run."""
+    measured = [row["measured"] for row in sorted(good(rows), key=lambda row: row["predicted"])]
+    return min(measured[:TRIALS]) / min(measured) - 1
 
 
-def verdicts(scenes: Sequence[Row]) -> list[list[str]]:
-    rows = [row for cluster in scenes for row in cluster["plans"]]
+def verdicts(clusters: Sequence[Row]) -> list[list[str]]:
+    rows = [row for cluster in clusters for row in cluster["plans"]]
     errors, peaks = time_errors(rows), peak_errors(rows)
-    whole = [row for row in rows if not any(word in row["title"] for word in ("pipeline", "sharding"))]
-    own = [abs(e) for e in peak_errors(whole)]
-    picks = [regret(cluster["plans"]) for cluster in scenes]
-    near = sum(pick <= 0.05 for pick in picks)
-    taus = [tau(cluster["plans"]) for cluster in scenes]
-    clear = mean(tau(cluster["plans"], differ=CLEAR) for cluster in scenes)
+    undivided = [row for row in rows if not any(word in row["title"] for word in ("pipeline", "sharding"))]
+    own = [abs(e) for e in peak_errors(undivided)]
+    choices = [regret(cluster["plans"]) for cluster in clusters]
+    near = sum(choice <= 0.05 for choice in choices)
+    taus = [tau(cluster["plans"]) for cluster in clusters]
+    clear = mean(tau(cluster["plans"], differ=CLEAR) for cluster in clusters)
     return [
         ["goal", "reached", "verdict"],
         ["mean error of time at most 10 %", f"{mean(errors):.1%} of {len(errors)} plans, median {median(errors):.1%}, "
@@ -58,8 +58,8 @@ def verdicts(scenes: Sequence[Row]) -> list[list[str]]:
         ["Kendall's tau of the order at least 0.9", f"mean {mean(taus):.2f}, from {min(taus):.2f} to {max(taus):.2f}; "
          f"{clear:.2f} of pairs that differ by more than {CLEAR:.0%}",
          _met(mean(taus) >= 0.9)],
-        ["the pick within 5 % of the best in 95 % of the scenes", f"in {near} of {len(picks)}; the worst is "
-         f"{max(picks):.0%} slower", _met(near >= 0.95 * len(picks))],
+        ["the choice within 5 % of the best in 95 % of the cases", f"in {near} of {len(choices)}; the worst is "
+         f"{max(choices):.0%} slower", _met(near >= 0.95 * len(choices))],
     ]  # fmt: skip
 
 

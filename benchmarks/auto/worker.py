@@ -1,10 +1,10 @@
 """What every worker runs: fleetrun worker.py MODEL OUT KIND MOST
 
-KIND: plans    probe, predict all plans, and run those of each kind that are predicted to be best
-      search   the whole search, as fleet.distribute does it
-      probe    the probe alone, to ask about other machines
+KIND: plans    profile, predict all plans, and run the ones of each kind that are predicted to be best
+      search   the whole search, as fleet.distribute runs it
+      profile  only the profile, for what-if questions
       plain    data parallelism, timed
-MOST: plans of a cluster that are run, at most
+MOST: how many plans to run at most
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import torch
 
 from benchmarks.auto.models import MODELS
 from fleetx import DistributedStrategy, fleet
-from fleetx.planner import cache, profile
-from fleetx.planner.candidates import offered
-from fleetx.planner.search import Considered, Search, allowed, ways
-from fleetx.planner.trial import tried
-from fleetx.planner.workload import Job
+from fleetx.planner import profile
+from fleetx.planner.cache import StoredProfile
+from fleetx.planner.candidates import Candidate, offered
+from fleetx.planner.search import Search, compatible, forward_variants
+from fleetx.planner.trial import try_out
+from fleetx.planner.workload import Workload
 
-LONGEST = 15.0  # seconds of an update: what is predicted to take longer is not run
-TRIALS = 3  # what auto would try
+LONGEST = 15.0  # seconds per update: plans that are predicted to take longer are not run
+TRIALS = 3  # how many plans auto would try
 
 
 def main(name: str, out: str, kind: str, most: str) -> None:
@@ -38,79 +39,78 @@ def main(name: str, out: str, kind: str, most: str) -> None:
     model = MODELS[name]
     module = model.make()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
-    job = Job.of(module, optimizer, model.inputs(model.samples), None)
+    workload = Workload.of(module, optimizer, model.inputs(model.samples), None)
     plans = partial(_plans, most=int(most))
-    found = {"plans": plans, "search": _search, "probe": _probe, "plain": _plain}[kind](job, model.total)
+    kinds = {"plans": plans, "search": _search, "profile": _profile, "plain": _plain}
+    result = kinds[kind](workload, model.total)
     if fleet.is_first_worker():
-        Path(out).write_text(json.dumps({"model": name, "kind": kind, "ranks": fleet.worker_num()} | found))
+        Path(out).write_text(json.dumps({"model": name, "kind": kind, "ranks": fleet.worker_num()} | result))
 
 
-def _looked(job: Job, total: int | None, allow: str) -> Search:
+def _predicted(workload: Workload, total: int | None, allow: str) -> Search:
     world, strategy = fleet._here(), DistributedStrategy()
-    cluster = profile.cluster(world, memory=None, global_batch=total)
+    cluster = profile.measure_cluster(world, memory=None, global_batch=total)
     base = strategy.plan().parts
-    work = profile.work(job, base, ways(strategy, cluster, base, allow), world, largest=job.samples, seconds=120)
-    search = Search(job, cluster, work, world, "throughput")
-    search.predict(list(allowed(offered(strategy, cluster, work, allow=allow), job, world)))
+    variants = forward_variants(strategy, cluster, base, allow)
+    model = profile.measure_model(workload, base, variants, world, largest=workload.samples, seconds=120)
+    search = Search(workload, cluster, model, world, "throughput")
+    candidates = offered(strategy, cluster, model, workload.model.parameters(), allow=allow)
+    search.predict(list(compatible(candidates, workload, world)))
     return search
 
 
-def _plans(job: Job, total: int, most: int) -> dict[str, Any]:
-    begun = time.monotonic()
-    search = _looked(job, total, "lossy")
-    probed = time.monotonic() - begun
+def _plans(workload: Workload, total: int, most: int) -> dict[str, Any]:
+    start = time.monotonic()
+    search = _predicted(workload, total, "lossy")
+    seconds = time.monotonic() - start
     rows = []
-    for one in _chosen(search, most):
-        one.trial = tried(job, one.candidate, fleet._here(), seconds=600, peak=True)
-        rows.append(_row(one))
+    for candidate in _selected(search, most):
+        candidate.trial = try_out(workload, candidate, fleet._here(), seconds=600, peak=True)
+        rows.append(_row(candidate))
         if fleet.is_first_worker():
             print(rows[-1], flush=True)
-    return {"plans": rows, "probe_seconds": probed, "cluster": asdict(search.cluster), "considered": len(search.plans)}
-
-
-def _chosen(search: Search, most: int) -> list[Considered]:
-    """The first three, which auto would try; the best of each kind, while they are not too slow; the others."""
-    kinds: dict[tuple[str, ...], Considered] = {}
-    fitting = [one for one in search.plans if not one.why and _length(one) < LONGEST]
-    for one in fitting:
-        kinds.setdefault(tuple(sorted(one.candidate.chosen)), one)
-    wanted = list(dict.fromkeys([*fitting[:TRIALS], *kinds.values(), *fitting]))
-    return sorted(wanted[:most], key=lambda one: one.account.seconds)
-
-
-def _length(one: Considered) -> float:
-    """Seconds until all that happens in turn has happened."""
-    return one.account.seconds * one.candidate.terms.every
-
-
-def _row(one: Considered) -> dict[str, Any]:
-    assert one.trial is not None
     return {
-        "title": one.candidate.title, "predicted": one.account.seconds, "measured": one.trial.seconds,
-        "predicted_peak": one.account.peak, "peak": one.trial.peak, "error": one.trial.error,
-        "account": asdict(one.account),
+        "plans": rows, "profile_seconds": seconds, "cluster": asdict(search.cluster),
+        "considered": len(search.candidates),
     }  # fmt: skip
 
 
-def _search(job: Job, total: int) -> dict[str, Any]:
-    begun = time.monotonic()
+def _selected(search: Search, most: int) -> list[Candidate]:
+    """The first three, which auto would try; then the best of each kind that is not too slow; then the others."""
+    kinds: dict[tuple[str, ...], Candidate] = {}
+    fitting = [c for c in search.candidates if not c.rejection and c.cost.seconds * c.terms.reduce_every < LONGEST]
+    for candidate in fitting:
+        kinds.setdefault(tuple(sorted(candidate.chosen)), candidate)
+    wanted = list(dict.fromkeys([*fitting[:TRIALS], *kinds.values(), *fitting]))
+    return sorted(wanted[:most], key=lambda candidate: candidate.cost.seconds)
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    cost, trial = candidate.cost, candidate.trial
+    assert trial is not None
+    return {
+        "title": candidate.title, "predicted": cost.seconds, "measured": trial.seconds, "predicted_peak": cost.peak,
+        "peak": trial.peak, "error": trial.error, "cost": asdict(cost),
+    }  # fmt: skip
+
+
+def _search(workload: Workload, total: int) -> dict[str, Any]:
+    start = time.monotonic()
     strategy = DistributedStrategy(auto={"global_batch": total, "cache": False, "allow": "bf16"})
-    fleet.distribute(job.model, job.optimizer, strategy, sample=job.inputs)
-    return {"seconds": time.monotonic() - begun, "text": str(fleet.batch())}
+    fleet.distribute(workload.model, workload.optimizer, strategy, sample=workload.inputs)
+    return {"seconds": time.monotonic() - start, "text": str(fleet.batch())}
 
 
-def _probe(job: Job, total: int) -> dict[str, Any]:
-    search = _looked(job, None, "exact")
-    if fleet.is_first_worker():
-        cache.keep_probe(search.cluster, search.work, {})
-    return {"cluster": asdict(search.cluster), "work": search.work.written(), "declared": {}}
+def _profile(workload: Workload, total: int) -> dict[str, Any]:
+    search = _predicted(workload, None, "exact")
+    return asdict(StoredProfile(search.cluster, search.profile, {}))
 
 
-def _plain(job: Job, total: int) -> dict[str, Any]:
-    search = _looked(job, None, "exact")
-    one = next(one for one in search.plans if not one.candidate.chosen)
-    one.trial = tried(job, one.candidate, fleet._here(), seconds=600, peak=False)
-    return {"plans": [_row(one)], "samples": job.samples}
+def _plain(workload: Workload, total: int) -> dict[str, Any]:
+    search = _predicted(workload, None, "exact")
+    candidate = next(candidate for candidate in search.candidates if not candidate.chosen)
+    candidate.trial = try_out(workload, candidate, fleet._here(), seconds=600, peak=False)
+    return {"plans": [_row(candidate)], "samples": workload.samples}
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ def test_settings_without_their_switch_raise_unless_it_is_explicitly_off():
 
 @pytest.mark.parametrize("switch", sorted(s for s, p in every().items() if not p.always))
 def test_every_switch_is_in_the_plan_or_chooses_others(switch):
-    needs = {"recompute": {"checkpoints": ["0"]}}
+    needs = {"recompute": {"checkpoints": ["0"]}, "batch": {"feed": 8}}
     strategy = DistributedStrategy(**{switch: needs.get(switch, True)})
     assert (every()[switch] in [type(p) for p in strategy.plan().parts]) is not every()[switch].is_meta
 
