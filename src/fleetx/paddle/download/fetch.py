@@ -117,7 +117,7 @@ def check_disk(folder: Path, needed: int, subject: str, *, hint: str = "") -> No
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DownloadError(
-            f"{subject} {sizes.format_bytes(needed)}, but {folder} has {sizes.words(free)} of disk left{hint}"
+            f"{subject} {sizes.format_bytes(needed)}, but {folder} has {sizes.format_bytes(free)} of disk left{hint}"
         )
 
 
