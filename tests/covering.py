@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -14,14 +14,20 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[Any]:
 
     Cases that are not needed to cover every combination of `strength` values are nightly.
     """
-    cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    covered = {case: set(itertools.combinations(enumerate(case), strength)) for case in cases}
-    needed, left = set(), set().union(*covered.values())
-    while left:
-        best = max(cases, key=lambda case: len(covered[case] & left))
-        needed.add(best)
-        left -= covered[best]
+    needed = set(rows(axes, strength))
+    cases = itertools.product(*(range(len(axis)) for axis in axes))
     return [_param([axis[i] for axis, i in zip(axes, case, strict=True)], case in needed) for case in cases]
+
+
+def rows(axes: Collection[Sequence[Any]], strength: int = 2) -> list[tuple[int, ...]]:
+    """The cases that are needed, as indices into the axes; chosen greedily."""
+    cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    covered = {case: set(itertools.combinations(enumerate(case), min(strength, len(axes)))) for case in cases}
+    needed, left = [], set().union(*covered.values())
+    while left:
+        needed.append(max(cases, key=lambda case: len(covered[case] & left)))
+        left -= covered[needed[-1]]
+    return needed
 
 
 def _param(values: list[Any], needed: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import covering
 from fleetx.parts.dgc import codec, native, payload, plain, rice
 
 CHUNK, BLOCK, PIECE = 64, 16384, 1 << 16  # as in codec.c and plain.py
@@ -38,7 +38,7 @@ BACKENDS = [NATIVE, PLAIN]
 
 def cases(**axes):
     """Parametrize with a covering array: any two values of two axes occur together in at least one case."""
-    rows = [[values[i] for values, i in zip(axes.values(), row, strict=True)] for row in covering(axes.values())]
+    rows = [[values[i] for values, i in zip(axes.values(), row, strict=True)] for row in covering.rows(axes.values())]
     params = [
         pytest.param(
             *row,
@@ -48,16 +48,6 @@ def cases(**axes):
         for row in rows
     ]
     return pytest.mark.parametrize(list(axes), params)
-
-
-def covering(axes):
-    rows = list(itertools.product(*(range(len(values)) for values in axes)))
-    pairs = {row: set(itertools.combinations(enumerate(row), min(2, len(row)))) for row in rows}
-    left, chosen = set().union(*pairs.values()), []
-    while left:
-        chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
-        left -= pairs[chosen[-1]]
-    return chosen
 
 
 both = cases(backend=BACKENDS)

@@ -11,8 +11,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = """
 import os, sys, time, torch
 from datetime import timedelta
