@@ -116,7 +116,9 @@ def check_disk(folder: Path, needed: int, subject: str, *, hint: str = "") -> No
     """Raise an error if the disk has less than `needed` bytes left. `subject` is what needs them."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DownloadError(f"{subject} {sizes.format_bytes(needed)}, but {folder} has {sizes.format_bytes(free)} of disk left{hint}")
+        raise DownloadError(
+            f"{subject} {sizes.format_bytes(needed)}, but {folder} has {sizes.format_bytes(free)} of disk left{hint}"
+        )
 
 
 def _size(path: Path) -> int:
