@@ -85,7 +85,6 @@ for i, data in enumerate(data_loader()):
 """
 
 
-@pytest.mark.slow
 def test_the_large_batch_script_trains_bert_and_prints_a_weight(tmp_path):
     data, vocabulary = digital(tmp_path, [line(i) for i in range(4)] * 14, packed=(0,))
     script = LARGE_BATCH.replace("DATA", str(data)).replace("VOCAB", str(vocabulary))

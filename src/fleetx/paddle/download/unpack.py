@@ -1,8 +1,8 @@
 """Unpack a tar into a temporary folder, checking every member first, then rename the files into place.
 
-Before Python 3.11.13 tarfile's data filter accepts some links that leave the folder (it resolves them on disk, where a
-link that does not exist yet can still change their meaning). Here a link is judged by its text alone, and no member may
-be behind a link.
+tarfile's data filter resolves links on disk, where a later link can change the meaning of an earlier one: in Python 3.11.7,
+3.12.1 and 3.13.0 it accepts two links that together leave the folder. Here a link is judged by its text alone, and no
+member may be behind a link.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _parameters(application: Application, which: Parameters) -> list[nn.Paramete
                 raise UsageError(str(error)) from None
         if id(one) not in own:
             raise UsageError(
-                f"the list of parameters holds a {type(one).__name__} that is not a parameter of this model: use "
+                f"parameters: an item of type {type(one).__name__} is not a parameter of this model: use "
                 "model.parameters(), model.parameter_list(), or names"
             )
         result.append(one)
