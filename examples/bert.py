@@ -1,9 +1,9 @@
-"""BERT on the documents of this project: recomputation, merged gradients, LAMB, clipping; saved, and gone on with.
+"""Train BERT on the documentation of this project with recompute, gradient merge, LAMB and clipping; save and resume.
 
     fleetrun --device cpu --nproc_per_node 2 examples/bert.py
-    fleetrun --device cpu --nproc_per_node 2 examples/bert.py --steps 80     # goes on where the first run ended
+    fleetrun --device cpu --nproc_per_node 2 examples/bert.py --steps 80     # resumes the first run
 
-The text is written to ./example_data/text as lines of numbers, the checkpoint to ./example_data/bert.
+The tokenized text is written to ./example_data/text, the checkpoint to ./example_data/bert.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FOLDER = Path("example_data/bert")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=16, help="sentences per worker and step (default: 16)")
-    parser.add_argument("--merge", type=int, default=2, help="steps in an update (default: 2)")
+    parser.add_argument("--batch", type=int, default=16, help="sentence pairs per worker and step (default: 16)")
+    parser.add_argument("--merge", type=int, default=2, help="steps per update (default: 2)")
     parser.add_argument("--rate", type=float, default=0.005)
     args = parser.parse_args()
 
@@ -45,25 +45,25 @@ def main() -> None:
     strategy.lamb = True
     strategy.lamb_configs = {"exclude_from_weight_decay": ["LayerNorm", "bias"]}
     strategy.clip = True
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.rate)  # lamb_configs has the decay
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.rate)  # weight decay is in lamb_configs
     model, optimizer = fleet.distribute(model, optimizer, strategy)
 
     if (FOLDER / "loader.json").exists():
         fleet.load(FOLDER)
         loader.load_state_dict(json.loads((FOLDER / "loader.json").read_text()))
         if fleet.is_first_worker():
-            print(f"goes on with epoch {loader.epoch}, sample {loader.position}", flush=True)
+            print(f"resuming at epoch {loader.epoch}, sample {loader.position}", flush=True)
     step = 0
     while step < args.steps:
         for batch in loader:
-            found = model(**{name: tensor.to(fleet.device()) for name, tensor in batch.items()})
-            found.loss.backward()
+            output = model(**{name: tensor.to(fleet.device()) for name, tensor in batch.items()})
+            output.loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             if fleet.is_first_worker() and step % 20 == 0:
                 print(
-                    f"step {step}: loss {found.loss.item():.3f}, of the words {found.mask_lm_loss.item():.3f}",
+                    f"step {step}: loss {output.loss.item():.3f}, masked words {output.mask_lm_loss.item():.3f}",
                     flush=True,
                 )
             if step == args.steps:

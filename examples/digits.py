@@ -1,10 +1,10 @@
-"""Train a small ResNet on real handwritten digits, with several strategies at once.
+"""Train a small ResNet on handwritten digits with several strategies at once.
 
     fleetrun --device cpu --nproc_per_node 2 examples/digits.py
     fleetrun --device cpu --nproc_per_node 2 examples/digits.py --strategy my.yaml --epochs 5
     python examples/digits.py                                  # one process, no launcher
 
-The data are the 1,797 scans of 8 x 8 pixels that ship inside of scikit-learn: nothing is downloaded.
+The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fleetx import fleet
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut."""
+    """Two 3 x 3 convolutions with a shortcut."""
 
-    def __init__(self, channels: int, wider: int, stride: int):
+    def __init__(self, channels: int, out_channels: int, stride: int):
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, wider, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(wider)
-        self.conv2 = nn.Conv2d(wider, wider, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(wider)
-        self.shortcut = nn.Conv2d(channels, wider, 1, stride, bias=False)
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.shortcut = nn.Conv2d(channels, out_channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.norm1(self.conv1(x)))
@@ -72,14 +72,14 @@ def default_strategy() -> fleet.DistributedStrategy:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset, device: torch.device) -> float:
-    """Over the whole test set: each worker looks at its share, and the counts are summed."""
+    """Accuracy on the test set: each worker evaluates its share, and the counts are summed."""
     model.eval()
     x, y = (t[fleet.worker_index() :: fleet.worker_num()].to(device) for t in test.tensors)
-    right = torch.stack([(model(x).argmax(1) == y).sum(), torch.tensor(len(y), device=device)])
+    correct = torch.stack([(model(x).argmax(1) == y).sum(), torch.tensor(len(y), device=device)])
     if fleet.worker_num() > 1:
-        dist.all_reduce(right)
+        dist.all_reduce(correct)
     model.train()
-    return (right[0] / right[1]).item()
+    return (correct[0] / correct[1]).item()
 
 
 def main() -> None:
@@ -116,11 +116,13 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.update(bar, advance=1, description=f"epoch {epoch + 1} loss {loss.item():.3f}")
-            fleet.flush()  # the last window of an epoch may be short
+            fleet.flush()  # the last merge of an epoch may have fewer steps
             scheduler.step()
-            right = accuracy(model, test, device)
+            test_accuracy = accuracy(model, test, device)
             if fleet.is_first_worker():
-                progress.console.print(f"epoch {epoch + 1:2d}  loss {loss.item():.4f}  test accuracy {right:.2%}")
+                progress.console.print(
+                    f"epoch {epoch + 1:2d}  loss {loss.item():.4f}  test accuracy {test_accuracy:.2%}"
+                )
 
 
 if __name__ == "__main__":

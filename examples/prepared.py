@@ -1,4 +1,4 @@
-"""Data for the examples, made on the spot: nothing is downloaded. Several workers may ask at once."""
+"""Data for the examples, created on first use; nothing is downloaded. Several workers can call this at once."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
-WORDS = 2000  # in the vocabulary
+WORDS = 2000  # vocabulary size
 
 
 def digits(folder: str | Path, side: int = 32) -> Path:
-    """The 1,797 scans of handwritten digits inside of scikit-learn as JPEG files, listed as ImageNet's are.
+    """Write scikit-learn's 1,797 handwritten digits as JPEG files with ImageNet-style lists.
 
-    The folder's name is followed by the side. train.txt and val.txt have a line `name label` for each picture in
-    train/ and val/.
+    The side is appended to the folder's name. train.txt and val.txt have a line `name label` for each image in train/
+    and val/.
     """
-    return _once(Path(f"{folder}{side}"), lambda where: _write_digits(where, side))
+    return _once(Path(f"{folder}{side}"), lambda temporary: _write_digits(temporary, side))
 
 
 def _write_digits(folder: Path, side: int) -> None:
     from PIL import Image
     from sklearn.datasets import load_digits
 
-    found = load_digits()
+    data = load_digits()
     for phase, held_out in (("train", False), ("val", True)):
         (folder / phase).mkdir()
         lines = []
-        for number, (pixels, label) in enumerate(zip(found.images, found.target, strict=True)):
+        for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
             if (number % 6 == 5) is held_out:
-                picture = Image.fromarray((pixels * 255 / 16).astype("uint8")).resize((side, side)).convert("RGB")
-                picture.save(folder / phase / f"{number}.jpg", quality=95)
+                image = Image.fromarray((pixels * 255 / 16).astype("uint8")).resize((side, side)).convert("RGB")
+                image.save(folder / phase / f"{number}.jpg", quality=95)
                 lines.append(f"{number}.jpg {label}\n")
         (folder / f"{phase}.txt").write_text("".join(lines))
 
 
 def text(folder: str | Path) -> Path:
-    """The documents of this project as BERT's digital data: numbers instead of words, two sentences in a line.
+    """Write the documentation of this project as tokenized BERT data, two sentences per line.
 
-    Lines of four fields: words, sentence, place, and 1, because the second sentence follows the first. The loader makes
-    those in which it does not, and masks words.
+    A line has four fields: words, sentences, positions, and the label 1, because the second sentence follows the first.
+    The loader builds the negative samples and masks words.
     """
     return _once(Path(folder), _write_text)
 
@@ -61,29 +61,29 @@ def _write_text(folder: Path) -> None:
     common = [word for word, _ in Counter(word for words in sentences for word in words).most_common(WORDS)]
     vocabulary = [*SPECIAL, *common][:WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
-    number = {word: i for i, word in enumerate(vocabulary)}
-    unknown, begin, between = number["[UNK]"], number["[CLS]"], number["[SEP]"]
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    unk, cls, sep = ids["[UNK]"], ids["[CLS]"], ids["[SEP]"]
     lines = []
     for first, second in itertools.pairwise(sentences):
-        a, b = ([number.get(word, unknown) for word in words] for words in (first, second))
-        words = [begin, *a, between, *b, between]
+        a, b = ([ids.get(word, unk) for word in words] for words in (first, second))
+        words = [cls, *a, sep, *b, sep]
         columns = words, [0] * (len(a) + 2) + [1] * (len(b) + 1), range(len(words))
         lines.append(";".join([*(" ".join(map(str, column)) for column in columns), "1"]))
     (folder / "part-0").write_text("\n".join(lines) + "\n")
 
 
 def _once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Written beside and renamed: whoever is first wins, and nobody sees half of it."""
+    """Write a temporary folder and rename it, so that `folder` is never incomplete. The first worker wins."""
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        write(beside)
-        os.rename(beside, folder)
+        write(temporary)
+        os.rename(temporary, folder)
     except OSError:
         if not folder.exists():
             raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder

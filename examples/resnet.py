@@ -1,9 +1,9 @@
-"""ResNet on pictures in ImageNet's layout, with what large batches need: LARS, merged gradients, SyncBatchNorm.
+"""Train ResNet on an ImageNet-style folder with techniques for large batches: LARS, gradient merge, SyncBatchNorm.
 
     fleetrun --device cpu --nproc_per_node 2 examples/resnet.py
     fleetrun examples/resnet.py --data ILSVRC2012 --side 224 --classes 1000 --layers 3,4,6,3 --hidden 64 --batch 128
 
-Without --data the pictures are handwritten digits, which are written to ./example_data/digits32.
+Without --data, handwritten digits are written to ./example_data/digits32 and used.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fleetx.optim.schedule import large_batch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a folder with train.txt, val.txt and the pictures that they name")
+    parser.add_argument("--data", help="a folder with train.txt, val.txt and the images they list")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=16, help="pictures per worker and step (default: 16)")
-    parser.add_argument("--merge", type=int, default=2, help="steps in an update (default: 2)")
-    parser.add_argument("--rate", type=float, default=10.0, help="of learning, at its peak (default: 10)")
-    parser.add_argument("--side", type=int, default=32, help="pixels (default: 32)")
+    parser.add_argument("--batch", type=int, default=16, help="images per worker and step (default: 16)")
+    parser.add_argument("--merge", type=int, default=2, help="steps per update (default: 2)")
+    parser.add_argument("--rate", type=float, default=10.0, help="peak learning rate (default: 10)")
+    parser.add_argument("--side", type=int, default=32, help="image size in pixels (default: 32)")
     parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--layers", default="1,1,1", help="blocks in each stage (default: 1,1,1)")
-    parser.add_argument("--hidden", type=int, default=16, help="channels of the first stage (default: 16)")
+    parser.add_argument("--layers", default="1,1,1", help="blocks per stage (default: 1,1,1)")
+    parser.add_argument("--hidden", type=int, default=16, help="channels of the stem (default: 16)")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
@@ -60,7 +60,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        if fleet.flush():  # the last window of an epoch may be short
+        if fleet.flush():  # the last merge of an epoch may have fewer steps
             schedule.step()
         trainer.val(model, val, ["loss", "acc1", "acc5"], current_epoch=epoch)
 

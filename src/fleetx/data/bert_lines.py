@@ -15,7 +15,6 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -115,9 +114,8 @@ def _split(text: bytes, lang: str) -> Corpus:
     if b"-" in text:
         _check_not_negative(values)
     words, sentences, positions, label = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :]
-    return _EMPTY._replace(
-        lengths=np.array([n]), words=words, sentences=sentences, positions=positions, labels=label
-    )  # `_check` adds the rest
+    # `_check` adds the rest, for many lines at once.
+    return Corpus(np.array([n]), words, sentences, positions, _NONE, _NONE, _NONE, _NONE, label, _NONE)
 
 
 def _split_english(columns: list[bytes]) -> Corpus:
@@ -156,9 +154,10 @@ def _integers(column: bytes) -> np.ndarray:
 
 
 def _numbers(text: bytes, count: int, dtype: type = np.int64) -> np.ndarray:
-    values: np.ndarray = _NONE
-    with suppress(ValueError):
+    try:
         values = np.fromstring(text, dtype, sep=" ")
+    except ValueError:
+        values = _NONE
     if len(values) != count:
         raise InvalidLineError("expected only numbers, separated by single spaces")
     return values
