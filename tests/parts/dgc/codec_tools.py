@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import covering
 from fleetx.parts.dgc import codec, native, payload, plain, rice
 
 CHUNK, BLOCK, PIECE = 64, 16384, 1 << 16  # as in codec.c and plain.py
@@ -36,28 +36,7 @@ NATIVE, PLAIN = backend(native), backend(plain)
 BACKENDS = [NATIVE, PLAIN]
 
 
-def cases(**axes):
-    """Parametrize with a covering array: any two values of two axes occur together in at least one case."""
-    rows = [[values[i] for values, i in zip(axes.values(), row, strict=True)] for row in covering(axes.values())]
-    params = [
-        pytest.param(
-            *row,
-            marks=[built] if any(value is NATIVE for value in row) else [],
-            id="-".join(str(getattr(value, "name", getattr(value, "__name__", value))) for value in row),
-        )
-        for row in rows
-    ]
-    return pytest.mark.parametrize(list(axes), params)
-
-
-def covering(axes):
-    rows = list(itertools.product(*(range(len(values)) for values in axes)))
-    pairs = {row: set(itertools.combinations(enumerate(row), min(2, len(row)))) for row in rows}
-    left, chosen = set().union(*pairs.values()), []
-    while left:
-        chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
-        left -= pairs[chosen[-1]]
-    return chosen
+cases = partial(covering.cases, marks=lambda value: [built] if value is NATIVE else [])
 
 
 both = cases(backend=BACKENDS)
