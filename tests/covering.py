@@ -19,6 +19,16 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[Any]:
     return [_param([axis[i] for axis, i in zip(axes, case, strict=True)], case in needed) for case in cases]
 
 
+def cases(*, indirect: Any = False, marks: Any = lambda value: (), **axes: Sequence[Any]) -> Any:
+    """Parametrize a test with a covering array of the axes. `marks` returns the marks of a value."""
+    chosen = [[values[i] for values, i in zip(axes.values(), row, strict=True)] for row in rows(axes.values())]
+    params = [
+        pytest.param(*row, marks=[m for value in row for m in marks(value)], id="-".join(map(_name, row)))
+        for row in chosen
+    ]
+    return pytest.mark.parametrize(list(axes), params, indirect=indirect)
+
+
 def rows(axes: Collection[Sequence[Any]], strength: int = 2) -> list[tuple[int, ...]]:
     """The cases that are needed, as indices into the axes; chosen greedily."""
     cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
@@ -33,3 +43,7 @@ def rows(axes: Collection[Sequence[Any]], strength: int = 2) -> list[tuple[int, 
 def _param(values: list[Any], needed: bool) -> Any:
     name = "-".join(getattr(v, "__name__", None) or str(v) for v in values)
     return pytest.param(*values, id=name, marks=() if needed else pytest.mark.nightly)
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "name", getattr(value, "__name__", value)))

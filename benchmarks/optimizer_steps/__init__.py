@@ -1,8 +1,8 @@
 """What optimizers.py measures with.
 
-models.py       the parameter lists of BERT-base and ResNet-50
-stream.py       the unit: memory read and written as fast as this machine can
-sides.py        the optimizers of fleetx, torch, timm and pytorch_optimizer on such a list
-paddle_peer.py  Paddle's, in an interpreter of its own, which runs paddle_side.py
-__main__.py     everything, as one table in Markdown
+models.py       the parameter shapes of BERT-base and ResNet-50
+stream.py       the unit of time: memory traffic at the speed of this machine
+sides.py        the optimizers of fleetx, torch, timm and pytorch_optimizer on such parameters
+paddle_peer.py  those of Paddle, in another interpreter, which runs paddle_side.py
+__main__.py     all results as Markdown tables
 """

@@ -1,4 +1,4 @@
-"""python -m benchmarks.optimizer_steps: measure all of optimizers.py and print it as tables in Markdown."""
+"""python -m benchmarks.optimizer_steps: run all of optimizers.py and print the results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import click
 
 from benchmarks.__main__ import OUT
-from benchmarks.optimizers import GOALS, MALLOCS, MODELS, PEERS
+from benchmarks.optimizers import GOALS, KERNELS, MALLOCS, MODELS, PEERS
 
 MALLOC_WORDS = {"": "default", "_arena": "arena"}
 BEGIN, END = "<!-- the tables -->", "<!-- end of the tables -->"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder of the JSON.", show_default=True)
-@click.option("--measured", is_flag=True, help="Measure nothing: the tables of what is in the folder.")
-@click.option("--into", type=click.Path(exists=True, path_type=Path), help="A page whose tables are to be replaced.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Folder of the JSON.", show_default=True)
+@click.option("--measured", is_flag=True, help="Do not measure; print the results in the folder.")
+@click.option("--into", type=click.Path(exists=True, path_type=Path), help="A Markdown page whose tables to replace.")
 def main(out: Path, measured: bool, into: Path | None) -> None:
-    """Measure the optimizers, some 10 minutes on an idle machine, and print tables in Markdown."""
+    """Measure the optimizers, about 10 minutes on an idle machine, and print the results as Markdown tables."""
     if not measured:
         subprocess.run([sys.executable, "-m", "benchmarks", "optimizers", "--out", str(out)], check=True, stdout=2)
     tables = "\n".join(text(out))
@@ -35,15 +35,14 @@ def main(out: Path, measured: bool, into: Path | None) -> None:
 
 def text(out: Path) -> Iterator[str]:
     yield from _machine(out)
-    yield from _heading("optimizer", "model", "threads", "malloc", "compiled", "stock")
+    yield from _heading("optimizer", "model", "threads", "malloc", *KERNELS)
     for optimizer, model, threads, malloc in (
         (o, m, t, a) for o in ("lamb", "lars") for m in MODELS for t in (1, 2) for a in MALLOCS
     ):
-        both = [_cell(out, f"{optimizer}_{model}_{kernels}_{threads}{malloc}") for kernels in ("compiled", "stock")]
-        yield _row(optimizer.upper(), MODELS[model], str(threads), MALLOC_WORDS[malloc], *both)
-    for optimizer in ("lamb", "lars"):
-        goals = [f"{GOALS[optimizer, kernels]:g}" for kernels in ("compiled", "stock")]
-        yield _row(f"goal of {optimizer.upper()}", "", "", "", *(f"≤ {goal}" for goal in goals))
+        cells = [_cell(out, f"{optimizer}_{model}_{kernels}_{threads}{malloc}") for kernels in KERNELS]
+        yield _row(optimizer.upper(), MODELS[model], str(threads), MALLOC_WORDS[malloc], *cells)
+    for (optimizer, _), goal in GOALS.items():
+        yield _row(f"goal for {optimizer.upper()}", "", "", "", f"≤ {goal:g}", "")
     yield ""
     yield from _heading("optimizer", "model", "malloc", *(f"ours / {word}" for word in PEERS.values()))
     for optimizer, model, malloc in ((o, m, a) for o in ("lamb", "lars") for m in MODELS for a in MALLOCS):
@@ -56,16 +55,16 @@ def text(out: Path) -> Iterator[str]:
 
 
 def _machine(out: Path) -> Iterator[str]:
-    found = [x for x in (_read(path) for path in sorted(out.glob("optimizers.*.json"))) if x["ratio"] is not None]
-    if not found:
-        raise click.ClickException(f"nothing was measured in {out}")
-    m = found[0]["machine"]
-    dates = sorted(x["date"] for x in found)
-    loads = sorted(x["load_before"][0] for x in found)
+    results = [x for x in (_read(path) for path in sorted(out.glob("optimizers.*.json"))) if x["ratio"] is not None]
+    if not results:
+        raise click.ClickException(f"{out} has no results")
+    m = results[0]["machine"]
+    dates = sorted(x["date"] for x in results)
+    loads = sorted(x["load_before"][0] for x in results)
     yield (
         f"Machine: {m['cpu']} ({', '.join(m['instructions'])}), {m['usable_cores']} cores, {m['memory_gib']} GiB, "
-        f"{m['system']}, Python {m['python']}, torch {m['torch']}. {dates[0]} to {dates[-1]}; load before a benchmark "
-        f"{loads[0]} to {loads[-1]}. The environment's own: {m['environment'] or 'nothing'}."
+        f"{m['system']}, Python {m['python']}, torch {m['torch']}. {dates[0]} to {dates[-1]}; load before a run "
+        f"{loads[0]} to {loads[-1]}. Environment variables: {m['environment'] or 'none'}."
     )
     yield ""
 
@@ -83,12 +82,12 @@ def _cell(out: Path, name: str) -> str:
     path = out / f"optimizers.{name}.json"
     if not path.exists():
         return "not measured"
-    found = _read(path)
-    if found["ratio"] is None:
-        return found["verdict"]
-    digits = 3 if found["ratio"] < 1 else 2
-    low, high = (f"{found['statistics'][key]:.{digits}f}" for key in ("low", "high"))
-    return f"{found['ratio']:.{digits}f} ({low}-{high}) {found['verdict'].replace('reported', '')}".strip()
+    result = _read(path)
+    if result["ratio"] is None:
+        return result["verdict"]
+    digits = 3 if result["ratio"] < 1 else 2
+    low, high = (f"{result['statistics'][key]:.{digits}f}" for key in ("low", "high"))
+    return f"{result['ratio']:.{digits}f} ({low}-{high}) {result['verdict'].replace('reported', '')}".strip()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The parameter lists of two models, in their order, as in transformers, whose import takes longer than a measurement:
+"""The parameter shapes of two models of transformers, which takes longer to import than a measurement:
 
 BertForPreTraining(BertConfig()) and ResNetForImageClassification(ResNetConfig(num_labels=1000)).
 """
@@ -15,7 +15,7 @@ def shapes(model: str) -> list[Shape]:
 
 
 def excluded(shape: Shape) -> bool:
-    """Biases, and the scales of normalisations: what LARS and LAMB usually leave out of decay and scaling."""
+    """Biases and normalization weights, which LARS and LAMB usually neither decay nor scale."""
     return len(shape) == 1
 
 

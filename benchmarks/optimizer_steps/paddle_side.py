@@ -1,9 +1,9 @@
-"""Paddle's optimizers on a list of parameters. Run by the interpreter that has PaddlePaddle:
+"""Paddle's optimizers. Run by an interpreter that has PaddlePaddle:
 
     python paddle_side.py OPTIMIZER SHAPES STREAM    SHAPES: JSON; STREAM: the library of the unit
 
-Answers each line of its input with the seconds that it took: `step`, or `stream` for one walk of the unit.
-Each optimizer in the mode in which it was the faster one: LAMB in dynamic mode, LARS as a static program without PIR.
+For each input line, `step` or `stream` (one pass of the unit), prints the seconds it took. Each optimizer runs in its
+faster mode: LAMB in dynamic mode, LARS as a static program without PIR.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 
-os.environ["FLAGS_enable_pir_api"] = "0"  # noqa: SIM112  its name is so; before the import
+os.environ["FLAGS_enable_pir_api"] = "0"  # noqa: SIM112  Paddle reads this name, when imported
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def stream(library: str, elements: int):
 def main() -> None:
     optimizer, shapes, library = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Paddle prints is no answer
+    os.dup2(2, 1)  # keep what Paddle prints out of the answers
     warnings.filterwarnings("ignore")
     paddle.set_device("cpu")
     works = {

@@ -1,4 +1,4 @@
-"""One step of an optimizer on a list of parameters with gradients: fleetx's, torch's, and those of two peers."""
+"""Optimizers of fleetx, torch and two other libraries, with parameters and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from benchmarks.frame import CannotRunError
 from benchmarks.optimizer_steps.models import Shape, excluded
 
-# Rates so small that the parameters look alike after a hundred steps: nobody is timed on numbers that have grown.
+# Rates so small that a hundred steps hardly change the parameters, so that all are timed on similar numbers.
 LARS = {"lr": 0.01, "momentum": 0.9}
 LAMB = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6}
 LARS_DECAY, LAMB_DECAY, COEFFICIENT = 5e-4, 0.01, 0.001
@@ -35,7 +35,7 @@ def parameters(shapes: Iterable[Shape]) -> list[nn.Parameter]:
 
 
 def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Those that get decay and scaling, and those that do not."""
+    """Parameters with decay and scaling, and parameters without."""
     kept = [p for p in params if not excluded(tuple(p.shape))]
     others = [p for p in params if excluded(tuple(p.shape))]
     return [{"params": kept}, {"params": others, "weight_decay": 0.0}]
@@ -46,10 +46,10 @@ def fleetx(optimizer: str, shapes: list[Shape]) -> Made:
 
     try:
         native.available()
-    except RuntimeError as error:  # the compiled kernels were asked for and are not there
+    except RuntimeError as error:  # FLEETX_KERNELS=compiled, but they are not installed
         raise CannotRunError(str(error)) from None
     params = parameters(shapes)
-    # By name, as strategy.lars and strategy.lamb do it. (A group with adapt=False is torch's own AdamW, to the bit.)
+    # By name, like strategy.lars and strategy.lamb: a group with adapt=False would run torch's AdamW.
     named = [(f"{i}.{'plain' if excluded(tuple(p.shape)) else 'scaled'}", p) for i, p in enumerate(params)]
     if optimizer == "lars":
         options = LARS | {"lars_coeff": COEFFICIENT, "weight_decay": LARS_DECAY}
@@ -63,7 +63,7 @@ def torch_adamw(optimizer: str, shapes: list[Shape]) -> Made:
 
 
 def timm(optimizer: str, shapes: list[Shape]) -> Made:
-    """Its formulas are ours: a group without decay is not scaled either."""
+    """The same formulas as ours: a group without decay is not scaled either."""
     params = parameters(shapes)
     if optimizer == "lars":
         made = _timm("lars").Lars(groups(params), **LARS, trust_coeff=COEFFICIENT, weight_decay=LARS_DECAY, eps=0.0)
@@ -73,7 +73,7 @@ def timm(optimizer: str, shapes: list[Shape]) -> Made:
 
 
 def pytorch_optimizer(optimizer: str, shapes: list[Shape]) -> Made:
-    """Its LAMB corrects no bias and scales everything; its LARS scales by the number of dimensions."""
+    """Its LAMB has no bias correction and scales everything; its LARS goes by the number of dimensions."""
     try:
         peers = importlib.import_module("pytorch_optimizer")
     except ImportError as error:
@@ -87,24 +87,24 @@ def pytorch_optimizer(optimizer: str, shapes: list[Shape]) -> Made:
 
 
 def _timm(module: str) -> Any:
-    """A file of timm.optim without timm itself, which cannot be imported where there is no torchvision."""
-    found = importlib.util.find_spec("timm")
-    if found is None or not found.submodule_search_locations:
+    """A file of timm.optim. timm itself cannot be imported without torchvision."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None or not spec.submodule_search_locations:
         raise CannotRunError("timm is not installed: pip install --no-deps timm==1.0.30")
     if "timm_optim" not in sys.modules:
         package = types.ModuleType("timm_optim")
-        package.__path__ = [f"{found.submodule_search_locations[0]}/optim"]
+        package.__path__ = [f"{spec.submodule_search_locations[0]}/optim"]
         sys.modules["timm_optim"] = package
     return importlib.import_module(f"timm_optim.{module}")
 
 
 def assert_same_step(optimizer: str, theirs: Callable[[str, list[Shape]], Made]) -> None:
-    """On a few small tensors; a comparison of the times of two different things would be worth nothing."""
+    """Check on a few small tensors that both compute the same, so that comparing their times makes sense."""
     shapes: list[Shape] = [(30, 20), (7,), (4, 3, 2, 2)]
     (p, ours), (q, peer) = fleetx(optimizer, shapes), theirs(optimizer, shapes)
     for _ in range(3):
         for x, y in zip(p, q, strict=True):
-            y.grad.copy_(x.grad)  # a peer may have used it as scratch
+            y.grad.copy_(x.grad)  # the peer may have overwritten it
         ours.step(), peer.step()
     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     assert not any(torch.equal(x, y) for x, y in zip(p, parameters(shapes), strict=True)), "nothing was updated"

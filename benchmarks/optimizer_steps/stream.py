@@ -1,7 +1,7 @@
-"""The unit of time: as much memory as AdamW moves, 4 arrays read and 3 written, with hardly any arithmetic.
+"""The unit of time: the memory traffic of AdamW (4 arrays read, 3 written) with hardly any arithmetic.
 
-In C, because nothing that torch offers reads four arrays in one go without computing. It runs on the very threads of
-torch: it is linked with the OpenMP library that torch has loaded, so that no second pool of threads spins beside.
+In C, because no torch function reads four arrays in one pass without more arithmetic. It is linked with the OpenMP
+library that torch has loaded, to run on torch's threads rather than on a second, competing pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.frame import CannotRunError
 
-BYTES = 28  # a parameter
+BYTES = 28  # per parameter
 
 SOURCE = """
 #include <stddef.h>
@@ -32,7 +32,7 @@ void stream(float *restrict p, const float *restrict g, float *restrict m, float
 
 
 def stream(elements: int) -> Callable[[], None]:
-    """One walk over four arrays of so many fp32 elements."""
+    """One pass over four fp32 arrays of this many elements."""
     import torch
 
     arrays = [torch.zeros(elements) for _ in range(4)]
@@ -48,10 +48,10 @@ def stream(elements: int) -> Callable[[], None]:
 
 
 def built(folder: Path) -> Path:
-    """The library, compiled into a folder for this very machine."""
+    """Compile the library for this machine into a folder."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise CannotRunError("no C compiler (cc, gcc, clang or $CC), with which the unit stream is made")
+        raise CannotRunError("no C compiler (cc, gcc, clang or $CC) to build the stream with")
     (folder / "stream.c").write_text(SOURCE)
     made = folder / "stream.so"
     options = ["-O3", "-march=native", "-fopenmp", "-fPIC"]
@@ -61,12 +61,12 @@ def built(folder: Path) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise CannotRunError(f"the unit stream does not compile: {' '.join(command)}: {done.stderr.strip()[-300:]}")
+            raise CannotRunError(f"cannot compile the stream: {' '.join(command)}: {done.stderr.strip()[-300:]}")
     return made
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library in this process, or the compiler's own."""
+    """The OpenMP library of this process, or else the compiler's."""
     lines = Path("/proc/self/maps").read_text().splitlines() if Path("/proc/self/maps").exists() else []
     loaded = [line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line]
     return loaded[:1] or ["-fopenmp"]

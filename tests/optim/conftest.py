@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from fleetx.optim import dispatch, foreach, native, stock
+from fleetx.optim import native
 
 
-@pytest.fixture(params=["native", "stock", "foreach"])
-def path(request, monkeypatch):
-    """Each of the three ways to compute an update, where it is chosen for everything that it can take."""
-    if request.param == "native" and not native.available():
+@pytest.fixture(params=["compiled", "foreach"])
+def kernels(request, monkeypatch):
+    """Both implementations of an update, each wherever it can be used."""
+    if request.param == "compiled" and not native.available():
         pytest.skip(native.reason())
-    monkeypatch.setattr(
-        dispatch, "_fast", lambda: {"native": native, "stock": stock, "foreach": foreach}[request.param]
-    )
+    monkeypatch.setenv("FLEETX_KERNELS", request.param)
     return request.param

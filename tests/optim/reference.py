@@ -1,4 +1,4 @@
-"""The formulas in float64 numpy, written once more and plainly. Nothing here is shared with the library."""
+"""The formulas in float64 numpy, independent of the library."""
 
 from __future__ import annotations
 

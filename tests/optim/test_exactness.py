@@ -8,6 +8,7 @@ import torch
 from reference import lamb_step, lars_step
 from torch.nn import Parameter
 
+from covering import cases
 from fleetx.optim import Lamb, Lars
 
 STEPS = 50
@@ -20,7 +21,7 @@ def parameters(dtype=torch.float32, shapes=SHAPES, seed=0):
 
 
 def gradients(params, step):
-    """Some tensors have no gradient at some steps, or one of zeros; the size changes by orders of magnitude."""
+    """Some are None or zero in some steps, and their size varies over orders of magnitude."""
     g = torch.Generator().manual_seed(100 + step)
     out = [torch.randn(p.shape, generator=g).mul(10.0 ** (i % 5 - 3)).to(p.dtype) for i, p in enumerate(params)]
     if step % 7 == 3:
@@ -36,7 +37,7 @@ def give(params, grads):
 
 
 def assert_reference(params, optimizer, formula, options, *, rtol, rounded=lambda x: x, rate=lambda step: None):
-    """`options[i]` are those of parameter i; the reference rounds its parameters as they are kept."""
+    """`options[i]` are those of parameter i. `rounded` rounds the reference to the dtype of the parameters."""
     values = [p.detach().double().numpy().copy() for p in params]
     states = [{} for _ in params]
     for step in range(STEPS):
@@ -50,7 +51,7 @@ def assert_reference(params, optimizer, formula, options, *, rtol, rounded=lambd
             if g is not None:
                 own = options[i] | ({} if lr is None else {"lr": lr})
                 values[i] = rounded(formula(values[i], g.double().numpy(), states[i], **own))
-                assert torch.equal(params[i].grad, g), "the gradient is the user's"
+                assert torch.equal(params[i].grad, g), "the gradient belongs to the user"
     for p, value in zip(params, values, strict=True):
         np.testing.assert_allclose(p.detach().double().numpy(), value, rtol=rtol, atol=rtol * 0.05)
 
@@ -59,17 +60,13 @@ def bf16(x):
     return torch.from_numpy(np.asarray(x)).to(torch.bfloat16).double().numpy()
 
 
-PRECISIONS = [
-    pytest.param(torch.float32, 2e-5, lambda x: x, id="fp32"),
-    pytest.param(torch.float64, 1e-12, lambda x: x, id="fp64"),
-    pytest.param(torch.bfloat16, 2e-2, bf16, id="bf16"),
-]
+PRECISION = {torch.float32: (2e-5, lambda x: x), torch.float64: (1e-12, lambda x: x), torch.bfloat16: (2e-2, bf16)}
+KERNELS, BOTH = ["compiled", "foreach"], [False, True]
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize(("dtype", "rtol", "rounded"), PRECISIONS)
-def test_fifty_steps_of_lars(path, dtype, rtol, rounded, nesterov, maximize):
+@cases(kernels=KERNELS, dtype=list(PRECISION), nesterov=BOTH, maximize=BOTH, indirect=["kernels"])
+def test_fifty_steps_of_lars(kernels, dtype, nesterov, maximize):
+    rtol, rounded = PRECISION[dtype]
     params = parameters(dtype)
     common = {"momentum": 0.9, "nesterov": nesterov, "maximize": maximize}
     first = {"lr": 0.3, "lars_coeff": 0.01, "weight_decay": 0.001, "epsilon": 1e-3}
@@ -80,9 +77,9 @@ def test_fifty_steps_of_lars(path, dtype, rtol, rounded, nesterov, maximize):
     assert_reference(params, optimizer, lars_step, options, rtol=rtol, rounded=rounded)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize(("dtype", "rtol", "rounded"), PRECISIONS)
-def test_fifty_steps_of_lamb(path, dtype, rtol, rounded, maximize):
+@cases(kernels=KERNELS, dtype=list(PRECISION), maximize=BOTH, indirect=["kernels"])
+def test_fifty_steps_of_lamb(kernels, dtype, maximize):
+    rtol, rounded = PRECISION[dtype]
     params = parameters(dtype)
     common = {"betas": (0.9, 0.99), "eps": 1e-6, "maximize": maximize}
     first, second = {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.003, "weight_decay": 0.0}
@@ -91,7 +88,7 @@ def test_fifty_steps_of_lamb(path, dtype, rtol, rounded, maximize):
     assert_reference(params, optimizer, lamb_step, options, rtol=rtol, rounded=rounded)
 
 
-def test_excluded_parameters_of_lars_get_plain_momentum(path):
+def test_excluded_parameters_of_lars_get_plain_momentum(kernels):
     params = parameters()
     named = [(f"layer{i}.{'bias' if i % 2 else 'weight'}", p) for i, p in enumerate(params)]
     optimizer = Lars(named, lr=0.1, lars_coeff=0.01, weight_decay=0.01, exclude_from_weight_decay=["bias"])
@@ -100,8 +97,8 @@ def test_excluded_parameters_of_lars_get_plain_momentum(path):
     assert_reference(params, optimizer, lars_step, options, rtol=2e-5)
 
 
-@pytest.mark.parametrize("always_adapt", [False, True])
-def test_excluded_parameters_of_lamb_lose_decay_and_ratio(path, always_adapt):
+@pytest.mark.parametrize("always_adapt", BOTH)
+def test_excluded_parameters_of_lamb_lose_decay_and_ratio(kernels, always_adapt):
     params = parameters()
     named = [(f"layer{i}.{'bias' if i % 2 else 'weight'}", p) for i, p in enumerate(params)]
     optimizer = Lamb(named, lr=0.01, exclude_from_weight_decay=["bias"], always_adapt=always_adapt)
@@ -113,7 +110,7 @@ def test_excluded_parameters_of_lamb_lose_decay_and_ratio(path, always_adapt):
 
 
 @pytest.mark.parametrize("kind", [Lars, Lamb])
-def test_a_rate_that_changes_at_every_step(path, kind):
+def test_a_rate_that_changes_in_every_step(kernels, kind):
     params = parameters()
     if kind is Lars:
         optimizer = Lars(params, lr=1.0, lars_coeff=0.02, weight_decay=0.01)
@@ -128,7 +125,7 @@ def test_a_rate_that_changes_at_every_step(path, kind):
 
 
 @pytest.mark.parametrize("kind", [Lars, Lamb])
-def test_parameters_of_zeros_are_moved_by_the_plain_rate(path, kind):
+def test_zero_parameters_move_at_the_plain_rate(kernels, kind):
     params = [Parameter(torch.zeros(40, 3)), Parameter(torch.zeros(()))]
     if kind is Lars:
         own = {"lr": 0.1, "momentum": 0.9, "lars_coeff": 0.01, "weight_decay": 0.01}
@@ -146,24 +143,22 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("alike", [True, False], ids=["gradient alike", "gradient contiguous"])
-@pytest.mark.parametrize("kind", [Lars, Lamb])
-def test_the_layout_in_memory_does_not_matter(path, kind, layout, alike):
+@cases(kernels=KERNELS, kind=[Lars, Lamb], layout=list(LAYOUTS), same_gradient_layout=BOTH, indirect=["kernels"])
+def test_the_layout_in_memory_does_not_matter(kernels, kind, layout, same_gradient_layout):
     torch.manual_seed(1)
     start, grads = torch.randn(6, 5, 4, 3), torch.randn(3, 6, 5, 4, 3)
     odd, plain = Parameter(LAYOUTS[layout](start)), Parameter(start.clone())
     optimizers = [kind([p], lr=0.1, weight_decay=0.01) for p in (odd, plain)]
     for g in grads:
-        odd.grad = LAYOUTS[layout](g) if alike else g.clone()
+        odd.grad = LAYOUTS[layout](g) if same_gradient_layout else g.clone()
         plain.grad = g.clone()
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(odd.detach(), plain.detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_tiny_and_huge_gradients_keep_their_direction(path):
-    """The square of 1e-25 is no fp32 number: a norm summed in fp32 would be zero, and the rate 1e5 times too large."""
+def test_tiny_and_huge_gradients_keep_their_direction(kernels):
+    """The square of 1e-25 underflows in fp32: the norm would be zero, and the rate 1e5 times too large."""
     for size in (1e-25, 1e25):
         p = Parameter(torch.ones(1000))
         p.grad = torch.full_like(p, size)
@@ -171,30 +166,20 @@ def test_tiny_and_huge_gradients_keep_their_direction(path):
         torch.testing.assert_close(p.detach(), torch.full((1000,), 0.999))
 
 
-# --- the degenerate cases ---------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"weight_decay": 0.1},
-        {"weight_decay": 0.1, "nesterov": True},
-        {"weight_decay": 0.1, "maximize": True},
-        {"momentum": 0.0, "weight_decay": 0.1},
-    ],
-    ids=str,
-)
-def test_lars_without_its_coefficient_is_sgd_bit_for_bit(dtype, options):
-    options = {"momentum": 0.9, "weight_decay": 0.0} | options
+# --- without scaling --------------------------------------------------------------------------------
+@cases(dtype=list(PRECISION), momentum=[0.9, 0.0], weight_decay=[0.0, 0.1], nesterov=BOTH, maximize=BOTH)
+def test_lars_without_its_coefficient_is_sgd_bit_for_bit(dtype, momentum, weight_decay, nesterov, maximize):
+    nesterov = nesterov and momentum > 0
+    options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
     ours, theirs = parameters(dtype), parameters(dtype)
     a = Lars(ours, lr=0.1, lars_coeff=None, **options)
     b = torch.optim.SGD(theirs, lr=0.1, **options)
     assert_equal_training(ours, a, theirs, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"maximize": True}], ids=str)
-def test_lamb_without_its_ratio_is_adamw_bit_for_bit(dtype, options):
+@cases(dtype=list(PRECISION), weight_decay=[0.01, 0.0], maximize=BOTH)
+def test_lamb_without_its_ratio_is_adamw_bit_for_bit(dtype, weight_decay, maximize):
+    options = {"weight_decay": weight_decay, "maximize": maximize}
     ours, theirs = parameters(dtype), parameters(dtype)
     a = Lamb(ours, lr=0.01, eps=1e-8, adapt=False, **options)
     b = torch.optim.AdamW(theirs, lr=0.01, eps=1e-8, **options)

@@ -1,4 +1,4 @@
-"""The rate: against its formula in float64, as an ordinary scheduler, and by applied updates."""
+"""Schedules: against the formula in float64, as ordinary schedulers, and counting applied updates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from covering import cases
 from fleetx import StrategyError, fleet
 from fleetx.optim import schedule
 from training import batches, net, sgd
 
-PAGE = (Path(__file__).parent.parent / "docs" / "schedule.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "schedule.md").read_text()
 DECAYS = ["polynomial", "linear", "cosine", "none"]
 
 
@@ -33,7 +34,7 @@ def optimizer(*rates, tensor=False):
 
 
 def rates(scheduler, n):
-    """What each of n updates is taken with, in the usual loop, by group."""
+    """The rates of each group in n updates of an ordinary loop."""
     seen = []
     for _ in range(n):
         seen.append([float(group["lr"]) for group in scheduler.optimizer.param_groups])
@@ -44,7 +45,7 @@ def rates(scheduler, n):
 
 
 def reference(t, *, updates, warmup, decay, power=2.0, end=0.0):
-    """The formula of the page, written down once more."""
+    """The formula of docs/schedule.md."""
     if t < warmup:
         return (t + 1) / warmup
     s = min(1.0, (t - warmup) / (updates - warmup)) if updates > warmup else 1.0
@@ -58,19 +59,17 @@ def reference(t, *, updates, warmup, decay, power=2.0, end=0.0):
 
 
 # --- the formula ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("warmup", [0, 1, 5, 20])
-@pytest.mark.parametrize("end", [0.0, 0.05])
-def test_every_update_has_the_rate_of_the_formula_and_so_has_every_one_past_the_end(decay, warmup, end):
+@cases(decay=DECAYS, warmup=[0, 1, 5, 20], end=[0.0, 0.05])
+def test_every_update_has_the_rate_of_the_formula_also_past_the_end(decay, warmup, end):
     end = 0.0 if decay == "none" else end
     o = optimizer(0.4, 0.003)
     scheduler = schedule.large_batch(
         o, updates=20, warmup=warmup, decay=decay, end=end, batch=4096, base_batch=256, scaling="sqrt"
     )
     for t, (first, second) in enumerate(rates(scheduler, 25)):
-        share = reference(t, updates=20, warmup=warmup, decay=decay, end=end)
-        assert first == pytest.approx(0.4 * 4 * share, rel=1e-14, abs=1e-16)
-        assert second == pytest.approx(0.003 * 4 * share, rel=1e-14, abs=1e-18)
+        factor = reference(t, updates=20, warmup=warmup, decay=decay, end=end)
+        assert first == pytest.approx(0.4 * 4 * factor, rel=1e-14, abs=1e-16)
+        assert second == pytest.approx(0.003 * 4 * factor, rel=1e-14, abs=1e-18)
 
 
 def test_the_power_of_a_polynomial_can_be_chosen():
@@ -84,9 +83,9 @@ def test_no_update_is_wasted_at_rate_zero():
     assert all(r > 0 for [r] in rates(schedule.large_batch(optimizer(1.0), updates=30, warmup=10), 30))
 
 
-def test_a_warmup_below_one_is_a_share_of_all_updates():
-    by_share = rates(schedule.large_batch(optimizer(1.0), updates=7038, warmup=0.2843), 3000)
-    assert by_share == rates(schedule.large_batch(optimizer(1.0), updates=7038, warmup=2001), 3000)
+def test_a_warmup_below_one_is_a_fraction_of_all_updates():
+    by_fraction = rates(schedule.large_batch(optimizer(1.0), updates=7038, warmup=0.2843), 3000)
+    assert by_fraction == rates(schedule.large_batch(optimizer(1.0), updates=7038, warmup=2001), 3000)
 
 
 @given(st.data())
@@ -126,7 +125,7 @@ def test_scaling_by_the_batch_is_exact(lr, base, times):
 
 
 # --- an ordinary scheduler --------------------------------------------------------------------------
-def test_it_is_a_scheduler_of_torch_and_the_usual_loop_warns_of_nothing():
+def test_it_is_a_torch_scheduler_and_the_usual_loop_does_not_warn():
     o = optimizer(0.1)
     scheduler = schedule.large_batch(o, updates=10)
     assert isinstance(scheduler, LRScheduler)
@@ -137,7 +136,7 @@ def test_it_is_a_scheduler_of_torch_and_the_usual_loop_warns_of_nothing():
     assert scheduler.last_epoch == 5
 
 
-def test_a_step_in_the_wrong_order_is_warned_of_as_by_torch():
+def test_a_step_in_the_wrong_order_warns_like_torch():
     scheduler = schedule.large_batch(optimizer(0.1), updates=10)
     with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
         scheduler.step()
@@ -164,7 +163,7 @@ def test_it_can_follow_another_scheduler():
 
 # --- saved and loaded -------------------------------------------------------------------------------
 def saved(o, scheduler):
-    """Through a file, as `torch.load` reads it by default."""
+    """Saved to a file and loaded with the defaults of `torch.load`."""
     file = io.BytesIO()
     torch.save({"optimizer": o.state_dict(), "scheduler": scheduler.state_dict()}, file)
     file.seek(0)
@@ -187,7 +186,7 @@ def test_a_run_resumed_at_any_update_is_the_unbroken_run(data):
     head = rates(broken, first)
     file = saved(before, broken)
     o = optimizer(0.7, 0.03, tensor=tensor)
-    if data.draw(st.booleans()):  # torch asks for the other order; here both are right
+    if data.draw(st.booleans()):  # torch needs the other order; here both work
         o.load_state_dict(file["optimizer"])
         scheduler = schedule.large_batch(o, **settings)
     else:
@@ -210,7 +209,7 @@ def test_loading_leaves_the_saved_state_alone():
     assert state == before
 
 
-def test_what_is_given_here_holds_against_what_was_saved_and_is_told():
+def test_new_settings_override_saved_ones_with_a_warning():
     old = schedule.large_batch(optimizer(1.0), updates=10, decay="linear")
     rates(old, 5)
     o = optimizer(1.0)
@@ -221,18 +220,18 @@ def test_what_is_given_here_holds_against_what_was_saved_and_is_told():
     assert o.param_groups[0]["lr"] == 0.75
 
 
-def test_the_state_of_another_scheduler_or_optimizer_is_refused():
+def test_the_state_of_another_scheduler_or_optimizer_raises_an_error():
     scheduler = schedule.large_batch(optimizer(1.0), updates=10)
-    with pytest.raises(StrategyError, match="saved by another scheduler"):
+    with pytest.raises(StrategyError, match="saved by a scheduler that is not from fleetx"):
         scheduler.load_state_dict(torch.optim.lr_scheduler.StepLR(optimizer(1.0), 3).state_dict())
     two = schedule.large_batch(optimizer(1.0, 2.0), updates=10)
-    with pytest.raises(StrategyError, match="with 2 groups of parameters, this one has 1"):
+    with pytest.raises(StrategyError, match="with 2 parameter groups, but this one has 1"):
         scheduler.load_state_dict(two.state_dict())
 
 
 # --- by applied updates -----------------------------------------------------------------------------
 def distributed(**declared):
-    """A model under a strategy, its optimizer, and a scheduler that counts updates."""
+    """A model with a strategy, its optimizer, and a scheduler that counts updates."""
     fleet.init()
     model = net()
     model, o = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
@@ -246,7 +245,7 @@ def step(model, o, x, y):
 
 
 def counted(model, o, scheduler, n):
-    """How many updates the scheduler has seen after each of n steps."""
+    """The number of updates that the scheduler has counted after each of n steps."""
     seen = []
     for x, y in batches(n):
         step(model, o, x, y)
@@ -255,20 +254,20 @@ def counted(model, o, scheduler, n):
     return seen
 
 
-def test_merged_steps_do_not_move_the_rate_when_asked():
+def test_by_updates_ignores_merged_steps():
     model, o, scheduler = distributed(gradient_merge={"k_steps": 4})
     assert counted(model, o, scheduler, 8) == [0, 0, 0, 1, 1, 1, 1, 2]
     assert scheduler.get_last_lr() == [o.param_groups[0]["lr"]] == [0.1 * 6 / 8]
-    assert counted(model, o, schedule.large_batch(o, updates=8), 4) == [1, 2, 3, 4]  # when not asked
+    assert counted(model, o, schedule.large_batch(o, updates=8), 4) == [1, 2, 3, 4]  # by steps
 
 
-def test_a_step_that_overflowed_does_not_move_the_rate_when_asked():
+def test_by_updates_ignores_overflowed_steps():
     overflows_once = {"init_loss_scaling": 2.0**40, "decr_every_n_nan_or_inf": 1, "decr_ratio": 2.0**-30}
     assert counted(*distributed(amp=overflows_once), 4) == [0, 1, 2, 3]
 
 
-def test_each_scheduler_listens_to_its_own_optimizer():
-    """Both step before either scheduler does: `fleet.updated`, of the last step of any, is wrong for one of them."""
+def test_each_scheduler_follows_its_own_optimizer():
+    """Both step before either scheduler does, so `fleet.updated`, which is about the last step, is wrong for one."""
     both = [distributed(gradient_merge={"k_steps": k}) for k in (1, 2)]
     for x, y in batches(3):
         for model, o, _ in both:
@@ -278,7 +277,7 @@ def test_each_scheduler_listens_to_its_own_optimizer():
     assert [scheduler.last_epoch for _, _, scheduler in both] == [3, 1]
 
 
-def test_the_tail_of_a_merge_counts_when_it_was_flushed():
+def test_a_flushed_merge_counts_as_an_update():
     model, o, scheduler = distributed(gradient_merge={"k_steps": 4})
     counted(model, o, scheduler, 6)
     assert fleet.flush()
@@ -296,9 +295,9 @@ def test_it_does_not_load_the_facade():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- the old function -------------------------------------------------------------------------------
-def test_the_old_warmup_and_decay_is_what_it_was():
-    """From 0, and after the warm-up on the line from the full rate at step 0 to nothing at the last."""
+# --- linear_warmup_decay ----------------------------------------------------------------------------
+def test_linear_warmup_decay_matches_the_original():
+    """From 0, and after the warm-up on the line from the full rate at step 0 to 0 at the last step."""
     law = schedule.linear_warmup_decay(0.5, 4, 10)
     want = [0.0, 0.125, 0.25, 0.375, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0, 0.0]
     assert [law(t) for t in range(12)] == pytest.approx(want)
@@ -306,7 +305,7 @@ def test_the_old_warmup_and_decay_is_what_it_was():
     assert rates(law.bind(o), 12) == [[pytest.approx(r)] * 2 for r in want]
 
 
-def test_the_old_law_can_be_bound_after_another_scheduler_and_saved():
+def test_linear_warmup_decay_can_be_bound_after_another_scheduler_and_saved():
     o = optimizer(0.1, tensor=True)
     schedule.large_batch(o, updates=5)
     scheduler = schedule.linear_warmup_decay(1.0, 0, 4).bind(o, by="updates")
@@ -317,7 +316,7 @@ def test_the_old_law_can_be_bound_after_another_scheduler_and_saved():
     assert head + rates(again, 2) == [[1.0], [0.75], [0.5], [0.25]]
 
 
-def test_the_old_law_is_one_rate_for_all():
+def test_linear_warmup_decay_has_one_rate_for_all_groups():
     with pytest.raises(StrategyError, match="different rates"):
         schedule.linear_warmup_decay(1.0, 1, 4).bind(optimizer(0.1, 0.2))
     with pytest.raises(StrategyError, match="did you mean 'updates'"):
@@ -325,36 +324,36 @@ def test_the_old_law_is_one_rate_for_all():
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ((-1.0, 1, 4), "learning_rate = -1.0: must be a number"),
-        ((1.0, -1, 4), "warmup_steps = -1: must be a whole number, 0 or more"),
-        ((1.0, 1, 0), "num_train_steps = 0: must be a whole number, 1 or more"),
-        ((1.0, 5, 4), "warmup_steps = 5 is more than num_train_steps = 4"),
+        ((1.0, -1, 4), "warmup_steps = -1: must be an integer, at least 0"),
+        ((1.0, 1, 0), "num_train_steps = 0: must be an integer, at least 1"),
+        ((1.0, 5, 4), "warmup_steps = 5: must be at most num_train_steps = 4"),
     ],
 )
-def test_the_old_law_refuses_what_it_cannot_do(args, says):
-    with pytest.raises(StrategyError, match=re.escape(says)):
+def test_linear_warmup_decay_checks_its_arguments(args, message):
+    with pytest.raises(StrategyError, match=re.escape(message)):
         schedule.linear_warmup_decay(*args)
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- bad arguments ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("given_", "says"),
+    ("given_", "message"),
     [
-        ({"updates": 0}, "updates = 0: must be a whole number, 1 or more"),
-        ({"updates": 2.5}, "updates = 2.5: must be a whole number, 1 or more"),
-        ({"updates": True}, "updates = True: must be a whole number"),
-        ({"warmup": 11}, "warmup = 11 is longer than all updates = 10"),
-        ({"warmup": -1}, "warmup = -1: must be a whole number, 0 or more"),
-        ({"warmup": 5.0}, "warmup = 5.0: as a float it is a share of all updates"),
-        ({"warmup": math.nan}, "warmup = nan: as a float it is a share of all updates"),
+        ({"updates": 0}, "updates = 0: must be an integer, at least 1"),
+        ({"updates": 2.5}, "updates = 2.5: must be an integer, at least 1"),
+        ({"updates": True}, "updates = True: must be an integer"),
+        ({"warmup": 11}, "warmup = 11: must be at most updates = 10"),
+        ({"warmup": -1}, "warmup = -1: must be an integer, at least 0"),
+        ({"warmup": 5.0}, "warmup = 5.0: a float is a fraction of all updates"),
+        ({"warmup": math.nan}, "warmup = nan: a float is a fraction of all updates"),
         ({"decay": "cosin"}, "decay = 'cosin': did you mean 'cosine'?"),
         ({"decay": "step"}, "decay = 'step': must be one of 'polynomial', 'linear', 'cosine', 'none'"),
         ({"power": 0}, "power = 0: must be a number above 0"),
-        ({"power": 2, "decay": "cosine"}, "power is given, but decay='cosine' has none"),
-        ({"end": 1.5}, "end = 1.5: must be a share of the peak"),
-        ({"end": 0.1, "decay": "none"}, "decay='none' does not go there"),
+        ({"power": 2, "decay": "cosine"}, "power has no effect with decay='cosine'"),
+        ({"end": 1.5}, "end = 1.5: must be a fraction of the peak"),
+        ({"end": 0.1, "decay": "none"}, "end has no effect with decay='none'"),
         ({"by": "update"}, "by = 'update': did you mean 'updates'?"),
         ({"scaling": "linear"}, "batch is missing"),
         ({"scaling": "linear", "batch": 512}, "base_batch is missing"),
@@ -363,12 +362,12 @@ def test_the_old_law_refuses_what_it_cannot_do(args, says):
         ({"batch": 512, "base_batch": 256}, "add scaling='linear' or scaling='sqrt'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(given_, says):
-    with pytest.raises(StrategyError, match=re.escape(says)):
+def test_bad_arguments_raise_an_error_with_a_hint(given_, message):
+    with pytest.raises(StrategyError, match=re.escape(message)):
         schedule.large_batch(optimizer(0.1), **{"updates": 10} | given_)
 
 
-def test_all_problems_are_told_together_and_nothing_is_changed():
+def test_all_problems_are_reported_together_and_nothing_changes():
     o = optimizer(0.1)
     with pytest.raises(StrategyError) as caught:
         schedule.large_batch(o, updates=0, warmup=-1, decay="x", scaling="sqrt")
@@ -377,13 +376,13 @@ def test_all_problems_are_told_together_and_nothing_is_changed():
     assert "initial_lr" not in o.param_groups[0]
 
 
-def test_something_else_than_an_optimizer_is_refused_by_torch():
+def test_torch_rejects_an_argument_that_is_not_an_optimizer():
     with pytest.raises(TypeError, match="is not an Optimizer"):
         schedule.large_batch(net(), updates=3)
 
 
-# --- the page ---------------------------------------------------------------------------------------
-def test_the_examples_of_the_page_run_as_they_are_written():
+# --- documentation ----------------------------------------------------------------------------------
+def test_the_examples_in_the_documentation_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(blocks) >= 2
     fleet.init()
@@ -396,7 +395,7 @@ def test_the_examples_of_the_page_run_as_they_are_written():
         assert any(not torch.equal(before[k], after[k]) for k in before)
 
 
-def test_inside_of_sequential_lr_the_first_update_is_no_peak():
+def test_inside_sequential_lr_the_warmup_starts_at_its_first_rate():
     def rates(by):
         fleet.init()
         model = torch.nn.Linear(2, 2)

@@ -12,19 +12,19 @@ SETTINGS = {"lamb_weight_decay": 0.1}
 
 
 def alone(model):
-    """The same without a strategy. Adam's epsilon stays Adam's."""
+    """The same optimizer without a strategy. Epsilon stays that of Adam."""
     return Lamb(model.parameters(), lr=0.01, eps=1e-8, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_the_strategy_makes_a_lamb_of_the_users_adam(kind):
-    def inner(model):
+def test_the_strategy_turns_the_users_adam_into_lamb(kind):
+    def plain(model):
         return kind(model.parameters(), lr=0.01, weight_decay=0.0)
 
-    assert_equal(train_fleet(batches(), {"lamb": SETTINGS}, optimizer=inner), train(batches(), optimizer=alone))
+    assert_equal(train_fleet(batches(), {"lamb": SETTINGS}, optimizer=plain), train(batches(), optimizer=alone))
 
 
-def test_merged_gradients_are_measured_as_their_mean():
+def test_merged_gradients_count_as_their_mean():
     data = batches()
     assert_close(
         train_fleet(data, {"lamb": SETTINGS, "gradient_merge": {"k_steps": 4}}, optimizer=adam),
@@ -42,7 +42,7 @@ def test_two_ranks_equal_one(ranks):
         assert_close(got, expected)
 
 
-def test_an_overflow_leaves_moments_and_step_alone():
+def test_an_overflow_does_not_change_moments_and_step():
     fleet.init()
     model = net()
     strategy = fleet.DistributedStrategy(lamb=True, amp={"init_loss_scaling": 2.0**15})
@@ -74,7 +74,7 @@ def test_excluded_parameters(always_adapt):
     assert_close(train_fleet(batches(), declared, optimizer=adam), train(batches(), optimizer=grouped))
 
 
-def test_what_adam_had_gathered_goes_on():
+def test_the_moments_of_adam_are_kept():
     fleet.init()
     model, data = net(), batches()
     optimizer = adam(model)
@@ -90,28 +90,28 @@ def test_what_adam_had_gathered_goes_on():
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (torch.optim.NAdam, {}, "lamb is made of torch.optim.Adam or AdamW, not of NAdam"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "not of SGD"),
+        (torch.optim.NAdam, {}, "lamb needs torch.optim.Adam or AdamW, not NAdam"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "not SGD"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), {}, "amsgrad=False"),
-        (torch.optim.AdamW, {}, r"weight_decay of its own \(0.01\).*pass weight_decay=0 to AdamW"),
+        (torch.optim.AdamW, {}, r"its own weight_decay \(0.01\).*pass weight_decay=0 to AdamW"),
         (lambda p: torch.optim.Adam(p, capturable=True), {}, "capturable=False"),
-        (Lamb, {}, "a Lamb already: turn strategy.lamb off"),
+        (Lamb, {}, "already a Lamb: turn strategy.lamb off"),
         (torch.optim.Adam, {"exclude_from_weight_decay": ["norm"]}, "'norm' in exclude_from_weight_decay"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, settings, message):
+def test_unsupported_optimizers_and_patterns_raise_an_error(make, settings, message):
     fleet.init()
     model = net()
     with pytest.raises(StrategyError, match=message):
         fleet.distribute(model, make(model.parameters()), fleet.DistributedStrategy(lamb=settings or True))
 
 
-def test_a_negative_decay():
+def test_a_negative_decay_raises_an_error():
     with pytest.raises(StrategyError, match="lamb_weight_decay"):
         fleet.DistributedStrategy(lamb={"lamb_weight_decay": -0.1}).plan()
 
 
-def test_every_problem_of_an_optimizer_comes_at_once():
+def test_all_problems_are_reported_together():
     fleet.init()
     model = net()
     with pytest.raises(StrategyError, match=r"(?s)2 problems.*weight_decay=0.*'bn'"):

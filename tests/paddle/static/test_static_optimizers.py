@@ -165,7 +165,7 @@ def test_what_cannot_be_described_is_refused(call, says):
 
 
 def test_a_pattern_that_excludes_nothing_is_refused():
-    with pytest.raises(StrategyError, match="LarsMomentum: 'batchnorm' in exclude_from_weight_decay is part of no"):
+    with pytest.raises(StrategyError, match="LarsMomentum: 'batchnorm' in exclude_from_weight_decay matches no"):
         started(described=fluid.optimizer.LarsMomentum(0.1, 0.9, exclude_from_weight_decay=["batchnorm"]))
 
 

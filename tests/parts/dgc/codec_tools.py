@@ -36,18 +36,7 @@ NATIVE, PLAIN = backend(native), backend(plain)
 BACKENDS = [NATIVE, PLAIN]
 
 
-def cases(**axes):
-    """Parametrize with a covering array: any two values of two axes occur together in at least one case."""
-    rows = [[values[i] for values, i in zip(axes.values(), row, strict=True)] for row in covering.rows(axes.values())]
-    params = [
-        pytest.param(
-            *row,
-            marks=[built] if any(value is NATIVE for value in row) else [],
-            id="-".join(str(getattr(value, "name", getattr(value, "__name__", value))) for value in row),
-        )
-        for row in rows
-    ]
-    return pytest.mark.parametrize(list(axes), params)
+cases = partial(covering.cases, marks=lambda value: [built] if value is NATIVE else [])
 
 
 both = cases(backend=BACKENDS)
