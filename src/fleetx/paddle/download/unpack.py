@@ -1,8 +1,8 @@
 """Unpack a tar into a temporary folder, checking every member first, then rename the files into place.
 
-tarfile's data filter resolves links on disk, where a later link can change the meaning of an earlier one: in Python 3.11.7,
-3.12.1 and 3.13.0 it accepts two links that together leave the folder. Here a link is judged by its text alone, and no
-member may be behind a link.
+tarfile's data filter resolves links on disk, where a later link can change the meaning of an earlier one: in Python
+3.11.7, 3.12.1 and 3.13.0 it accepts two links that together leave the folder. Here a link is judged by its text alone,
+and no member may be behind a link.
 """
 
 from __future__ import annotations
