@@ -1,4 +1,4 @@
-"""python -m benchmarks.large_batch: train, print the tables, plot."""
+"""python -m benchmarks.large_batch: train, print tables, plot."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ QUICK = Plan(
 
 def numbers(context: click.Context, option: click.Parameter, value: str | None) -> list[int] | None:
     try:
-        found = [int(x) for x in value.split(",")] if value else None
+        batches = [int(x) for x in value.split(",")] if value else None
     except ValueError:
-        raise click.BadParameter("numbers with commas between them, please") from None
-    if found and any(x < SMALLEST or x % SMALLEST for x in found):
-        raise click.BadParameter(f"a batch is a multiple of {SMALLEST}, which is one step of the workers")
-    return sorted(found) if found else None
+        raise click.BadParameter("must be integers separated by commas") from None
+    if batches and any(x < SMALLEST or x % SMALLEST for x in batches):
+        raise click.BadParameter(f"each batch must be a multiple of {SMALLEST}, the samples in one step of the workers")
+    return sorted(batches) if batches else None
 
 
 def names(context: click.Context, option: click.Parameter, value: str | None) -> list[str] | None:
-    found = value.split(",") if value else None
-    if found and (unknown := [x for x in found if x not in RECIPES]):
-        raise click.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(RECIPES)}")
-    return found
+    optimizers = value.split(",") if value else None
+    if optimizers and (unknown := [x for x in optimizers if x not in RECIPES]):
+        raise click.BadParameter(f"unknown optimizer {unknown[0]!r}: must be one of {', '.join(RECIPES)}")
+    return optimizers
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--quick", is_flag=True, help="A pass of a few minutes: one rate, one seed, a quarter of the epochs.")
-@click.option("--optimizers", callback=names, help=f"Some of {','.join(RECIPES)}, in the order of their runs.")
-@click.option("--batches", callback=numbers, help="Such as 256,4096,32768.")
+@click.option("--quick", is_flag=True, help="Takes a few minutes: one rate, one seed, a quarter of the epochs.")
+@click.option("--optimizers", callback=names, help=f"A subset of {','.join(RECIPES)}, in the order to run them.")
+@click.option("--batches", callback=numbers, help="For example 256,4096,32768.")
 @click.option("--epochs", type=click.IntRange(min=1))
-@click.option("--seeds", type=click.IntRange(min=1), help="Runs of each optimizer and batch at its chosen rate.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Runs per optimizer and batch at the chosen rate.")
 @click.option("--hold-out", type=click.IntRange(min=1), default=HELD, show_default=True,
-              help="Training images that choose the rates instead.")  # fmt: skip
-@click.option("--minutes", type=float, default=110, show_default=True, help="No run begins after so many.")
+              help="Training images to hold out for choosing the rates.")  # fmt: skip
+@click.option("--minutes", type=float, default=110, show_default=True, help="Start no run after this time.")
 @click.option("--data", "folder", type=click.Path(path_type=Path), default=data.FOLDER, show_default=True)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="The folder for all files.  [default: benchmarks/out/large_batch, quick/ in it]",
+    help="The folder for all files.  [default: benchmarks/out/large_batch, or quick/ in it]",
 )
-@click.option("--report", "only_report", is_flag=True, help="Train nothing; show what the folder has.")
+@click.option("--report", "only_report", is_flag=True, help="Do not train; show the results in the folder.")
 def main(
     quick: bool,
     optimizers: list[str] | None,
@@ -75,9 +75,9 @@ def main(
     out: Path | None,
     only_report: bool,
 ) -> None:
-    """Accuracy against batch at the same number of epochs: SGD, AdamW, LARS and LAMB, each with its rate searched for.
+    """Accuracy against batch size at the same number of epochs: SGD, AdamW, LARS and LAMB, each with a search for its rate.
 
-    Two workers on the CPU; gradient merge makes the batch. Finished runs are kept in OUT and never repeated.
+    Uses two workers on the CPU, and gradient merge for the batch. Finished runs are stored in OUT and not repeated.
     """
     if not only_report and (reason := data.missing(folder)):
         raise click.ClickException(reason)
@@ -100,7 +100,7 @@ def main(
 
 
 def start(asked: dict[str, object], out: Path) -> int:
-    """The study in its workers, by fleetrun, which echoes the first and says what failed."""
+    """Run the study with fleetrun, which echoes the first worker and reports failures."""
     with tempfile.TemporaryDirectory(prefix="large_batch-") as folder:
         request = Path(folder) / "request.json"
         request.write_text(json.dumps(asked))
@@ -125,9 +125,9 @@ def show(plan: Plan, results: Path, out: Path, notes: dict[str, object], *, quic
     console = Console()
     kept = Kept(results)
     summary = summarised(plan, kept.outcomes)
-    mark = " (quick: one untuned rate, no finding)" if quick else ""
+    mark = " (quick: one untuned rate, not a result)" if quick else ""
     if missing := left(plan, kept.outcomes):
-        mark += f" (incomplete: {missing} runs or more are missing)"
+        mark += f" (incomplete: at least {missing} runs are missing)"
     console.print(report.as_table(f"test accuracy after {plan.epochs} epochs{mark}", report.rows(plan, summary)))
     console.print(report.as_table("the largest batch", report.largest_rows(plan, summary)))
     console.print(report.as_table("rates", report.rate_rows(plan, summary)))
@@ -135,8 +135,8 @@ def show(plan: Plan, results: Path, out: Path, notes: dict[str, object], *, quic
     try:
         report.plot(out / "large_batch.png", plan, summary, f"Fashion-MNIST, {plan.epochs} epochs{mark}")
     except ImportError:
-        console.print("no plot: matplotlib is not installed (pip install matplotlib)")
-    console.print(f"all of it is in {out}", highlight=False)
+        console.print("no plot, because matplotlib is not installed (pip install matplotlib)")
+    console.print(f"all files are in {out}", highlight=False)
 
 
 if __name__ == "__main__":

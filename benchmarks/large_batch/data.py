@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 60,000 images to train and choose with, 10,000 to test, 28 x 28 grey pixels, ten classes."""
+"""Fashion-MNIST: 60,000 images for training and validation, 10,000 for testing, 28 x 28 grey pixels, ten classes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FILES = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
-MEAN, DEVIATION = 0.2860 * 255, 0.3530 * 255  # of the pixels of the training images
+MEAN, DEVIATION = 0.2860 * 255, 0.3530 * 255  # of the training pixels
 
 
 @dataclass(frozen=True)
 class Images:
-    pixels: Tensor  # uint8, (n, 1, 28, 28): an eighth of what int64 indices of a few epochs take
+    pixels: Tensor  # uint8, (n, 1, 28, 28)
     labels: Tensor  # int64, (n,)
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Split:
-    """The rates are chosen on images that no run is trained on, and the test set has no say in it."""
+    """Rates are chosen on held-out training images, never on the test set."""
 
     train: Images
     choose: Images
@@ -46,13 +46,13 @@ class Split:
 
 
 def missing(folder: Path) -> str:
-    """What to do if the images are not there; empty if they are."""
+    """How to get the images, or "" if they are there."""
     absent = [name for names in FILES.values() for name in names if not (folder / name).is_file()]
     if not absent:
         return ""
     return (
-        f"{folder} has no {absent[0]}. On Debian and Ubuntu: apt-get install {PACKAGE}; elsewhere name the folder with "
-        f"the four files ({', '.join(name for names in FILES.values() for name in names)}) by --data"
+        f"{folder} has no {absent[0]}. On Debian and Ubuntu, apt-get install {PACKAGE}; elsewhere, pass the folder with "
+        f"the four files ({', '.join(name for names in FILES.values() for name in names)}) as --data"
     )
 
 
@@ -60,15 +60,15 @@ def load(folder: Path, *, hold_out: int) -> Split:
     if reason := missing(folder):
         raise CannotRunError(reason)
     everything, test = (Images(_idx(folder / x).unsqueeze(1), _idx(folder / y).long()) for x, y in FILES.values())
-    # The file is shuffled already: the last ones are as good as any.
+    # The file is already shuffled, so hold out the last ones.
     return Split(everything[: len(everything) - hold_out], everything[len(everything) - hold_out :], test)
 
 
 def _idx(path: Path) -> Tensor:
-    """The format: two zero bytes, the type (8: unsigned bytes), the number of axes; their lengths; the values."""
+    """Format: two zero bytes, the type (8: unsigned bytes), the number of axes, their lengths, the values."""
     raw = gzip.decompress(path.read_bytes())
     if len(raw) < 4 or raw[:3] != b"\0\0\x08":
-        raise CannotRunError(f"{path} is not a file of unsigned bytes in the format idx")
+        raise CannotRunError(f"{path} is not an idx file of unsigned bytes")
     axes = raw[3]
     shape = np.frombuffer(raw, ">u4", count=axes, offset=4)
     return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape).copy())

@@ -1,7 +1,7 @@
-"""What every run has in common, and the four optimizers. It starts from the MLPerf recipe of ResNet-50 with LARS:
+"""What all runs share, and the four optimizers. Based on the MLPerf recipe for ResNet-50 with LARS:
 
-linear warm-up, then polynomial decay of power 2; label smoothing 0.1; bias and BatchNorm on plain steps without decay.
-Only the rate is searched for, in the same way for all four. Momentum, betas and decay are fixed.
+linear warm-up, then polynomial decay of power 2; label smoothing 0.1; biases and BatchNorm without decay or scaling.
+Only the rate is tuned, with the same search for all four. Momentum, betas and decay are fixed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch.optim import Optimizer
 from fleetx import fleet
 
 WORKERS = 2
-MICRO = 128  # samples per worker and step: BatchNorm's statistics are over as many, whatever the batch
+MICRO = 128  # samples per worker and step, and so in BatchNorm's statistics, for every batch
 SMALLEST = WORKERS * MICRO
 SMOOTHING = 0.1
 LONG_WARMUP_FROM = 16384  # MLPerf warms up for 9 % of the epochs below its batch of 32k, and for 28 % there
-PLAIN = ["bn", ".bias"]  # parameters whose name has one of these are neither decayed nor scaled layer by layer
+PLAIN = ["bn", ".bias"]  # parameters with one of these in their name get neither decay nor layer-wise scaling
 STEP = 2.0  # between neighbouring rates
 
 
 @dataclass(frozen=True)
 class Recipe:
     title: str
-    centre: float  # of the rates that are tried at the smallest batch
-    power: float  # the centre grows with this power of the batch
+    centre: float  # of the rates to try at the smallest batch
+    power: float  # the centre is proportional to this power of the batch
     make: Callable[[nn.Module, float], Optimizer]
-    switch: str = ""  # the strategy that turns this optimizer into another
+    switch: str = ""  # the strategy that turns the optimizer into LARS or LAMB
     configs: tuple[tuple[str, object], ...] = ()
 
     def rate(self, batch: int, step: int) -> float:
@@ -48,11 +48,11 @@ class Recipe:
 
 
 def groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    """What strategy.lars and strategy.lamb do by name, for optimizers that know no names."""
-    parted: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    """Exclude parameters like strategy.lars and strategy.lamb, for optimizers that do not exclude by name."""
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in model.named_parameters():
-        parted[any(pattern in name for pattern in PLAIN)].append(parameter)
-    return [{"params": parted[0], "weight_decay": decay}, {"params": parted[1], "weight_decay": 0.0}]
+        split[any(pattern in name for pattern in PLAIN)].append(parameter)
+    return [{"params": split[0], "weight_decay": decay}, {"params": split[1], "weight_decay": 0.0}]
 
 
 def sgd(model: nn.Module, lr: float) -> Optimizer:
@@ -71,8 +71,8 @@ def adam(model: nn.Module, lr: float) -> Optimizer:
     return torch.optim.Adam(model.parameters(), lr)
 
 
-# The centres are from a few runs before the study, and so is the coefficient of LARS: at Paddle's 0.001 the weights
-# would need a rate fifty times as large, and bias and BatchNorm, whose steps are not scaled, would get it too.
+# The centres and the coefficient of LARS come from a few runs before the study. With Paddle's coefficient of 0.001 the
+# weights would need a rate fifty times as large, which biases and BatchNorm, whose steps are not scaled, would get too.
 RECIPES = {
     "sgd": Recipe("Nesterov SGD", 0.8, 0.0, sgd),
     "adamw": Recipe("AdamW", 0.004, 0.4, adamw),
@@ -82,5 +82,5 @@ RECIPES = {
 
 
 def warmup(batch: int) -> float:
-    """The share of all updates."""
+    """The fraction of all updates."""
     return 0.25 if batch >= LONG_WARMUP_FROM else 0.1

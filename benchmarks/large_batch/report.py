@@ -1,4 +1,4 @@
-"""The summary as tables for the terminal and for a page, as JSON, and as a plot."""
+"""The summary as tables for the terminal, as Markdown, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.large_batch.summary import TOLERANCE, Cell, Summary
 from benchmarks.large_batch.sweep import Plan
 
 POINTS = f"{100 * TOLERANCE:g} points"
-NEAR = 4  # points below the baseline that the right half of the plot shows
+NEAR = 4  # points below the baseline in the right half of the plot
 _MARKS = {"sgd": "o", "adamw": "s", "lars": "^", "lamb": "D"}
 
 
 def rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
-    """Accuracy against batch: mean, least and most over the seeds."""
+    """Accuracy against batch: mean, minimum and maximum over the seeds."""
     yield ["batch", "updates", *(RECIPES[name].title for name in plan.optimizers)]
     for batch in plan.batches:
         cells = [summary.at(name, batch) for name in plan.optimizers]
@@ -29,7 +29,7 @@ def rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
 
 
 def largest_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
-    """The table of the documents: how large a batch may be at the same epochs."""
+    """The largest batch that keeps the baseline's accuracy with the same number of epochs."""
     yield ["", "batch", "epochs", "top1"]
     base = summary.baseline
     if base:
@@ -41,7 +41,7 @@ def largest_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
 
 
 def rate_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
-    """Every rate that was tried, with the accuracy on the held-out images; the chosen one marked."""
+    """Every rate tried, with its accuracy on the held-out images, and the chosen one."""
     yield ["optimizer", "batch", "rates tried: held-out accuracy of seed 0", "chosen"]
     for name in plan.optimizers:
         for cell in summary.of(name):
@@ -71,22 +71,22 @@ def as_markdown(lines: Iterator[list[str]]) -> str:
 
 def write(out: Path, plan: Plan, summary: Summary, notes: dict[str, Any]) -> None:
     cells = [asdict(cell) | {"tried": [*cell.tried.items()], "test": cell.test} for cell in summary.cells]
-    found = {name: best.batch if (best := summary.largest(name)) else None for name in plan.optimizers}
-    content = notes | {"plan": asdict(plan), "tolerance": TOLERANCE, "largest_batch": found, "cells": cells}
+    largest = {name: best.batch if (best := summary.largest(name)) else None for name in plan.optimizers}
+    content = notes | {"plan": asdict(plan), "tolerance": TOLERANCE, "largest_batch": largest, "cells": cells}
     (out / "large_batch.json").write_text(json.dumps(content, indent=1) + "\n")
     parts = [as_markdown(lines(plan, summary)) for lines in (rows, largest_rows, rate_rows)]
     (out / "large_batch.md").write_text("\n".join(parts))
 
 
 def plot(path: Path, plan: Plan, summary: Summary, title: str) -> None:
-    """Everything on the left; on the right what lies near the baseline. Raises ImportError without matplotlib."""
+    """All results on the left, those near the baseline on the right. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (whole, near) = pyplot.subplots(1, 2, figsize=(12, 5))
-    for axes in (whole, near):
+    figure, (full, near) = pyplot.subplots(1, 2, figsize=(12, 5))
+    for axes in (full, near):
         for name in plan.optimizers:
             _line(axes, name, summary.of(name))
         axes.set_xscale("log", base=2)
@@ -98,8 +98,8 @@ def plot(path: Path, plan: Plan, summary: Summary, title: str) -> None:
         band = near.axhspan(base - 100 * TOLERANCE, base, color="grey", alpha=0.2, linewidth=0)
         near.legend([band], [f"within {POINTS} of the baseline"], loc="lower left")
         near.set_ylim(base - NEAR, base + NEAR / 4)
-    whole.legend(loc="lower left")
-    figure.suptitle(f"{title}; mean, least and most over the seeds")
+    full.legend(loc="lower left")
+    figure.suptitle(f"{title}; mean, minimum and maximum over the seeds")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""What a run is called, what came of it, and a file to which each is added as soon as it is finished."""
+"""The parameters and the outcome of a run, and the file to which finished runs are appended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Run:
     rate: float
     seed: int
     epochs: int
-    hold_out: int  # images that were kept from training, to choose the rate with
+    hold_out: int  # training images held out to choose the rate
 
     def __str__(self) -> str:
         return f"{self.optimizer:5} batch {self.batch:5} rate {self.rate:<7g} seed {self.seed}"
@@ -23,16 +23,16 @@ class Run:
 @dataclass(frozen=True)
 class Outcome:
     updates: int
-    chosen_on: float  # accuracy on the images that were held out
+    chosen_on: float  # accuracy on the held-out images
     test: float
-    loss: float | None  # of the last update; None: it was no number any more
+    loss: float | None  # of the last update; None if the run diverged
     seconds: float
 
 
 class Kept:
-    """The finished runs, in the order in which they ended. A study that is started again goes on after them.
+    """The finished runs, in order. A study that is started again resumes after them.
 
-    The recipe is not part of a run's name: after a change to it, begin in an empty folder.
+    A run does not record the recipe: after changing it, start with an empty folder.
     """
 
     def __init__(self, path: Path):
@@ -42,7 +42,7 @@ class Kept:
         for line in lines:
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:  # it was stopped while it wrote this one
+            except json.JSONDecodeError:  # interrupted while writing
                 continue
             self.outcomes[Run(**entry["run"])] = Outcome(**entry["outcome"])
 

@@ -1,4 +1,4 @@
-"""From runs to one accuracy for each optimizer and batch, and to the largest batch that keeps the baseline's."""
+"""One accuracy per optimizer and batch, and the largest batch that keeps the baseline's accuracy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.large_batch.runs import Outcome, Run
 from benchmarks.large_batch.sweep import Plan, chosen
 
 TOLERANCE = 0.003
-BASELINE = "sgd"  # at the smallest batch: what one would use who has no reason for another
+BASELINE = "sgd"  # at the smallest batch
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Cell:
     batch: int
     updates: int
     rate: float  # the chosen one
-    tried: dict[float, float]  # each rate with the accuracy that it was judged by
+    tried: dict[float, float]  # the accuracy on the held-out images by rate
     tests: list[float]  # by seed, at the chosen rate
 
     @property
@@ -30,7 +30,7 @@ class Cell:
 
     @property
     def at_edge(self) -> bool:
-        """The best rate is the smallest or largest that was tried: a better one may lie beyond."""
+        """Whether the best rate is the smallest or largest tried, so that a better one may lie beyond."""
         return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
 
 
@@ -46,7 +46,7 @@ class Summary:
         return next((cell for cell in self.of(optimizer) if cell.batch == batch), None)
 
     def largest(self, optimizer: str) -> Cell | None:
-        """The cell of the largest batch whose mean is within the tolerance of the baseline's, or above it."""
+        """The cell with the largest batch whose mean is at most the tolerance below the baseline."""
         if self.baseline is None:
             return None
         kept = [cell for cell in self.of(optimizer) if cell.test >= self.baseline.test - TOLERANCE - 1e-9]

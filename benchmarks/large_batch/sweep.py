@@ -1,7 +1,7 @@
-"""Which run comes next. The same search for every optimizer and batch, so that none is tuned more than another.
+"""Which run comes next. The search is the same for every optimizer and batch, so that none is tuned more than another.
 
-First seed: three neighbouring rates. If the best of them, by the held-out images, lies at an edge, one more beyond it,
-and so on at most `extensions` times. Then the other seeds at the best rate alone.
+With the first seed, try three neighbouring rates. If the best on the held-out images is at an edge, try one more beyond
+it, at most `extensions` times. Then run the other seeds at the best rate only.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Plan:
         return Run(name, batch, rate, seed, self.epochs, self.hold_out)
 
     def tried(self, cell: tuple[str, int], done: Mapping[Run, Outcome]) -> list[Run]:
-        """All that is done of a cell under this plan, by rate and seed."""
+        """The finished runs of a cell under this plan, by rate and seed."""
         mine = [run for run in done if run == self.at(*cell, run.rate, run.seed)]
         return sorted(mine, key=lambda run: (run.rate, run.seed))
 
 
 def following(plan: Plan, done: Mapping[Run, Outcome]) -> Run | None:
-    """The first run that is not done yet; None: the study is complete."""
+    """The first run that is not done, or None if the study is complete."""
     return next((run for cell in plan.cells for run in _of(plan, cell, done)), None)
 
 
 def left(plan: Plan, done: Mapping[Run, Outcome]) -> int:
-    """How many runs are still to come, as far as one can know: extensions show only when an edge is the best."""
+    """How many runs are left. Extensions are not counted until an edge is the best."""
     count = 0
     for cell in plan.cells:
         rates = [run for run in _first_seed(plan, cell, done) if run not in done]
@@ -79,7 +79,7 @@ def _first_seed(plan: Plan, cell: tuple[str, int], done: Mapping[Run, Outcome]) 
 
 
 def _other_seeds(plan: Plan, cell: tuple[str, int], done: Mapping[Run, Outcome]) -> list[Run]:
-    """Known once the rate is; until then they only count."""
+    """At the best rate so far, or at the centre, which only matters for counting."""
     best = chosen(plan, cell, done)
     rate = best.rate if best else RECIPES[cell[0]].rate(cell[1], 0)
     return [plan.at(*cell, rate, seed) for seed in range(1, plan.seeds)]

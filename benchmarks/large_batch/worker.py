@@ -1,6 +1,6 @@
-"""What fleetrun starts: the whole study in each worker, because starting a worker takes as long as a short run.
+"""The script for fleetrun: the entire study in each worker, because starting a worker takes as long as a short run.
 
-The workers need no orders. The next run follows from the outcomes so far, and these are the same on all of them.
+No coordination is needed: the next run follows from the outcomes so far, which are the same in all workers.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ def study(plan: Plan, asked: Mapping[str, Any]) -> None:
     began, spent = time.monotonic(), []
     while (run := following(plan, done)) is not None:
         if agreed(time.monotonic() - began) > 60 * asked["minutes"]:
-            say(f"the time of {asked['minutes']:g} minutes is over; the same command goes on from here")
+            log(f"the {asked['minutes']:g} minutes are over; the same command resumes from here")
             return
-        outcome = agreed(train(run, data))  # equal anyway but for the seconds
+        outcome = agreed(train(run, data))  # only the seconds differ
         done[run] = outcome
         if fleet.is_first_worker():
             kept.add(run, outcome)
         spent.append(outcome.seconds)
-        say(progress(run, outcome, spent, left(plan, done)))
+        log(progress(run, outcome, spent, left(plan, done)))
 
 
 def progress(run: Run, outcome: Outcome, spent: list[float], remaining: int) -> str:
     recent = spent[-20:]
     minutes = remaining * sum(recent) / len(recent) / 60
-    lost = "" if outcome.loss is not None else " (diverged)"
-    accuracy = f"held out {outcome.chosen_on:.2%}, test {outcome.test:.2%}{lost}"
+    note = "" if outcome.loss is not None else " (diverged)"
+    accuracy = f"held out {outcome.chosen_on:.2%}, test {outcome.test:.2%}{note}"
     return f"{run}: {accuracy}; {outcome.seconds:.0f} s; about {remaining} runs, {minutes:.0f} min left"
 
 
 def agreed(value: Any) -> Any:
-    """What the first worker has."""
+    """The value of the first worker."""
     box = [value]
     if fleet.worker_num() > 1:
         dist.broadcast_object_list(box)
     return box[0]
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     if fleet.is_first_worker():
         print(line, flush=True)
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks.paddle_agreement: compare, print a table, exit with 1 if anything disagrees."""
+"""python -m benchmarks.paddle_agreement: compare, print a table, exit with 1 on any disagreement."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ console = Console(highlight=False, width=120)
 @click.option(
     "--paddle-python",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help=f"An interpreter that has {PADDLE}. Without it a venv is made in a temporary folder and removed again: "
-    "some 200 MB to download, 900 MB on disk, a minute or more.",
+    help=f"An interpreter that has {PADDLE}. By default, creates a venv in a temporary folder and removes it afterwards: "
+    "about 200 MB to download, 900 MB on disk, a minute or more.",
 )
 @click.option("--steps", type=click.IntRange(min=3), default=40, show_default=True)
 @click.option(
-    "--tolerance", type=float, default=TOLERANCE, show_default=True, help="The most that may lie between them."
+    "--tolerance", type=float, default=TOLERANCE, show_default=True, help="The largest difference that counts as agreement."
 )
 def main(paddle_python: Path | None, steps: int, tolerance: float) -> None:
     """Compare fleetx.optim with PaddlePaddle's kernels and with the formulas in float64."""
@@ -46,11 +46,11 @@ def main(paddle_python: Path | None, steps: int, tolerance: float) -> None:
     console.print(
         f"PaddlePaddle {version}, torch {here['torch']}, {here['cpu']}, {steps} steps, tolerance {tolerance:g}"
     )
-    console.print(f"fleetx: the worst of its kernels ({', '.join(ours.ways())})")
+    console.print(f"fleetx: the worst of its kernels ({', '.join(ours.kernels())})")
     console.print(_table(rows, tolerance))
-    console.print(f"the old linear_warmup_decay: {rates:.1e} of its peak apart")
+    console.print(f"linear_warmup_decay: differs by {rates:.1e} of its peak")
     wrong = [row.case.name for row in rows if not row.agrees(tolerance)] + ["linear_warmup_decay"] * (rates > tolerance)
-    console.print(f"they disagree in: {', '.join(wrong)}" if wrong else "they agree")
+    console.print(f"disagreement in: {', '.join(wrong)}" if wrong else "all agree")
     sys.exit(bool(wrong))
 
 
@@ -65,13 +65,13 @@ def _table(rows: list[Row], tolerance: float) -> Table:
 
 def _install(folder: Path) -> Path:
     console.print(
-        f"installing {PADDLE} into {folder}: a minute or more; --paddle-python takes one that is there already"
+        f"installing {PADDLE} into {folder}, which takes a minute or more (--paddle-python uses an existing one)"
     )
-    begun = time.monotonic()
+    start = time.monotonic()
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", PADDLE, "numpy", "setuptools"], check=True)
-    console.print(f"installed in {time.monotonic() - begun:.0f} s")
+    console.print(f"installed in {time.monotonic() - start:.0f} s")
     return python
 
 

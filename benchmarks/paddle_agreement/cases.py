@@ -1,4 +1,4 @@
-"""What is compared. A case names its optimizer and its settings in Paddle's words; the numbers are random but fixed."""
+"""What is compared: optimizers with settings under Paddle's names, and random but fixed numbers."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ class Case:
     name: str
     optimizer: str  # "lars" or "lamb"
     settings: dict[str, float | bool]
-    excluded: tuple[str, ...] = ()  # names of parameters without decay
-    still: tuple[str, ...] = ()  # parameters whose gradient is zero in every step
-    pausing: tuple[str, ...] = ()  # those whose gradient is zero in every third step
-    born_zero: tuple[str, ...] = ()  # those that begin at zero
+    excluded: tuple[str, ...] = ()  # parameters without decay
+    zero_gradient: tuple[str, ...] = ()  # parameters whose gradient is always zero
+    sometimes_zero: tuple[str, ...] = ()  # parameters whose gradient is zero in every third step
+    zero_start: tuple[str, ...] = ()  # parameters that start at zero
     rates: str = "constant"
-    differs: str = ""  # what is known to be otherwise in Paddle; then it must be so
+    differs: str = ""  # a known difference of Paddle, which must then be observed
 
     def starts(self) -> Arrays:
-        made = np.random.default_rng(1)
-        values = {n: made.standard_normal(s).astype(np.float32) * np.float32(0.5) for n, s in SHAPES.items()}
-        return {n: np.zeros_like(v) if n in self.born_zero else v for n, v in values.items()}
+        source = np.random.default_rng(1)
+        values = {n: source.standard_normal(s).astype(np.float32) * np.float32(0.5) for n, s in SHAPES.items()}
+        return {n: np.zeros_like(v) if n in self.zero_start else v for n, v in values.items()}
 
     def gradients(self, steps: int) -> Arrays:
-        """One array for each parameter, by step. A drift and noise: so that both the mean and the square matter."""
-        made = np.random.default_rng(2)
-        found = {}
+        """One array per parameter, by step: drift plus noise, so that both the mean and the square matter."""
+        source = np.random.default_rng(2)
+        gradients = {}
         for name, shape in SHAPES.items():
-            drift = made.standard_normal(shape)
-            size = 10.0 ** made.uniform(-3, 1, (steps,) + (1,) * len(shape))  # from step to step over four decades
-            g = (size * (drift + made.standard_normal((steps, *shape)))).astype(np.float32)
-            if name in self.still:
+            drift = source.standard_normal(shape)
+            size = 10.0 ** source.uniform(-3, 1, (steps,) + (1,) * len(shape))  # varies over four decades
+            g = (size * (drift + source.standard_normal((steps, *shape)))).astype(np.float32)
+            if name in self.zero_gradient:
                 g[:] = 0
-            if name in self.pausing:
+            if name in self.sometimes_zero:
                 g[::3] = 0
-            found[name] = g
-        return found
+            gradients[name] = g
+        return gradients
 
     def learning_rates(self, steps: int) -> np.ndarray:
         peak = 1.0 if self.optimizer == "lars" else 0.02
         t = np.arange(steps)
-        share = np.minimum((t + 1) / 10, ((steps - t) / steps) ** 2) if self.rates == "changing" else np.ones(steps)
-        return (peak * share).astype(np.float32)  # Paddle's are float32
+        factor = np.minimum((t + 1) / 10, ((steps - t) / steps) ** 2) if self.rates == "changing" else np.ones(steps)
+        return (peak * factor).astype(np.float32)  # like Paddle's
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Kind:
         return Case(f"{self.optimizer}: {name}", self.optimizer, settings, **more)  # type: ignore[arg-type]
 
 
-# A coefficient of 0.02 and an epsilon of 1e-3 or 0.5 are larger than one would train with: a wrong place shows.
+# A coefficient of 0.02 and an epsilon of 1e-3 or 0.5 are larger than in training, so that a misplaced one shows.
 _LARS = _Kind("lars", {"momentum": 0.9, "lars_coeff": 0.02, "weight_decay": 0.01, "epsilon": 0.0})
 _LAMB = _Kind("lamb", {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3, "weight_decay": 0.05, "always_adapt": False})
 _SMALL = ("fc_b", "norm_scale")
@@ -70,9 +70,9 @@ CASES = [
     _LARS.case("exclusion by name", excluded=_SMALL),
     _LARS.case("epsilon", settings={"epsilon": 0.5}),
     _LARS.case("no decay at all", settings={"weight_decay": 0.0}),
-    _LARS.case("zero gradient", still=("conv_w", "norm_scale"), pausing=("fc_w",), excluded=("norm_scale",)),
-    _LARS.case("zero parameter", born_zero=("conv_w", "fc_b"), excluded=("fc_b",)),
-    _LARS.case("both zero", born_zero=("conv_w",), still=("conv_w",)),
+    _LARS.case("zero gradient", zero_gradient=("conv_w", "norm_scale"), sometimes_zero=("fc_w",), excluded=("norm_scale",)),
+    _LARS.case("zero parameter", zero_start=("conv_w", "fc_b"), excluded=("fc_b",)),
+    _LARS.case("both zero", zero_start=("conv_w",), zero_gradient=("conv_w",)),
     _LARS.case("changing rate", rates="changing", excluded=_SMALL),
     _LAMB.case("decay"),
     _LAMB.case("default betas and epsilon", settings={"beta2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01}),
@@ -81,11 +81,11 @@ CASES = [
     _LAMB.case("everything excluded", excluded=tuple(SHAPES)),
     _LAMB.case("no decay at all", settings={"weight_decay": 0.0}, differs="r = 1 there"),
     _LAMB.case("no decay, always_adapt", settings={"weight_decay": 0.0, "always_adapt": True}),
-    _LAMB.case("zero gradient", still=("conv_w", "norm_scale"), pausing=("fc_w",), excluded=("norm_scale",)),
-    _LAMB.case("zero parameter", born_zero=("conv_w", "fc_b"), excluded=("fc_b",)),
-    _LAMB.case("both zero", born_zero=("conv_w",), still=("conv_w",)),
+    _LAMB.case("zero gradient", zero_gradient=("conv_w", "norm_scale"), sometimes_zero=("fc_w",), excluded=("norm_scale",)),
+    _LAMB.case("zero parameter", zero_start=("conv_w", "fc_b"), excluded=("fc_b",)),
+    _LAMB.case("both zero", zero_start=("conv_w",), zero_gradient=("conv_w",)),
     _LAMB.case(
-        "zero step, always_adapt", settings={"weight_decay": 0.0, "always_adapt": True}, still=("conv_w", "fc_b")
+        "zero step, always_adapt", settings={"weight_decay": 0.0, "always_adapt": True}, zero_gradient=("conv_w", "fc_b")
     ),
     _LAMB.case("changing rate", rates="changing", excluded=_SMALL),
 ]

@@ -1,4 +1,4 @@
-"""The formulas, in float64 and in as few words as possible: what both sides are measured against."""
+"""The formulas in float64: the reference for both sides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(case: Case, steps: int) -> Arrays:
     one = _lars if case.optimizer == "lars" else _lamb
     rates = case.learning_rates(steps).astype(np.float64)
     gradients = case.gradients(steps)
-    found = {}
+    paths = {}
     for name, start in case.starts().items():
         path = [start.astype(np.float64)]
         state: dict[str, np.ndarray] = {}
@@ -23,8 +23,8 @@ def run(case: Case, steps: int) -> Arrays:
         for t, g in enumerate(gradients[name].astype(np.float64)):
             adapt = name not in case.excluded or bool(settings.get("always_adapt"))
             path.append(one(path[-1], g, state, rates[t], t + 1, settings, adapt))
-        found[name] = np.stack(path)
-    return found
+        paths[name] = np.stack(path)
+    return paths
 
 
 def _lars(p: Any, g: Any, state: Any, lr: Any, t: int, s: Any, adapt: bool) -> Any:

@@ -1,9 +1,10 @@
-"""fleetx.optim, with Paddle's settings in its words."""
+"""fleetx.optim, with settings under Paddle's names."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -11,42 +12,35 @@ import torch
 from benchmarks.paddle_agreement.cases import Arrays, Case
 from fleetx.optim import Lamb, Lars, native
 
-
-def ways() -> list[str]:
-    """The kernels of fleetx.optim that there are here; each must agree."""
-    return ["compiled"] * native.available() + ["stock", "foreach"]
+STRIDED = "foreach, strided"  # every second number in memory, for which foreach does not use torch's fused kernels
 
 
-def run(case: Case, steps: int, way: str) -> Arrays:
+def kernels() -> list[str]:
+    """The kernels of fleetx.optim on this machine, which must all agree."""
+    return ["compiled"] * native.available() + ["foreach", STRIDED]
+
+
+def run(case: Case, steps: int, kernels: str) -> Arrays:
     """Every parameter after 0, 1, ... `steps` steps."""
-    before = os.environ.get("FLEETX_KERNELS", "")
-    os.environ["FLEETX_KERNELS"] = "" if way == "foreach" else way
-    try:
-        return _run(case, steps, scattered=way == "foreach")
-    finally:
-        os.environ["FLEETX_KERNELS"] = before
-
-
-def _parameter(start: np.ndarray, *, scattered: bool) -> torch.Tensor:
-    """Scattered: every second number in memory, which only torch's foreach functions take."""
-    p = torch.zeros(*start.shape, 2)[..., 0] if scattered else torch.zeros(start.shape)
-    return p.copy_(torch.tensor(start)).requires_grad_()
-
-
-def _run(case: Case, steps: int, *, scattered: bool) -> Arrays:
-    params = {n: _parameter(v, scattered=scattered) for n, v in case.starts().items()}
-    optimizer = _optimizer(case, params)
-    paths = {n: [p.detach().numpy().copy()] for n, p in params.items()}
-    gradients = case.gradients(steps)
-    for t, rate in enumerate(case.learning_rates(steps)):
-        for group in optimizer.param_groups:
-            group["lr"] = float(rate)
-        for n, p in params.items():
-            p.grad = torch.tensor(gradients[n][t])
-        optimizer.step()
-        for n, p in params.items():
-            paths[n].append(p.detach().numpy().copy())
+    with patch.dict(os.environ, FLEETX_KERNELS=kernels.removesuffix(", strided")):
+        params = {n: _parameter(v, strided=kernels == STRIDED) for n, v in case.starts().items()}
+        optimizer = _optimizer(case, params)
+        paths = {n: [p.detach().numpy().copy()] for n, p in params.items()}
+        gradients = case.gradients(steps)
+        for t, rate in enumerate(case.learning_rates(steps)):
+            for group in optimizer.param_groups:
+                group["lr"] = float(rate)
+            for n, p in params.items():
+                p.grad = torch.tensor(gradients[n][t])
+            optimizer.step()
+            for n, p in params.items():
+                paths[n].append(p.detach().numpy().copy())
     return {n: np.stack(path) for n, path in paths.items()}
+
+
+def _parameter(start: np.ndarray, *, strided: bool) -> torch.Tensor:
+    p = torch.zeros(*start.shape, 2)[..., 0] if strided else torch.zeros(start.shape)
+    return p.copy_(torch.tensor(start)).requires_grad_()
 
 
 def _optimizer(case: Case, params: dict[str, torch.Tensor]) -> torch.optim.Optimizer:

@@ -1,10 +1,10 @@
-"""The old system's own kernels, on what compare.py wrote. Run by the interpreter that has PaddlePaddle:
+"""Paddle's own kernels, on the files that compare.py writes. Run by an interpreter that has PaddlePaddle:
 
     python paddle_side.py FOLDER      reads FOLDER/cases.json and FOLDER/<i>.npz, writes FOLDER/<i>.out.npz
 
-A static program without PIR, as in the years of Fleet. The gradients are fed and given to the optimizer as they are
-(`apply_gradients`): no loss, no backward, so nothing rounds on the way. Nor could a loss be written easily: in
-3.3.1 many functions, `paddle.sum` and `paddle.matmul` among them, refuse the variables of such a program.
+Uses a static program without PIR, like Fleet at its time. The gradients are fed and passed to the optimizer directly
+(`apply_gradients`), without a loss or a backward pass, so that nothing else rounds. A loss would be hard to write, too:
+in 3.3.1 many functions, such as `paddle.sum` and `paddle.matmul`, reject the variables of such a program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["FLAGS_enable_pir_api"] = "0"  # noqa: SIM112  its name is so; before the import
+os.environ["FLAGS_enable_pir_api"] = "0"  # noqa: SIM112  Paddle reads this name, when imported
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def optimizer_of(case: dict, rate: object) -> object:
     s = dict(case["settings"])
     decay = s.pop("weight_decay")
     if case["optimizer"] == "lars":
-        # A name is excluded if a listed string is a part of it.
+        # A listed string excludes every name that contains it.
         return paddle.incubate.optimizer.LarsMomentumOptimizer(
             rate, lars_weight_decay=decay, exclude_from_weight_decay=case["excluded"], **s
         )
@@ -61,7 +61,7 @@ def run(case: dict, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def old_rates(steps: int, *, rate: float, total: int) -> dict[str, np.ndarray]:
-    """What the old linear_warmup_decay is made of: the counter of a program, and the decay over all its steps."""
+    """The components of linear_warmup_decay: the counter of a program, and the decay over all its steps."""
     main, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
         counter = paddle.optimizer.lr._decay_step_counter()

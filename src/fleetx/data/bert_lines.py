@@ -155,7 +155,7 @@ def _integers(column: bytes) -> np.ndarray:
 
 def _numbers(text: bytes, count: int, dtype: type = np.int64) -> np.ndarray:
     try:
-        values = np.fromstring(text, dtype, sep=" ")
+        values: np.ndarray = np.fromstring(text, dtype, sep=" ")
     except ValueError:
         values = _NONE
     if len(values) != count:

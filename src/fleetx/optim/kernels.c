@@ -1,17 +1,17 @@
-/* LARS and LAMB for lists of fp32 tensors in host memory, without Python or torch: native.py calls it through ctypes.
+/* LARS and LAMB for lists of fp32 tensors in host memory, without Python or torch. native.py calls it through ctypes.
 
-   Memory traffic is the limit, so the code is about when a number is read, and not about arithmetic:
+   Memory bandwidth is the bottleneck, so the code is organised around memory accesses, not arithmetic:
 
-   - Both need a norm of a whole tensor before its first element can change, hence two passes. Tensors are taken in
-     groups that fit in the cache, which also saves small tensors a barrier each; a group passes once, then, backwards,
-     a second time, so that a thread meets first what it met last. A tensor that does not fit is a group of its own, and
-     at least its tail is still there.
-   - The second pass of LAMB needs the direction u again. Where there is scratch it is kept: what a thread walked last, so
-     that it is still in the cache. The rest is computed once more from p, m and v, to the same bits.
-   - A tensor whose step needs no norm is done in the first pass.
+   - Both optimizers need the norms of a whole tensor before its first element may change, hence two passes. They run
+     over groups of tensors that fit in the cache, which also saves a barrier per small tensor. The second pass goes
+     backwards, so that a thread starts with the data it used last. A tensor that does not fit is a group of its own;
+     at least its tail is still in the cache.
+   - LAMB's second pass needs the direction u again. As much of it as fits in the scratch memory is kept: what a thread
+     computed last, which is still in the cache. The rest is recomputed from p, m and v, with the same bits.
+   - A tensor whose step needs no norm is finished in the first pass.
 
    The result does not depend on the number of threads: norms are summed per block of fixed size, then over the blocks
-   in their order. Sums are in double, in which the square of a float is exact. */
+   in order. Sums are in double, in which the square of a float is exact. */
 
 #include <math.h>
 #include <stdint.h>
@@ -24,8 +24,8 @@
 #include <xmmintrin.h>
 #endif
 
-/* A copy of each inner loop for each kind of x86, chosen when the library is loaded: needs gcc, and glibc's loader.
-   "fma" and not "avx2", which would do without fused multiply-add. */
+/* One version of each inner loop per kind of x86, chosen when the library is loaded. Needs gcc and glibc's loader.
+   "fma" rather than "avx2", which would not use fused multiply-add. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "fma", "default")))
 #else
@@ -33,18 +33,18 @@
 #endif
 
 enum {
-    BLOCK = 16384,      /* elements that one thread takes at a time */
-    SPAN = 8,           /* blocks that the second pass takes at a time */
-    GROUP = 512 * 1024, /* elements of a group: 8 MB with four arrays */
+    BLOCK = 16384,      /* elements that a thread processes at a time */
+    SPAN = 8,           /* blocks that the second pass processes at a time */
+    GROUP = 512 * 1024, /* elements in a group: 8 MB with four arrays */
 };
 enum { FIRST = 1, SECOND = 2 };
 
 /* ---- inner loops ----------------------------------------------------------------------------------------------------
 
-   They read all they need before they write, and are vectorised by `omp simd` and not by `restrict`, with which gcc
-   moves reads behind writes. Large tensors begin at the same offset in a page; a processor that compares only the lower
-   bits of addresses takes a read of v[i] after a write of m[i] for a read of m[i], and waits: the loops of LAMB took up
-   to half as long again. */
+   They read everything before they write, and are vectorised by `omp simd` rather than `restrict`, with which gcc moves
+   reads behind writes. Large tensors start at the same offset in a page, and a processor that compares only the lower
+   bits of addresses mistakes a read of v[i] after a write of m[i] for a read of m[i], and stalls: LAMB's loops took up
+   to 50% longer. */
 
 CLONES static void lars_norms(const float *p, const float *g, int64_t n, double *norms) {
     double pp = 0, gg = 0;
@@ -78,7 +78,7 @@ CLONES static void lars_apply(float *p, const float *g, float *v, int64_t n, flo
     }
 }
 
-/* What the loops of LAMB need besides the arrays. first1 = 1 - beta1, signed; unbias1 = 1 / (1 - beta1^t). */
+/* The scalars of LAMB's loops. first1 = 1 - beta1 with a sign; unbias1 = 1 / (1 - beta1^t). */
 typedef struct {
     float beta1, first1, unbias1, beta2, first2, unbias2, epsilon, decay;
 } lamb_numbers;
@@ -146,7 +146,7 @@ CLONES static void lamb_at_once(float *p, const float *g, float *m, float *v, in
 
 /* ---- one block of one tensor ------------------------------------------------------------------------------------- */
 
-/* Everything is per tensor where it is an array. a and b are velocity and nothing for LARS, the moments for LAMB. */
+/* Arrays are per tensor. a and b are the moments of LAMB; for LARS, a is the velocity and b is unused. */
 typedef struct job {
     int64_t n;
     const int64_t *counts;
@@ -158,9 +158,9 @@ typedef struct job {
     const uint8_t *twice; /* does the step of this tensor need norms? */
     double lr, coeff, epsilon, beta1, beta2, sign;
     int nesterov;
-    float *scratch; /* NULL, or room for this many elements of each thread */
+    float *scratch; /* NULL, or memory for `room` elements per thread */
     int64_t room;
-    /* kept: NULL, or where the first pass leaves u of these elements for the second. */
+    /* kept: NULL, or where the first pass stores u of these elements for the second */
     void (*first)(const struct job *, int64_t tensor, int64_t start, int64_t n, float *kept, double *norms);
     void (*second)(const struct job *, int64_t tensor, int64_t start, int64_t n, const float *kept, const double *norms);
 } job;
@@ -220,8 +220,8 @@ typedef struct {
 typedef struct {
     int64_t blocks, groups;
     block *block;
-    int64_t *head;  /* per tensor: its first block */
-    int64_t *group; /* per group: its first block; and the end */
+    int64_t *head;  /* the first block of each tensor, then the end */
+    int64_t *group; /* the first block of each group, then the end */
 } plan;
 
 static int make_plan(const job *j, plan *out) {
@@ -253,7 +253,7 @@ static int make_plan(const job *j, plan *out) {
     return 0;
 }
 
-/* The first block from `low` on that has at least `elements` before it. */
+/* The first block from `low` on with at least `elements` before it. */
 static int64_t split(const plan *s, int64_t low, int64_t high, int64_t elements) {
     while (low < high) {
         int64_t middle = (low + high) / 2;
@@ -273,17 +273,17 @@ static void total(const plan *s, int64_t tensor, double *norms) {
     }
 }
 
-/* What is kept of a share lies in the scratch of its thread: the share's last elements, as many as there is room for. */
+/* Of a thread's part of a group, the last elements are kept, as many as fit in the thread's scratch memory. */
 typedef struct {
     float *scratch;
-    int64_t from; /* the first element that is kept, counted over all blocks */
+    int64_t from; /* the first element to keep, counted over all blocks */
 } keeping;
 
 static float *kept_of(keeping k, const block *b) {
     return k.scratch && b->before >= k.from ? k.scratch + (b->before - k.from) : NULL;
 }
 
-/* The share of one thread: an equal part of each group, the same in both passes, so that its own cache helps. */
+/* The work of one thread: an equal part of each group, the same in both passes, so that it is in the thread's cache. */
 static void walk(const job *j, const plan *s, int passes, const double *norms, int thread, int threads) {
     for (int64_t k = 0; k < s->groups; k++) {
         int64_t low = s->group[k], high = s->group[k + 1];
@@ -306,7 +306,7 @@ static void walk(const job *j, const plan *s, int passes, const double *norms, i
 #endif
         }
         if (passes & SECOND) {
-            /* Blocks of one tensor are joined again: each start costs the processor's prefetching a moment. */
+            /* Join blocks of the same tensor again, because prefetching restarts with every block. */
             int64_t summed = -1, from;
             double sums[2];
             for (int64_t i = end; i > begin; i = from) {
@@ -330,7 +330,7 @@ static void walk(const job *j, const plan *s, int passes, const double *norms, i
     }
 }
 
-/* norms: NULL if both passes run; else what the first pass writes and the second one reads, two squares per tensor. */
+/* norms: NULL if both passes run; otherwise two squares per tensor, which the first pass writes and the second reads. */
 static int run(const job *j, int passes, double *norms, int threads) {
     plan s = {0};
     int failed = make_plan(j, &s);
@@ -339,8 +339,8 @@ static int run(const job *j, int passes, double *norms, int threads) {
 #pragma omp parallel num_threads(threads)
 #endif
         {
-            /* A moment that only decays ends as a denormal, which many processors are slow to compute with:
-               let it become zero. Denormal numbers that are given are still read as they are. */
+            /* A moment that only decays becomes a denormal, which is slow on many processors: flush it to zero.
+               Denormals in the input are still read as they are. */
 #ifdef __SSE2__
             unsigned mode = _mm_getcsr();
             _mm_setcsr(mode | _MM_FLUSH_ZERO_ON);
@@ -364,7 +364,7 @@ static int run(const job *j, int passes, double *norms, int threads) {
     return failed;
 }
 
-/* ---- what native.py calls; 0, or 1 if there is no memory --------------------------------------------------------- */
+/* ---- called by native.py; return 0, or 1 if out of memory ------------------------------------------------------- */
 
 int fleetx_lars(int64_t n, const int64_t *counts, float *const *p, const float *const *g, float *const *v,
                 const double *decays, const uint8_t *twice, double lr, double coeff, double epsilon, double momentum,
@@ -382,12 +382,12 @@ int fleetx_lamb(int64_t n, const int64_t *counts, float *const *p, const float *
                 const double *unbias2, float *scratch, int64_t room, double lr, double beta1, double beta2,
                 double epsilon, int maximize, int passes, double *norms, int threads) {
     job j = {
-        .scratch = room ? scratch : NULL, .room = room, .n = n, .counts = counts, .p = p, .g = g, .a = m, .b = v, .decays = decays, .twice = twice, .unbias1 = unbias1,
-        .unbias2 = unbias2, .lr = lr, .epsilon = epsilon, .beta1 = beta1, .beta2 = beta2, .sign = maximize ? -1 : 1,
+        .scratch = room ? scratch : NULL, .room = room, .n = n, .counts = counts, .p = p, .g = g, .a = m, .b = v,
+        .decays = decays, .twice = twice, .unbias1 = unbias1, .unbias2 = unbias2, .lr = lr, .epsilon = epsilon, .beta1 = beta1, .beta2 = beta2, .sign = maximize ? -1 : 1,
         .first = lamb_first, .second = lamb_second,
     };
     return run(&j, passes, norms, threads);
 }
 
-/* compiled.py compares it: a library that was built before the arguments changed must not be called. */
+/* Checked by compiled.py, so that a library built before the arguments changed is not called. */
 int fleetx_version(void) { return 2; }
