@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 os.environ["FLEETX_DEVICE"] = "cpu"
 os.environ["FLEETX_CACHE"] = ""  # nothing is stored, unless a test says where
@@ -28,6 +29,7 @@ NIGHTLY = ("bench/",)
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        item._nodeid = re.sub(r" at 0x[0-9a-f]+", "", item.nodeid)  # the two workers must see the same names
         place = item.nodeid.split("::")[0].removeprefix("tests/")
         if any(place.startswith(name) or f"/{name}" in f"/{place}" for name in NIGHTLY):
             item.add_marker(pytest.mark.nightly)
