@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 
 os.environ["FLEETX_DEVICE"] = "cpu"
 os.environ["FLEETX_CACHE"] = ""  # nothing is stored, unless a test says where
@@ -27,9 +26,9 @@ SLOW = (
 NIGHTLY = ("bench/",)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items):
     for item in items:
-        item._nodeid = re.sub(r" at 0x[0-9a-f]+", "", item.nodeid)  # the two workers must see the same names
         place = item.nodeid.split("::")[0].removeprefix("tests/")
         if any(place.startswith(name) or f"/{name}" in f"/{place}" for name in NIGHTLY):
             item.add_marker(pytest.mark.nightly)

@@ -72,7 +72,9 @@ def test_a_part_says_what_it_costs_and_what_each_act_does(part):
 
 @each_part
 def test_a_part_has_a_card_that_names_every_setting_and_default(part):
-    card = (ROOT / "docs" / "parts" / f"{name_of(part)}.md").read_text()
+    path = ROOT / "docs" / "parts" / f"{name_of(part)}.md"
+    assert path.exists(), f"write docs/parts/{path.name}: docs/parts/clip.md is a short one to start from"
+    card = path.read_text()
     for key, default in defaults_of(part).items():
         row = re.search(rf"^\| `{re.escape(key)}` \|(.*)$", card, re.M)
         assert row, f"docs/parts/{name_of(part)}.md does not name {key}"
@@ -153,6 +155,12 @@ def _resumes(declared, suits):
     return all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
-def test_no_card_is_left_over():
+def test_cards_and_parts_are_the_same():
     cards = {p.stem for p in (ROOT / "docs" / "parts").glob("*.md")} - {"README"}
     assert cards == {name_of(p) for p in PARTS}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/parts/README.md"])
+def test_every_part_has_a_row_in_the_tables(page):
+    text = (ROOT / page).read_text()
+    assert not [name_of(p) for p in PARTS if f"{name_of(p)}.md)" not in text]

@@ -156,7 +156,7 @@ def test_batch_norm_and_inputs_without_a_batch():
         ({"sample": torch.randn(0, 4)}, "at least one sample"),
         ({"strategy": {"recompute": {"checkpoints": ["nope"]}}}, "no module 'nope'"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_arguments_that_are_not_supported(arguments, message):
     arguments = {"sample": torch.randn(4, 4), "memory": "1MiB"} | arguments

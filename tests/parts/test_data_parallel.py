@@ -20,7 +20,7 @@ from training import adamw, assert_close, assert_equal, batches, net, sgd, share
 @pytest.mark.parametrize(
     ("fuse", "optimizer"),
     [({}, sgd), ({"fuse_all_reduce_ops": False}, adamw), ({"fuse_grad_size_in_MB": 0.001}, sgd)],
-    ids=str,
+    ids=["defaults", "unfused", "small buckets"],
 )
 def test_two_ranks_equal_one(ranks, fuse, optimizer):
     found = ranks.run(_train, batches(), fuse, optimizer)

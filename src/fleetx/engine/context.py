@@ -122,7 +122,7 @@ class Context:
 
     @property
     def round(self) -> int:
-        """Rounds that have ended: equal on all ranks."""
+        """Rounds that have ended, so 0 until the first update is done. Equal on all ranks and after a resume."""
         return self._run.round
 
     @property

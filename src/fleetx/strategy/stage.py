@@ -1,19 +1,23 @@
 """The places of a training step where a part may act, and the facts about the gradient that parts share.
 
-The stages in the order of a step, what an act is given (a `ctx` besides, always) and what it returns:
+The stages in the order of a step, what an act receives (its last argument is always `ctx`, see engine/context.py) and
+what it returns:
 
     stage      called                                      value -> result
     MODEL      once, at set-up                             model -> model, same parameters under the same names
     FORWARD    each model(x)                               -> context manager; what it yields, if callable, is applied
                                                            to every output tensor
-    LOSS       each backward                               -> factor by which the gradient that enters is multiplied;
-                                                           what leaves through the inputs is divided again
+    LOSS       each backward                               -> factor of the gradient that enters the model; what
+                                                           leaves through the inputs is divided by it again
     GATE       each optimizer.step(): does it update?      number of steps in this window -> bool
     REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer
     GRADIENT   the gate is open, before the update         list of gradients -> False withholds the update
     UPDATE     once, at set-up                             optimizer -> optimizer
     PARAMETER  after each round                            list of parameters -> None
-    SCHEDULE   replaces forward and backward               Batch -> loss
+    SCHEDULE   replaces forward and backward               StepInput -> loss
+
+The list at GRADIENT has this rank's local part of each gradient that is not None, in the order of `param_groups`, to be
+changed in place. It can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
 """
 
 from __future__ import annotations
@@ -123,9 +127,10 @@ def at(
     when: Callable[[Any], bool] = always,
     replay: bool = True,
 ) -> Callable[[Method], Method]:
-    """Declare, where a method is written, at which stage it acts and what it needs, bars, makes and ends.
+    """Mark a method as an act: its stage, and the facts that it needs, bars, makes and ends.
 
-    `replay=False`: a FORWARD context that is not opened again where a piece of the forward is run again.
+    when: a predicate on the part. If it is False, the act is not in the plan, such as at the neutral setting.
+    replay: if False, a FORWARD context is not entered again when a piece of the forward is recomputed.
     """
 
     def mark(method: Method) -> Method:
