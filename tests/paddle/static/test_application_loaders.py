@@ -28,7 +28,7 @@ def test_images_come_in_the_size_and_layout_of_the_model(tmp_path, layout):
     same(model.get_val_dataloader(tmp_path, 2), data.imagenet_val(tmp_path, 2, **form))
     for batch in model.get_train_dataloader(tmp_path, 3):
         assert model(**batch).loss.isfinite()
-    with pytest.raises(UsageError, match="use_dali=True: images are read by torch's DataLoader"):
+    with pytest.raises(UsageError, match="use_dali=True is not supported: images are read by torch's DataLoader"):
         model.get_train_dataloader(tmp_path, use_dali=True)
 
 

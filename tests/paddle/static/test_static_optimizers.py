@@ -1,4 +1,4 @@
-"""Optimizers and learning rates as scripts describe them."""
+"""Optimizers and learning rates of Paddle scripts."""
 
 from __future__ import annotations
 
