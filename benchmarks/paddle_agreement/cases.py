@@ -70,7 +70,9 @@ CASES = [
     _LARS.case("exclusion by name", excluded=_SMALL),
     _LARS.case("epsilon", settings={"epsilon": 0.5}),
     _LARS.case("no decay at all", settings={"weight_decay": 0.0}),
-    _LARS.case("zero gradient", zero_gradient=("conv_w", "norm_scale"), sometimes_zero=("fc_w",), excluded=("norm_scale",)),
+    _LARS.case(
+        "zero gradient", zero_gradient=("conv_w", "norm_scale"), sometimes_zero=("fc_w",), excluded=("norm_scale",)
+    ),
     _LARS.case("zero parameter", zero_start=("conv_w", "fc_b"), excluded=("fc_b",)),
     _LARS.case("both zero", zero_start=("conv_w",), zero_gradient=("conv_w",)),
     _LARS.case("changing rate", rates="changing", excluded=_SMALL),
@@ -81,11 +83,15 @@ CASES = [
     _LAMB.case("everything excluded", excluded=tuple(SHAPES)),
     _LAMB.case("no decay at all", settings={"weight_decay": 0.0}, differs="r = 1 there"),
     _LAMB.case("no decay, always_adapt", settings={"weight_decay": 0.0, "always_adapt": True}),
-    _LAMB.case("zero gradient", zero_gradient=("conv_w", "norm_scale"), sometimes_zero=("fc_w",), excluded=("norm_scale",)),
+    _LAMB.case(
+        "zero gradient", zero_gradient=("conv_w", "norm_scale"), sometimes_zero=("fc_w",), excluded=("norm_scale",)
+    ),
     _LAMB.case("zero parameter", zero_start=("conv_w", "fc_b"), excluded=("fc_b",)),
     _LAMB.case("both zero", zero_start=("conv_w",), zero_gradient=("conv_w",)),
     _LAMB.case(
-        "zero step, always_adapt", settings={"weight_decay": 0.0, "always_adapt": True}, zero_gradient=("conv_w", "fc_b")
+        "zero step, always_adapt",
+        settings={"weight_decay": 0.0, "always_adapt": True},
+        zero_gradient=("conv_w", "fc_b"),
     ),
     _LAMB.case("changing rate", rates="changing", excluded=_SMALL),
 ]
