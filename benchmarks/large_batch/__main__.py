@@ -75,7 +75,7 @@ def main(
     out: Path | None,
     only_report: bool,
 ) -> None:
-    """Accuracy against batch size at equal epochs: SGD, AdamW, LARS and LAMB, each with a search for its rate.
+    """Accuracy against batch size at the same number of epochs: SGD, AdamW, LARS and LAMB, each with a tuned rate.
 
     Uses two workers on the CPU, and gradient merge for the batch. Finished runs are stored in OUT and not repeated.
     """

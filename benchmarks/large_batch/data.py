@@ -51,8 +51,8 @@ def missing(folder: Path) -> str:
     if not absent:
         return ""
     return (
-        f"{folder} has no {absent[0]}. On Debian and Ubuntu: apt-get install {PACKAGE}. Elsewhere, pass the folder as "
-        f"the four files ({', '.join(name for names in FILES.values() for name in names)}) as --data"
+        f"{folder} has no {absent[0]}. On Debian and Ubuntu, apt-get install {PACKAGE}; elsewhere, pass the folder "
+        f"with the four files ({', '.join(name for names in FILES.values() for name in names)}) as --data"
     )
 
 

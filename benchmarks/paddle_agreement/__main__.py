@@ -27,17 +27,11 @@ console = Console(highlight=False, width=120)
 @click.option(
     "--paddle-python",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help=f"An interpreter that has {PADDLE}. By default, makes a venv in a temporary folder and removes it later: "
+    help=f"An interpreter that has {PADDLE}. By default, creates a venv in a temporary folder and removes it again: "
     "about 200 MB to download, 900 MB on disk, a minute or more.",
 )
 @click.option("--steps", type=click.IntRange(min=3), default=40, show_default=True)
-@click.option(
-    "--tolerance",
-    type=float,
-    default=TOLERANCE,
-    show_default=True,
-    help="The largest difference that counts as agreement.",
-)
+@click.option("--tolerance", type=float, default=TOLERANCE, show_default=True, help="The largest difference allowed.")
 def main(paddle_python: Path | None, steps: int, tolerance: float) -> None:
     """Compare fleetx.optim with PaddlePaddle's kernels and with the formulas in float64."""
     with tempfile.TemporaryDirectory(prefix="paddle_agreement_") as folder:

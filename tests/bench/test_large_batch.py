@@ -86,7 +86,7 @@ def test_a_missing_data_set_is_named_with_its_package(tmp_path):
 
 def test_a_file_of_another_format_is_refused(images):
     (images / FILES["test"][0]).write_bytes(gzip.compress(b"\x89PNG rubbish"))
-    with pytest.raises(CannotRunError, match="not a file of unsigned bytes in the format idx"):
+    with pytest.raises(CannotRunError, match="not an idx file of unsigned bytes"):
         load(images, hold_out=HELD)
 
 
@@ -208,7 +208,7 @@ def test_the_command_trains_and_reports(images, tmp_path):
 @pytest.mark.parametrize(("option", "value", "words"), [
     ("--batches", "256,300", "a multiple of 256"),
     ("--batches", "many", "numbers with commas"),
-    ("--optimizers", "sgd,lion", "there is no 'lion'"),
+    ("--optimizers", "sgd,lion", "unknown optimizer 'lion'"),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_is_a_usage_error(option, value, words):
     out = CliRunner().invoke(command.main, [option, value])

@@ -383,8 +383,9 @@ int fleetx_lamb(int64_t n, const int64_t *counts, float *const *p, const float *
                 double epsilon, int maximize, int passes, double *norms, int threads) {
     job j = {
         .scratch = room ? scratch : NULL, .room = room, .n = n, .counts = counts, .p = p, .g = g, .a = m, .b = v,
-        .decays = decays, .twice = twice, .unbias1 = unbias1, .unbias2 = unbias2, .lr = lr, .epsilon = epsilon, .beta1 = beta1, .beta2 = beta2, .sign = maximize ? -1 : 1,
-        .first = lamb_first, .second = lamb_second,
+        .decays = decays, .twice = twice, .unbias1 = unbias1, .unbias2 = unbias2, .lr = lr,
+        .epsilon = epsilon, .beta1 = beta1, .beta2 = beta2, .sign = maximize ? -1 : 1, .first = lamb_first,
+        .second = lamb_second,
     };
     return run(&j, passes, norms, threads);
 }
