@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,11 @@ from pathlib import Path
 def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write to the path that this yields; `path` gets its content when the block ends without an error.
 
-    The temporary file is in the same folder, so the rename never crosses file systems, and it carries the process
-    number, so that several ranks can write the same file.
+    The temporary file is in the same folder, so the rename never crosses file systems, and its name is random, so that
+    several ranks, also on hosts that share the folder, can write the same file.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield temporary
         _sync(temporary)
