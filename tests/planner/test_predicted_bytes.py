@@ -66,7 +66,7 @@ def test_the_casts_of_amp_are_counted_without_recomputation_too():
     x = torch.randn(256, 512)
     strategy = DistributedStrategy(amp={"dtype": "bfloat16"})
     parts = [part for part in strategy.plan().parts if part.changes_forward]
-    predicted = estimate(TrainingStep(model, optimizer, (x,), loss=lambda out, _: out.mean(), parts=parts)).running
+    predicted = estimate(TrainingStep(model, optimizer, (x,), loss_fn=lambda out, _: out.mean(), parts=parts)).running
     fleet.init()
     model, optimizer = fleet.distribute(model, optimizer, strategy)
     peak = allocator.peak(lambda: model(x).mean().backward(), torch.device("cpu"))
