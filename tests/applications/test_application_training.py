@@ -215,7 +215,7 @@ def _divided(declared, folder):
 
 
 def test_a_column_of_masked_positions_cannot_be_split_into_micro_batches(ranks):
-    with pytest.raises(RankError, match='must be that of the batch; make the loader with masked="row"'):
+    with pytest.raises(RankError, match='create the loader with masked="row"'):
         ranks.run(_column_in_pipeline)
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,8 +88,10 @@ def _in_child(call: Callable[[], Any], pipe: int, parent: int) -> None:
     """Never returns, because the parent's exit handlers must not run here."""
     try:
         _isolate(parent)
-        # A new thread starts without the autocast of the one that forked.
-        autocast = torch.autocast("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
+        # A new thread starts without the autocast of the one that forked. Not entered if it is off: an outer context
+        # would keep the casts of an inner one in torch's cache.
+        on = torch.is_autocast_enabled("cpu")
+        autocast = torch.autocast("cpu", torch.get_autocast_dtype("cpu")) if on else nullcontext()
         thread = threading.Thread(target=_answer, args=(call, pipe, autocast), daemon=True)
         thread.start()
         thread.join()
