@@ -113,7 +113,7 @@ def test_parameter_servers_are_refused():
 
 
 def test_a_wrong_strategy_is_refused_at_init_before_anybody_is_met():
-    with pytest.raises(StrategyError, match="recompute_configs is set, but recompute is not"):
+    with pytest.raises(StrategyError, match="recompute_configs is set, but recompute is off"):
         fleet.init(strategy=fleet.DistributedStrategy(recompute_configs={"checkpoints": ["a"]}))
     assert current().world is None
 
