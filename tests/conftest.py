@@ -21,7 +21,10 @@ SLOW = (
     "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
     "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch", "test_child",
     "test_bert_and_gpt2", "test_lost_rank", "parts/test_pipeline", "test_static_documents", "test_static_equals_eager",
-    "test_static_imports", "test_download_node", "test_download_faults", "test_application_training",
+    "test_static_imports", "test_download_", "test_application_training", "test_paths", "test_cut_points",
+    "test_loss_weights", "test_multi_gpu_trainer", "test_exactness", "test_guests", "test_buffers", "test_sharding",
+    "test_odd_gradients", "test_complex_parameters", "test_dgc", "test_payload", "test_kernels", "test_data_loader",
+    "test_loops",
 )  # fmt: skip
 NIGHTLY = ("bench/",)
 
@@ -32,7 +35,7 @@ def pytest_collection_modifyitems(items):
         place = item.nodeid.split("::")[0].removeprefix("tests/")
         if any(place.startswith(name) or f"/{name}" in f"/{place}" for name in NIGHTLY):
             item.add_marker(pytest.mark.nightly)
-        if any(f"/{name}" in f"/{place}" for name in SLOW):
+        if any(f"/{name}" in f"/{place}" for name in SLOW) or "four" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
 
 

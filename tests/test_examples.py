@@ -45,12 +45,14 @@ def test_digits_trains_with_two_workers_and_reports_its_accuracy(tmp_path):
     assert found[-1] > 85
 
 
+@pytest.mark.nightly
 def test_digits_takes_a_strategy_from_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("amp: {dtype: bfloat16}\n")
     said = fleetrun(EXAMPLES / "digits.py", "--epochs", 1, "--strategy", "mine.yaml", cwd=tmp_path)
     assert "requested: amp\n" in said
 
 
+@pytest.mark.nightly
 def test_resnet_learns_pictures(tmp_path):
     said = fleetrun(EXAMPLES / "resnet.py", "--epochs", 4, cwd=tmp_path)
     found = numbers(r"acc1: ([\d.]+)", said)
@@ -58,6 +60,7 @@ def test_resnet_learns_pictures(tmp_path):
     assert found[-1] > 0.7
 
 
+@pytest.mark.nightly
 def test_bert_learns_words_and_goes_on_later(tmp_path):
     found = numbers(r"masked words ([\d.]+)", fleetrun(EXAMPLES / "bert.py", "--steps", 80, cwd=tmp_path))
     assert found[-1] < found[0] - 0.3
@@ -66,13 +69,14 @@ def test_bert_learns_words_and_goes_on_later(tmp_path):
     assert numbers(r"masked words ([\d.]+)", said)[0] < found[0] - 0.3
 
 
+@pytest.mark.nightly
 def test_the_static_style(tmp_path):
     said = fleetrun(EXAMPLES / "static_style.py", cwd=tmp_path, options=["--paddle-api", "fleetx"])
     found = numbers(r"epoch \d+: loss ([\d.]+)", said)
     assert found[-1] < 0.6 * found[0]
 
 
-@pytest.mark.parametrize("options", [[], ["--balanced"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--balanced"], marks=pytest.mark.nightly)])
 def test_a_pipeline_of_two_workers(tmp_path, options):
     said = fleetrun(EXAMPLES / "pipeline.py", "--steps", 30, *options, cwd=tmp_path)
     assert "stages begin with" in said
@@ -92,6 +96,7 @@ def test_the_slow_network_sends_less(tmp_path):
     assert all(float(values[1].rstrip("%")) > 85 for values in found.values())
 
 
+@pytest.mark.nightly
 def test_auto_chooses_and_the_file_repeats_it(tmp_path):
     said = fleetrun(EXAMPLES / "auto.py", "--epochs", 3, cwd=tmp_path)
     assert "plans predicted" in said

@@ -18,12 +18,16 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room imports only rooms to its left. docs/design/architecture.md draws the same list.
 ROOMS = [
     "errors", "base", "strategy", "comm", "optim", "engine", "measure", "parts", "planner", "fleet", "data",
-    "applications", "paddle", "launch", "cli",
+    "applications", "paddle", "verify", "launch", "cli",
 ]  # fmt: skip
 FRONT = {"__init__.py", "schedule.py", "static.py", "utils.py"}  # public names: they point at the rooms
 
-# The worker process, not fleetrun itself, runs the user's script, which may be one for Paddle.
-ALLOWED = {("launch/runner.py", "fleetx.paddle.static")}
+ALLOWED = {
+    # The worker process, not fleetrun itself, runs the user's script, which may be one for Paddle.
+    ("launch/runner.py", "fleetx.paddle.static"),
+    # The folder is searched, so that a new part needs no list.
+    ("strategy/part.py", "fleetx.parts"),
+}
 
 
 def place(path):
@@ -45,13 +49,20 @@ def is_module(name):
 
 def type_checking(tree):
     """Imports under `if TYPE_CHECKING` are for type checkers only and never run."""
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     return {id(n) for block in blocks for statement in block.body for n in ast.walk(statement)}
 
 
+DOTTED = re.compile(r"fleetx(\.\w+)+")
+
+
 def imports(path, *, everywhere=True):
-    """What a file imports: in functions too, by importlib and by looking into sys.modules."""
-    tree = ast.parse(path.read_text())
+    """What a file imports: in functions too, as an attribute of the package, and by a name in a string."""
+    return imported_by(path.read_text(), place(path), everywhere=everywhere)
+
+
+def imported_by(source, where, *, everywhere=True):
+    tree = ast.parse(source)
     skipped = type_checking(tree)
     found = set()
     for node in ast.walk(tree) if everywhere else tree.body:
@@ -60,14 +71,37 @@ def imports(path, *, everywhere=True):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{place(path)}: relative imports hide which room is meant"
+            assert not node.level, f"{where}: relative imports hide which room is meant"
             names = {f"{node.module}.{a.name}" for a in node.names}
             found |= {n if is_module(n) else node.module for n in names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "sys.modules.get")):
-            found |= {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
-            found |= {n.value for n in ast.walk(node.slice) if isinstance(n, ast.Constant)}
+        elif everywhere and isinstance(node, ast.Constant):
+            if DOTTED.fullmatch(str(node.value)) and is_module(node.value):
+                found.add(node.value)
+        elif everywhere and isinstance(node, ast.Attribute) and DOTTED.fullmatch(name := ast.unparse(node)):
+            found.add(name)
     return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import fleetx.fleet",
+        "from fleetx import fleet",
+        "def f():\n    from fleetx.fleet import init",
+        "if not TYPE_CHECKING:\n    import fleetx.fleet",
+        "__import__('fleetx.fleet')",
+        "name = 'fleetx.fleet'\nimport_module(name)",
+        "if 'fleetx.fleet' in sys.modules: pass",
+        "sys.modules['fleetx.fleet'].init()",
+        "import fleetx\nfleetx.fleet.init()",
+    ],
+)
+def test_every_way_to_import_is_seen(source):
+    assert any(name.startswith("fleetx.fleet") for name in imported_by(source, "here"))
+
+
+def test_imports_for_type_checkers_only_do_not_count():
+    assert not imported_by("if TYPE_CHECKING:\n    import fleetx.fleet", "here")
 
 
 def test_every_file_is_in_a_room():
@@ -107,12 +141,14 @@ def test_declarations_and_the_launchers_front_do_not_import_torch(name):
 
 
 @pytest.mark.parametrize(
-    ("word", "home"),
-    [("register_forward", "engine/engine.py"), ("register_step_", "engine/engine.py"),
-     ("init_process_group(", "comm/world.py"), ("get_close_matches", "base/suggest.py")],
+    ("word", "homes"),
+    [(r"\.register_(?!comm_)\w*hook\(", ["engine/engine.py", "engine/scheduled.py"]),
+     (r"init_process_group\(", ["comm/world.py"]), ("get_close_matches", ["base/suggest.py"])],
+    ids=["hooks", "process group", "suggestions"],
 )  # fmt: skip
-def test_one_place_for_one_thing(word, home):
-    assert [place(p) for p in FILES if word in p.read_text()] == [home]
+def test_one_place_for_one_thing(word, homes):
+    # `verify` looks on from outside: it starts ranks and watches them itself.
+    assert [place(p) for p in FILES if re.search(word, p.read_text()) and room(p) != "verify"] == homes
 
 
 def test_one_name_for_one_class():
@@ -130,8 +166,9 @@ def test_one_name_for_one_class():
     "word", ["pickle.load", "yaml.full_load", "shell=True", "weights_only=False", " eval(", " exec("]
 )
 def test_nothing_that_runs_foreign_code(word):
-    """Only the launcher's runner may: running the user's script is its purpose."""
-    assert not [place(p) for p in FILES if word in p.read_text() and place(p) != "launch/runner.py"]
+    """Apart from the launcher's runner, whose purpose it is, and the pipes from verify to its own children."""
+    ours = {"launch/runner.py", "verify/ranks.py"}
+    assert not [place(p) for p in FILES if word in p.read_text() and place(p) not in ours]
 
 
 def test_files_are_small():
@@ -142,6 +179,11 @@ def test_importing_fleetx_loads_nothing_heavy():
     code = (
         "import fleetx, sys; assert not {'torch', 'pydantic', 'rich', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_declaring_a_strategy_does_not_load_torch():
+    code = "import fleetx.strategy, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

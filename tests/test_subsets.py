@@ -106,7 +106,12 @@ def _every_subset(name):
     return out
 
 
-@pytest.mark.parametrize("name", MODELS)
+NIGHTLY = {"vit", "t5"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in MODELS]
+)
 def test_an_unprepared_model_trains_under_every_subset_on_two_ranks(ranks, name):
     """Ranks agree bit for bit; recompute changes nothing; what merges, clips and casts stays near."""
     zero, one = ranks.run(_every_subset, name)

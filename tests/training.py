@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,13 @@ def zero_middle(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.step()
 
 
+def with_fleet_backward(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """As parts need it that follow the loss."""
+    fleet.backward(mse_loss(model(x), y), optimizer=optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 LOOPS = [zero_last, zero_first, zero_middle]
 
 
@@ -112,6 +120,31 @@ def train_fleet(
     for x, y in share(data, fleet.worker_index(), fleet.worker_num()):
         loop(model, o, x, y)
     return weights(model)
+
+
+def resumes(declared: dict[str, Any], optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> bool:
+    """Does a run that stops after six of ten steps and resumes from a file of plain data equal the unbroken run?"""
+
+    def build() -> Any:
+        fleet.init()
+        model = net()
+        return fleet.distribute(model, optimizer(model), fleet.DistributedStrategy(**declared))
+
+    model, o = build()
+    data = share(batches(10), fleet.worker_index(), fleet.worker_num())
+    for i, (x, y) in enumerate(data):
+        with_fleet_backward(model, o, x, y)
+        if i == 5:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), o.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, o2 = build()
+    again.load_state_dict(saved[0])
+    o2.load_state_dict(saved[1])
+    for x, y in data[6:]:
+        with_fleet_backward(again, o2, x, y)
+    return all(map(torch.equal, weights(model).values(), weights(again).values()))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

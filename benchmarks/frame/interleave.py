@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 Made = TypeVar("Made")
 Side = Callable[[], float]  # does its work once and returns what it cost
 
-WARM_UP = 2  # DDP builds its buckets anew in the second step, so one is not enough
+WARM_UP = 2  # DDP rebuilds its buckets in the second step, so one is not enough
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sides:
 
     @staticmethod
     def pooled(several: Sequence[Sides]) -> Sides:
-        """The samples of several starts as one; what is beside the samples is that of the first."""
+        """The samples of several starts together; everything else is taken from the first."""
         ours = [x for sides in several for x in sides.ours]
         theirs = [x for sides in several for x in sides.theirs]
         return replace(several[0], ours=ours, theirs=theirs)

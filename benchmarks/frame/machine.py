@@ -35,7 +35,7 @@ def load() -> list[float]:
 
 
 def commit() -> str:
-    """Of the tree that holds this file; `-dirty` if it was changed since, empty if it is no repository."""
+    """The commit of this file's repository, with `-dirty` if files have changed since; empty without a repository."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         out = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)

@@ -1,4 +1,4 @@
-"""One rank: python -m benchmarks.frame.rank PARENT FOLDER RANK. Reads the call, writes what came of it."""
+"""One rank: python -m benchmarks.frame.rank PARENT FOLDER RANK. Reads the call and writes its result."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_POLL_SECONDS = 0.2  # rarely, because whoever looks takes time from those who are measured
+_POLL_SECONDS = 0.2  # polling more often would slow down what is measured
 _LAST_WORDS = 2000
 
 

@@ -11,7 +11,7 @@ from benchmarks.frame.interleave import Sides
 
 LARGEST_SPREAD = 0.25
 CONFIDENCE = 0.95
-ENOUGH = 6  # that so many pairs agree by chance has a probability of 1/64
+ENOUGH = 6  # pairs: all of them agree by chance with a probability of 1/64
 
 
 class Verdict(Enum):
@@ -87,7 +87,7 @@ def interval(ordered: list[float]) -> tuple[float, float]:
 
 
 def percentile(ordered: list[float], fraction: float) -> float:
-    """Linear between the two samples beside."""
+    """Interpolated linearly between the two nearest samples."""
     place = fraction * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)

@@ -27,7 +27,7 @@ class Counters:
 
 
 def here() -> Counters:
-    """For a process inside of a host: those of its own host."""
+    """The counters of the host in which this process runs."""
     return parsed(path.read_text() for path in FILES)
 
 

@@ -37,11 +37,11 @@ Finished = subprocess.CompletedProcess[str]
 
 
 class LabError(RuntimeError):
-    """What ran in the lab failed or took too long; the message has its last words."""
+    """A command in the lab failed or took too long; the message has the end of its output."""
 
 
 class Lab:
-    """The network exists inside of `with`; after it, nothing of it is left, and nothing that ran in it."""
+    """The network exists within `with`. At its end, the network is removed and everything that ran in it is stopped."""
 
     def __init__(self, *, hosts: int = 2, rate: str | None = "100mbit"):
         if not 1 <= hosts <= MOST_HOSTS:
@@ -83,7 +83,7 @@ class Lab:
             cable = ["type", "veth", "peer", "name", port, "netns", switch]
             tool("ip", "link", "add", INTERFACE, "netns", name, *cable, need="veth")
             for where, interface in ((switch, port), (name, INTERFACE)):
-                # IPv6 would send packets of its own accord, and they would be counted.
+                # Without addresses, IPv6 sends no packets of its own, which would be counted.
                 tool("ip", "-n", where, "link", "set", interface, "addrgenmode", "none", need="veth")
                 if self._shaper:
                     tool("tc", "-n", where, "qdisc", "add", "dev", interface, "root", *self._shaper, need="tbf")
@@ -118,7 +118,7 @@ class Lab:
         """Start a process on a host; `env` is added to our own variables. It is killed with the lab, if not before."""
         words = ["ip", "netns", "exec", self.name(host), *command]
         variables = {**self._variables(host), **(env or {})}
-        # A session of its own: whoever ends it can end what it started as well, and a Ctrl-C is for the lab.
+        # In a new session, so that its children can be killed with it, and Ctrl-C reaches only the lab.
         process = subprocess.Popen(words, env=variables, start_new_session=True, **options)
         self._processes.append(process)
         return process

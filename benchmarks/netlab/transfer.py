@@ -1,6 +1,6 @@
-"""How fast a link is: so many bytes from one host to another, with plain sockets.
+"""Measures the speed of a link: sends bytes from one host to another with plain sockets.
 
-python -m benchmarks.netlab.transfer receive | send ADDRESS BYTES: what runs on the two hosts.
+The two hosts run `python -m benchmarks.netlab.transfer receive` and `... send ADDRESS BYTES`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODULE = [sys.executable, "-m", "benchmarks.netlab.transfer"]
 
 
 def transfer(lab: Lab, *, size: int, sender: int = 0, receiver: int = 1) -> Measured:
-    """The time runs until the receiver has everything and hangs up: what stands in buffers has not arrived."""
+    """The time ends when the receiver has read everything and closes: bytes in buffers have not arrived yet."""
     seconds = PATIENCE + 2 * size * 8 / lab.bits if lab.bits else PATIENCE
     end = lab.popen(receiver, [*MODULE, "receive"], stdout=subprocess.PIPE, text=True)
     assert end.stdout is not None

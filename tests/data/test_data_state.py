@@ -189,6 +189,7 @@ def _alone_then_together():
     return message, len(list(load_digits(50))) * fleet.worker_num()
 
 
+@pytest.mark.slow
 def test_a_rank_that_uses_a_shared_loader_alone_learns_which_ranks_it_waits_for(ranks):
     first, _ = ranks.run(_alone_then_together)
     assert "waits for rank 1 to do the same: pass shard=False" in first[0]

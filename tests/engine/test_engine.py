@@ -91,6 +91,28 @@ def test_lbfgs_is_refused_because_it_moves_parameters_without_a_gradient():
         armed(optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"clip": True}, {"gradient_merge": {"k_steps": 1}}], ids=lambda s: "+".join(s)
+)
+def test_a_step_with_a_closure_is_an_update(settings):
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**settings))
+    x, y = batches(1)[0]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert fleet.updated
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not fleet.updated
+
+
 def test_a_closure_is_run_once_and_its_loss_returned():
     def loop(model, optimizer, x, y):
         def closure():
@@ -199,7 +221,9 @@ def test_a_checkpoint_of_another_model_or_of_the_future_is_refused():
     _, optimizer = armed(MERGE)
     saved = optimizer.state_dict()
     saved["fleetx"]["withheld"] = {"nowhere.weight": torch.zeros(1)}
-    with pytest.raises(UsageError, match=r"a gradient of 'nowhere.weight' \(1,\), but the model has no such one"):
+    with pytest.raises(
+        UsageError, match=r"a gradient of 'nowhere.weight' \(1,\), which does not match the model: build"
+    ):
         optimizer.load_state_dict(saved)
     saved["fleetx"]["version"] = 99
     with pytest.raises(UsageError, match="newer fleetx"):
@@ -235,7 +259,7 @@ def test_loading_the_state_of_a_part_that_is_off_warns():
     _, optimizer = armed({"amp": {"dtype": "float16"}})
     saved = copy.deepcopy(optimizer.state_dict())
     _, other = armed()
-    with pytest.warns(UserWarning, match="state of AMP, which is off now"):
+    with pytest.warns(UserWarning, match="the checkpoint has state of `amp`, which is off now: it is ignored"):
         other.load_state_dict(saved)
 
 
@@ -320,6 +344,16 @@ def test_a_copy_or_a_pickle_of_the_model_is_plain():
     assert not torch.equal(model(x), net()(x))
 
 
+@pytest.mark.parametrize("declared", [{}, {"amp": {"dtype": "bfloat16"}}, MERGE], ids=["plain", "amp", "merge"])
+def test_a_whole_model_loads_with_the_safe_globals_of_the_plain_one(tmp_path, declared):
+    model, _ = armed(declared)
+    torch.save(model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals({type(m) for m in net().modules()}):
+        twin = torch.load(tmp_path / "model.pt", weights_only=True)
+    x = torch.randn(2, 6)
+    assert torch.equal(twin(x), net()(x))
+
+
 @pytest.mark.parametrize("declared", [{}, {**MERGE, "clip": True}], ids=["plain", "merge"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_models_train_the_same(when, declared):
@@ -342,6 +376,7 @@ def test_a_compiled_model_keeps_its_plain_names_in_the_checkpoint():
     assert sorted(optimizer.state_dict()["fleetx"]["withheld"]) == sorted(dict(net().named_parameters()))
 
 
+@pytest.mark.slow
 def test_compiled_models_train_on_two_ranks(ranks):
     found = ranks.run(_train_compiled)
     assert_equal(found[0], found[1])

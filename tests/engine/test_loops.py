@@ -318,10 +318,9 @@ def test_parameters_of_another_optimizer_are_refused_where_they_would_stay_unfin
     def only_the_first(model):
         return torch.optim.SGD(model[0].parameters(), lr=0.1)
 
-    for declared in (FP16, MERGE):
+    for declared in (FP16, MERGE, {"clip": True}):
         with pytest.raises(StrategyError, match=r"4 trainable parameters are not in the optimizer .*\(2.weight"):
             armed(declared, optimizer=only_the_first)
-    armed({"clip": True}, optimizer=only_the_first)
 
 
 def test_a_parameter_that_joins_later_is_refused():
@@ -396,6 +395,65 @@ def _skip_the_last():
     return weights(model)
 
 
+@pytest.mark.parametrize("skipped", [(3,), (2, 3), (1, 3, 5)], ids=["the last", "all", "three windows"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"clip": {"clip_norm": 0.1}},
+        {"fp16_allreduce": {"dtype": "bfloat16"}},
+        {"localsgd": {"k_steps": 1}},
+        {"dgc": True},
+    ],
+    ids=lambda m: "+".join(m),
+)
+def test_one_rank_may_leave_out_the_last_batch_of_a_window(ranks, skipped, more):
+    """The others reduce during their backward; the rank without one must take part. Its gradient counts as zero."""
+    found = ranks.run(_leave_out, skipped, more)
+    assert_equal(found[0], found[1])
+    if more.keys() & {"fp16_allreduce", "localsgd"}:
+        return
+    model = net()
+    optimizer = sgd(model)
+    data = [share(batches(), rank, 2) for rank in range(2)]
+    for start in range(0, 8, 2):
+        for i in (start, start + 1):
+            for rank in range(2):
+                if not (rank == 1 and i in skipped):
+                    (mse_loss(model(data[rank][i][0]), data[rank][i][1]) / 4).backward()
+        if "clip" in more:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(found[0], weights(model))
+
+
+def _leave_out(skipped, more):
+    model, optimizer = armed(MERGE | more)
+    for i, (x, y) in enumerate(share(batches(), fleet.worker_index(), 2)):
+        if not (fleet.worker_index() == 1 and i in skipped):
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert fleet.updated == (i % 2 == 1) or "localsgd" in more  # there, an empty window on a rank is no update
+    return weights(model)
+
+
+def test_a_window_in_which_no_rank_has_a_batch_updates_nothing(ranks):
+    ranks.run(_empty_window)
+
+
+def _empty_window():
+    model, optimizer = armed(MERGE)
+    for x, y in batches(2):
+        zero_last(model, optimizer, x, y)
+    before = weights(model)
+    optimizer.step()
+    optimizer.step()
+    assert not fleet.updated
+    assert_equal(before, weights(model))  # no momentum either
+
+
 def test_a_rank_that_skips_a_batch_after_zeroing_in_place_keeps_the_clock(ranks):
     """Zeros that are left from the last update are no gradients, but the step counts on every rank."""
     found = ranks.run(_skip_on_one)
@@ -411,6 +469,29 @@ def _skip_on_one():
         optimizer.zero_grad(set_to_none=False)
     assert optimizer.state_dict()["fleetx"]["round"] == 4
     return weights(model)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, plain_sgd])
+def test_a_batch_that_is_skipped_at_rate_0_is_counted(ranks, optimizer):
+    """The first steps of a warm-up have the rate 0; one rank skips a batch there, and the ranks must stay together."""
+    found = ranks.run(_skip_at_rate_0, optimizer)
+    assert_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == [False, True] * 4
+
+
+def _skip_at_rate_0(make):
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, make(model), fleet.DistributedStrategy(**MERGE))
+    updates = []
+    for i, (x, y) in enumerate(share(batches(), fleet.worker_index(), 2)):
+        optimizer.param_groups[0]["lr"] = 0.0 if i in (2, 3) else 0.1
+        if not (i == 2 and fleet.worker_index() == 1):
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        updates.append(fleet.updated)
+    return weights(model), updates
 
 
 def test_a_checkpoint_between_backward_and_step_of_a_window_is_refused():
@@ -612,7 +693,7 @@ def test_a_gradient_that_was_replaced_is_noticed():
         (MERGE, {**MERGE, **FP16}, "gradients are summed; with this strategy they would be scaled and summed"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the checkpoint has the state of AMP")
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of `amp`")
 def test_a_window_is_not_continued_under_another_strategy(saved_with, loaded_with, message):
     model, optimizer = armed(saved_with)
     zero_last(model, optimizer, *batches(1)[0])

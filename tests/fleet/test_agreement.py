@@ -8,8 +8,9 @@ import sys
 import warnings
 
 import pytest
+import torch
 
-from fleetx import StrategyError, fleet
+from fleetx import StrategyError, UsageError, fleet
 from training import net, sgd, zero_last
 
 
@@ -101,3 +102,81 @@ def test_a_rank_that_ran_out_is_named(tmp_path):
     said = done.stdout + done.stderr + (tmp_path / "log" / "workerlog.0").read_text()
     assert "the script had already ended on rank 1 after 3 updates, while rank 0 continued after 3" in said
     assert "fleet.join(loader)" in done.stderr, done.stderr
+
+
+# --- models and optimizers ------------------------------------------------------------------------
+OTHERWISE = {
+    "rate": lambda model: torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+    "optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    "dtype": lambda model: sgd(model.double()),
+    "frozen": lambda model: sgd(model) if model[0].requires_grad_(False) else None,
+    "shape": lambda model: sgd(_with(model, 2, torch.nn.Linear(16, 9))),
+    "fewer": lambda model: sgd(_with(model, 0, torch.nn.Linear(6, 16, bias=False))),
+    "groups": lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9),
+    "buffer": lambda model: sgd(_with_buffer(model)),
+}
+
+TOLD = {
+    "rate": ["param_groups[0]['lr'] = 0.1 on rank 0, 0.2 on rank 1"],
+    "optimizer": ["optimizer = SGD on rank 0, Adam on rank 1", "param_groups[0]['betas'] = absent on rank 0"],
+    "dtype": ["parameter 0.weight = float32 (16, 6) on rank 0, float64 (16, 6) on rank 1", "2 more"],
+    "frozen": ["parameter 0.bias = float32 (16,) on rank 0, float32 (16,) frozen on rank 1"],
+    "shape": ["parameter 2.weight = float32 (8, 16) on rank 0, float32 (9, 16) on rank 1"],
+    "fewer": ["parameter 0.bias = float32 (16,) on rank 0, absent on rank 1", "param_groups[0]['params']"],
+    "groups": ["param_groups[0]['params'] = ['0.weight', '0.bias', '2.weight'", "['0.weight'] on rank 1"],
+    "buffer": ["buffer scale = absent on rank 0, float32 (3,) on rank 1"],
+}
+
+
+def _with(model, index, layer):
+    model[index] = layer
+    return model
+
+
+def _with_buffer(model):
+    model.register_buffer("scale", torch.ones(3))
+    return model
+
+
+def _build_otherwise(how):
+    fleet.init()
+    model = net()
+    optimizer = OTHERWISE[how](model) if fleet.worker_index() == 1 else sgd(model)
+    try:
+        fleet.distribute(model, optimizer)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_ranks_that_build_different_models_or_optimizers_are_named(ranks, how):
+    first, second = ranks.run(_build_otherwise, how)
+    assert first == second
+    assert "build the same model and the same optimizer on every rank" in first
+    for told in TOLD[how]:
+        assert told in first
+
+
+def _build_alike():
+    fleet.init()
+    model = net()
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": torch.tensor(0.1)}, {"params": model[2:].parameters()}],
+        lr=0.1,
+        betas=(0.9, 0.95),
+    )
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    fleet.distribute(model, optimizer)
+    return True
+
+
+def test_ranks_that_build_the_same_agree(ranks):
+    assert ranks.run(_build_alike) == [True, True]
+
+
+def test_lazy_modules_are_told_apart_from_models_that_are_ready():
+    fleet.init()
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    with pytest.raises(StrategyError, match=r"0.weight.* lazy .* call the model once on a batch before"):
+        fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))

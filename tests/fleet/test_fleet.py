@@ -49,6 +49,7 @@ print(fleet.worker_index(), fleet.worker_num(), fleet.worker_endpoints(to_string
 """
 
 
+@pytest.mark.slow
 def test_processes_meet_by_role_maker_and_by_paddles_environment():
     """Rank 0 is told by a role maker, rank 1 by what Paddle's launcher sets; both leave with exit code 0."""
     with socket.socket() as a, socket.socket() as b:
@@ -76,6 +77,7 @@ def test_processes_meet_by_role_maker_and_by_paddles_environment():
     assert [out.strip() for out, _ in outputs] == [f"0 2 {ends}", f"1 2 {ends}"]
 
 
+@pytest.mark.slow
 def test_a_master_that_nobody_answers_at_is_a_clear_error():
     code = (
         "from datetime import timedelta; from fleetx import fleet, WorldError\n"
@@ -160,7 +162,7 @@ def test_distributing_twice_is_refused():
     model = net()
     optimizer = sgd(model)
     fleet.distribute(model, optimizer)
-    with pytest.raises(UsageError, match="distributed already"):
+    with pytest.raises(UsageError, match=r"distributed already: call fleet.release\(model\) first"):
         fleet.distribute(model, sgd(model))
 
 

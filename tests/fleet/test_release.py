@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import fleet
+from fleetx.comm import world
 from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from training import adam, sgd
@@ -65,6 +66,7 @@ def job(settings):
     fleet.init()
     model = make()
     optimizer = (adam if "lamb" in settings else sgd)(model)
+    world._destroy_abandoned()  # groups of earlier tests
     before, groups = look(model, optimizer), held()
     armed = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**copy.deepcopy(settings)))
     engine = weakref.ref(fleet._engine(None))
@@ -141,6 +143,126 @@ def test_an_open_window_must_be_closed_first():
         fleet.release()
     fleet.flush()
     fleet.release()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_backward_that_was_thrown_away_is_no_open_window(to_none):
+    fleet.init()
+    model = make()
+    optimizer = sgd(model)
+    fleet.distribute(model, optimizer, fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))
+    mse_loss(model(torch.randn(4, 160)), torch.randn(4, 10)).backward()
+    optimizer.zero_grad(set_to_none=to_none)
+    fleet.release()
+
+
+@pytest.mark.parametrize("settings", [{"amp": {"init_loss_scaling": 64.0}}, {"gradient_merge": {"k_steps": 2}},
+                                      {"amp": {"dtype": "bfloat16"}, "recompute": {"checkpoints": ["0", "2"]}}],
+                         ids=["fp16", "gradient_merge", "recompute"])  # fmt: skip
+def test_a_loss_from_before_is_not_differentiated_after(settings):
+    fleet.init()
+    model = make()
+    optimizer = sgd(model)
+    fleet.distribute(model, optimizer, fleet.DistributedStrategy(**settings))
+    loss = mse_loss(model(torch.randn(4, 160)), torch.randn(4, 10))
+    fleet.release()
+    with pytest.raises(UsageError, match=r"this loss was computed before fleet.release: call backward\(\) before"):
+        loss.backward()
+    mse_loss(model(torch.randn(4, 160)), torch.randn(4, 10)).backward()
+
+
+def with_scheduler(settings, when):
+    """The weights after one step of plain training that follows a release."""
+    fleet.init()
+    model = make()
+    optimizer = (adam if "lamb" in settings else sgd)(model)
+    schedulers = []
+    if when == "before":
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    fleet.distribute(model, optimizer, fleet.DistributedStrategy(**settings))
+    if when == "after":
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    mse_loss(model(torch.ones(4, 160)), torch.ones(4, 10)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    fleet.release()
+    optimizer.state.clear()
+    model.load_state_dict(make().state_dict())
+    torch.manual_seed(1)
+    mse_loss(model(torch.randn(4, 160)), torch.randn(4, 10)).backward()
+    optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()  # warns if it has not seen the step
+    return [p.detach().clone() for p in model.parameters()]
+
+
+ADOPTED = {"lars": {"lars": True}, "lamb": {"lamb": True}, "dgc": {"dgc": {"allow_single": True}}}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("settings", ADOPTED.values(), ids=list(ADOPTED))
+def test_a_scheduler_created_before_or_after_distribute(settings, when):
+    for got, expected in zip(with_scheduler(settings, when), with_scheduler(settings, "never"), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_group_added_under_the_strategy_is_plain_again():
+    fleet.init()
+    model = make()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    plain = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    fleet.distribute(model, optimizer, fleet.DistributedStrategy(lars=True))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    fleet.release()
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == [plain, plain]
+
+
+def test_a_forward_patched_since_stays():
+    fleet.init()
+    model = make()
+    fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"checkpoints": ["0", "2"]}))
+    wrapped, calls = model[0].forward, []
+    model[0].forward = lambda x: (calls.append(1), wrapped(x))[1]
+    fleet.release()
+    x = torch.randn(4, 160)
+    assert torch.equal(model(x), make()(x))
+    assert calls == [1]
+    assert "forward" not in vars(model[2])
+
+
+def test_a_module_that_was_replaced_since_is_plain_too():
+    fleet.init()
+    model = make()
+    fleet.distribute(model, sgd(model), fleet.DistributedStrategy(recompute={"checkpoints": ["0", "2"]}))
+    head = model[2]
+    assert "forward" in vars(head)
+    model[2] = nn.Linear(120, 10)
+    fleet.release()
+    assert "forward" not in vars(head)
+
+
+def failing(settings):
+    fleet.init()
+    model = make(nn.LayerNorm)
+    optimizer = sgd(model)
+    before = look(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fleetx.engine.engine.forget_compiled", _fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            fleet.distribute(model, optimizer, fleet.DistributedStrategy(**settings))
+    for now, then in zip(look(model, optimizer), before, strict=True):
+        assert now == then, (now, then)
+    assert {p for g in optimizer.param_groups for p in g["params"]} == set(model.parameters())
+    fleet.distribute(model, optimizer, fleet.DistributedStrategy())
+
+
+def _fail():
+    raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("name", ["sharding", "recompute", "lars"])
+def test_a_failing_distribute_changes_nothing(ranks, name):
+    ranks.run(failing, TWO[name])
 
 
 def test_a_released_model_can_be_distributed_again():

@@ -10,6 +10,7 @@ import sys
 import pytest
 from launching import PACKAGES
 
+import fleetx
 from fleetx.errors import LaunchError
 from fleetx.launch import devices
 from fleetx.launch.help import UNSUPPORTED
@@ -169,3 +170,8 @@ def test_gpus_are_the_ones_that_exist_and_are_visible():
 def test_a_node_finds_itself_in_ips():
     assert rank_in(["198.51.100.1", "127.0.0.1", "198.51.100.2"]) == 1
     assert rank_in(["198.51.100.1", "localhost"]) == 1
+
+
+def test_the_version_is_printed(capsys):
+    assert parse(["--version"], environ={}) is None
+    assert capsys.readouterr().out == f"fleetrun, version {fleetx.__version__}\n"

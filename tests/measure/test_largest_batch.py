@@ -63,6 +63,7 @@ def sample():
     return torch.randn(2, 32), torch.randn(2, 32)
 
 
+@pytest.mark.nightly
 def test_predicted_tried_and_larger_with_recompute():
     fleet.init()
     micro = []

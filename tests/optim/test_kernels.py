@@ -348,6 +348,7 @@ assert len(loaded) == 1, loaded
 """
 
 
+@pytest.mark.slow
 @built
 def test_there_is_one_pool_of_threads():
     """In a process of its own, because libraries that other tests import bring their own pools."""
@@ -369,6 +370,7 @@ def test_the_environment_chooses_the_kernels(monkeypatch):
         native.available()
 
 
+@pytest.mark.slow
 def test_without_the_library_the_reason_says_how_to_get_it(tmp_path):
     """native.py by itself, as an installation without a compiler leaves it."""
     (tmp_path / "alone.py").write_text(Path(native.__file__).read_text())

@@ -290,6 +290,7 @@ def test_without_a_strategy_every_step_is_an_update():
     assert by_updates == rates(schedule.large_batch(optimizer(0.5), updates=9, warmup=3), 12)
 
 
+@pytest.mark.slow
 def test_it_does_not_load_the_facade():
     code = "import fleetx, sys; fleetx.schedule.large_batch; assert 'fleetx.fleet' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

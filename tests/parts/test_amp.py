@@ -344,3 +344,11 @@ def test_listed_operations_are_an_error_on_a_compiled_model():
     with pytest.raises(StrategyError, match="do not affect the backward of a compiled model"):
         fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"custom_black_list": ["softmax"]}))
     fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"custom_black_list": ["second"]}))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_in_float64_is_refused_because_autocast_leaves_it_alone(dtype):
+    fleet.init()
+    model = net().double()
+    with pytest.raises(StrategyError, match=r"amp has no effect on float64 parameters, .*: call model.float\(\)"):
+        fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"dtype": dtype}))

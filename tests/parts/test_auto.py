@@ -265,7 +265,7 @@ def test_brackets_in_an_error_are_not_markup():
 def test_a_strategy_that_does_not_suit_the_world_is_an_error_before_the_search():
     fleet.init()
     with pytest.raises(StrategyError, match="sharding_degree = 8 does not divide 1 rank"):
-        chosen({}, sharding=True)
+        chosen({}, sharding={"sharding_degree": 8})
     with pytest.raises(UsageError, match=r"auto chooses how the batch is split: remove strategy.batch"):
         chosen({}, batch={"feed": 4})
 

@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, fleet
 from fleetx.optim import Lars
-from training import assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights, zero_last
+from training import adam, assert_close, assert_equal, batches, big, net, sgd, train, train_fleet, weights, zero_last
 
 SETTINGS = {"lars_coeff": 0.02, "lars_weight_decay": 0.01, "epsilon": 1e-4}
 
@@ -221,6 +221,18 @@ def test_groups_added_later_get_the_strategys_settings_and_the_users_defaults():
     saved["param_groups"][1]["lars_coeff"] = 5.0
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[1]["lars_coeff"] == 0.02
+
+
+@pytest.mark.parametrize(("name", "make"), [("lars", sgd), ("lamb", adam)], ids=["lars", "lamb"])
+def test_a_group_added_later_keeps_the_options_that_it_brings(name, make):
+    fleet.init()
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    _, optimizer = fleet.distribute(model, make(model["a"]), fleet.DistributedStrategy(**{name: True}))
+    optimizer.add_param_group({"params": list(model["b"].parameters()), "weight_decay": 0.25})
+    assert optimizer.param_groups[1]["weight_decay"] == 0.25
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[1]["weight_decay"] == 0.25
+    assert optimizer.param_groups[0]["weight_decay"] != 0.25
 
 
 def test_an_optimizer_that_is_not_accepted_does_not_change():

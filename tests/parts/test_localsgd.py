@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -225,6 +226,27 @@ def test_a_checkpoint_during_an_overlapped_average(ranks, at):
         assert_equal(a[0], c[0])
 
 
+def loaded_over(used):
+    """Two rounds from a checkpoint that has no average under way, loaded by a run that has one, or by a new one."""
+    model, optimizer = build({"localsgd": {"k_steps": 2}}, optimizer=plain_sgd)
+    data = share(batches(8), fleet.worker_index(), 2)
+    zero_last(model, optimizer, *data[0])
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    model, optimizer = build({"localsgd": {"k_steps": 2, "overlap": True}}, optimizer=plain_sgd)
+    for x, y in data[1:4] if used else ():
+        zero_last(model, optimizer, x, y)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for x, y in data[4:6]:
+        zero_last(model, optimizer, x, y)
+    return weights(model)
+
+
+def test_loading_drops_the_average_under_way(ranks):
+    for got, expected in zip(ranks.run(loaded_over, True), ranks.run(loaded_over, False), strict=True):
+        assert_equal(got, expected)
+
+
 def flushed():
     model, optimizer = build({"localsgd": {"k_steps": 4}})
     for x, y in share(batches(7), fleet.worker_index(), 2):
@@ -295,3 +317,61 @@ def test_parameters_of_several_dtypes_need_few_buckets():
 
     mixed = [torch.zeros(3, dtype=d) for _ in range(10) for d in (torch.float32, torch.bfloat16)]
     assert [len(b) for b in buckets(mixed)] == [10, 10]
+
+
+class Branches(nn.Module):
+    """Each input takes one of two branches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(6, 3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x, branch):
+        return self.branches[branch](x)
+
+
+def decaying(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
+
+
+ROUTES = [(0, 1), (0, 0), (1, 0), (1, 1), (0, 1)]  # the branch of each rank in each step
+
+
+def branched(declared):
+    model, optimizer = build({"find_unused_parameters": True} | declared, make=Branches, optimizer=decaying)
+    rank = fleet.worker_index()
+    for (x, y), route in zip(share(batches(5), rank, 2), ROUTES, strict=True):
+        (model(x.double(), route[rank]) - y.double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fleet.flush()
+    return weights(model)
+
+
+def by_hand(k):
+    """Both ranks in this process: each updates on its own in every k-th step, and the first update is averaged."""
+    models = [Branches(), Branches()]
+    optimizers = [decaying(m) for m in models]
+    for number, ((x, y), route) in enumerate(zip(batches(5), ROUTES, strict=True), 1):
+        steps = k if number <= 5 // k * k else 5 % k
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss = (model(x.double().chunk(2)[rank], route[rank]) - y.double().chunk(2)[rank]).square().mean()
+            (loss / steps).backward()
+            if number % k == 0 or number == 5:
+                optimizer.step()
+                optimizer.zero_grad()
+        if number == k:
+            mean = mean_of([weights(m) for m in models])
+            for model in models:
+                model.load_state_dict(mean)
+    return mean_of([weights(m) for m in models])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_rank_that_did_not_use_a_parameter_does_not_decay_it(ranks, k):
+    merge = {"gradient_merge": {"k_steps": k}} if k > 1 else {}
+    found = ranks.run(branched, {"localsgd": {"k_steps": 100, "begin_step": 1}} | merge)
+    expected = by_hand(k)
+    for got in found:
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

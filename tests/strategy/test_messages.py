@@ -202,12 +202,7 @@ def test_messages_name_no_class_method_or_stage(messages):
     assert not wrong, "\n".join(dict.fromkeys(wrong))
 
 
-# Remove this mark when it fails: every part then says what to do about each of its problems.
-unfinished = pytest.mark.xfail(strict=True, reason="some parts report a problem without saying what to do about it")
-BY_PARTS = [pytest.param(messages, marks=unfinished) for messages in (contradictions, incompatible)]
-
-
-@pytest.mark.parametrize("messages", [conflicts, out_of_range, *BY_PARTS], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("messages", [conflicts, out_of_range, contradictions, incompatible], ids=lambda f: f.__name__)
 def test_messages_say_what_to_do(messages):
     wrong = [m for *_, m in messages() if not REMEDY.search(m)]
     assert not wrong, "\n".join(dict.fromkeys(wrong))

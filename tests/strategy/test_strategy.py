@@ -42,7 +42,8 @@ DEFAULTS = {
     "localsgd_configs": {"k_steps": 1, "begin_step": 1},
     "adaptive_localsgd_configs": {"init_k_steps": 1, "begin_step": 1},
     "pipeline_configs": {"micro_batch": 1, "accumulate_steps": 1, "micro_batch_size": 1, "schedule_mode": "1F1B"},
-    "sharding_configs": {"fuse_broadcast_MB": 32.0, "hybrid_dp": False, "sharding_degree": 8, "sharding_group_size": 8},
+    # Paddle: sharding_degree 8; here None, which is all ranks (decision 57)
+    "sharding_configs": {"hybrid_dp": False, "sharding_degree": None, "sharding_group_size": None},
 }
 PLAIN = {
     "nccl_comm_num": 1,

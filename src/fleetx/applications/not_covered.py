@@ -1,17 +1,14 @@
-"""Errors for Paddle names that fleetx does not support.
+"""Errors for Paddle names of objects that fleetx does not support; `paddle/not_covered.py` has those of modules.
 
 Here and not in `paddle/`, because `Program` and `Variable` of an application use it and applications are above paddle.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fleetx.base.suggest import did_you_mean
-
-_HOME = "fleetx.paddle.api"
 
 _LAYERS = "layers come from torch: use a model of fleetx.applications, or a torch.nn.Module"
 _SAVE = "save with model.save_params(folder) or fleet.save(folder)"
@@ -22,7 +19,7 @@ _SINGLY = (
     "strategy.dgc_configs = {'clip_norm': ...} to clip each compressed tensor on each worker"
 )
 
-_INSTEAD = {
+INSTEAD = {
     "paddle.fluid.layers": _LAYERS,
     "paddle.nn": _LAYERS,
     "paddle.nn.ClipGradByNorm": _SINGLY,
@@ -40,24 +37,13 @@ _INSTEAD = {
 }
 
 
-def not_covered(module: str) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module."""
-
-    def __getattr__(name: str) -> NoReturn:  # noqa: N807
-        if name.startswith("__"):  # Python looks these up itself
-            raise AttributeError(name)
-        raise AttributeError(sentence(module, name))
-
-    return __getattr__
-
-
 def not_covered_by(owner: str, known: Sequence[str]) -> Callable[[Any, str], Any]:
     """Make the `__getattr__` of a class."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:  # noqa: N807
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python looks these up itself
             raise AttributeError(name)
-        raise AttributeError(_sentence(owner, name, known))
+        raise AttributeError(sentence(owner, name, known))
 
     return __getattr__
 
@@ -67,7 +53,7 @@ def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
         if name not in self.__dataclass_fields__:
-            raise AttributeError(_sentence(owner, name, known))
+            raise AttributeError(sentence(owner, name, known))
         if name in self.__dict__:
             raise AttributeError(f"{owner}.{name} is read-only")
         self.__dict__[name] = value
@@ -75,18 +61,9 @@ def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None
     return __setattr__
 
 
-def shown(module: str) -> str:
-    return "paddle" + module.removeprefix(_HOME)
-
-
-def sentence(module: str, name: str) -> str:
-    owner = shown(module)
-    return _sentence(owner, name, sys.modules[module].__all__, for_all=_INSTEAD.get(owner, ""))
-
-
-def _sentence(owner: str, name: str, known: Sequence[str], *, for_all: str = "") -> str:
+def sentence(owner: str, name: str, known: Sequence[str], *, for_all: str = "") -> str:
     wanted = f"{owner}.{name}"
-    hint, reason = did_you_mean(name, known), _INSTEAD.get(wanted, for_all)
+    hint, reason = did_you_mean(name, known), INSTEAD.get(wanted, for_all)
     return (
         f"fleetx does not support {wanted}: {hint + ' ' if hint else ''}{reason + '. ' if reason else ''}"
         f"{owner} has {', '.join(known)}"

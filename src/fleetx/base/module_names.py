@@ -27,6 +27,12 @@ def sparse_modules(model: nn.Module) -> str:
     return ", ".join(name for name, module in named_modules(model) if getattr(module, "sparse", False) is True)
 
 
+def sparse_problem(switch: str, model: nn.Module) -> Iterator[str]:
+    """Why a strategy cannot exchange the gradients of this model; nothing if none is sparse."""
+    if sparse := sparse_modules(model):
+        yield f"{switch} does not support the sparse gradients of {sparse}: set sparse=False there"
+
+
 def has_forward(module: nn.Module) -> bool:
     """False for a container such as ModuleList: naming it would have no effect."""
     return type(module).forward is not nn.Module.forward

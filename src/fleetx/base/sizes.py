@@ -14,7 +14,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     size = float(match[1]) * UNITS.get(match[2].lower(), 0) if match else 0
     if size < 1 or (match and not match[2] and "." in match[1]):
-        raise ValueError(f"{text!r} is not a number of bytes such as '6GiB' or '800MB'")
+        raise ValueError(f"{text!r} is not a number of bytes: write it as '6GiB' or '800MB'")
     return int(size)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -38,6 +39,11 @@ def tensors_of(value: Any) -> list[Tensor]:
 
     map_tensors(see, value)
     return found
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of its real and imaginary parts: backends reduce and round real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def samples_in(value: Any) -> int:

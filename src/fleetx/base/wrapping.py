@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -59,15 +59,17 @@ def _take_off(module: nn.Module, pair: tuple[Layer, Around]) -> None:
         _restore(module)
 
 
-def unwrap(model: nn.Module) -> None:
-    """Remove all wrappers from a model."""
-    for module in model.modules():
+def unwrap(modules: Iterable[nn.Module]) -> None:
+    """Remove all wrappers from these modules."""
+    for module in modules:
         if _AROUND in module.__dict__:
             _restore(module)
 
 
 def _restore(module: nn.Module) -> None:
     del module.__dict__[_AROUND]
+    if not _installed(module):
+        return  # patched by somebody else since
     before = module.__dict__.pop("forward").__func__.before
     if before is not None:
         module.forward = before
@@ -80,13 +82,14 @@ def _installed(module: nn.Module) -> bool:
 
 def _install(module: nn.Module) -> None:
     before = module.__dict__.get("forward")  # someone else's patch
-    plain = before.__func__ if isinstance(before, types.MethodType) else type(module).forward
+    bound = isinstance(before, types.MethodType) and before.__self__ is module
+    plain = type(module).forward if before is None else before.__func__ if bound else before
 
     # Dynamo must not trace it: wrappers enter contexts and recompute.
     @torch._disable_dynamo
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call: Callable[..., Any] = functools.partial(plain, self)
+        call: Callable[..., Any] = functools.partial(plain, self) if before is None or bound else plain
         for _, around in self.__dict__.get(_AROUND, ()):
             call = functools.partial(_around, around, self, call)
         return call(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from fleetx.base.trees import as_real
 from fleetx.comm.paths import Network
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -33,10 +34,12 @@ def average_bytes(tensors: list[Tensor]) -> int:
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype, up to BUCKET_BYTES."""
+    """Group tensors of one dtype, up to BUCKET_BYTES. A complex tensor counts as a real one with another dimension."""
     bucket: list[Tensor] = []
     size = 0
-    for t in sorted(tensors, key=lambda t: str(t.dtype)):  # stable: keeps the order within a dtype
+    for t in sorted(
+        (as_real(t.detach()) for t in tensors), key=lambda t: str(t.dtype)
+    ):  # stable: keeps the order within a dtype
         if bucket and (size + t.nbytes > BUCKET_BYTES or t.dtype is not bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
@@ -47,7 +50,7 @@ def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _pack(bucket: list[Tensor]) -> Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in bucket])
+    return torch.cat([t.reshape(-1) for t in bucket])
 
 
 def _views(flat: Tensor, bucket: list[Tensor]) -> list[Tensor]:
@@ -56,7 +59,7 @@ def _views(flat: Tensor, bucket: list[Tensor]) -> list[Tensor]:
 
 
 def _unpack(bucket: list[Tensor], mean: Future[Tensor]) -> None:
-    torch._foreach_copy_([t.detach() for t in bucket], _views(mean.wait(), bucket))
+    torch._foreach_copy_(bucket, _views(mean.wait(), bucket))
 
 
 class Background:
@@ -102,7 +105,7 @@ class Background:
         self._pending = [(sent, completed(mean)) for sent, mean in saved]
 
     def _apply(self, bucket: list[Tensor], sent: Tensor, mean: Future[Tensor]) -> None:
-        torch._foreach_add_([t.detach() for t in bucket], _views(mean.wait() - sent, bucket), alpha=self._share)
+        torch._foreach_add_(bucket, _views(mean.wait() - sent, bucket), alpha=self._share)
 
 
 def completed(value: Tensor) -> Future[Tensor]:

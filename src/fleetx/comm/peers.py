@@ -1,7 +1,8 @@
-"""Which rank died, and which rank has left? "Connection closed by peer", all that the network says, names nobody.
+"""Which rank died, has left or is elsewhere? The network only says "Connection closed by peer"; this names the rank.
 
     heartbeat   each rank writes to the store twice a second; a rank whose number stands still is lost
     farewell    a rank that ends normally writes down after how many rounds; the others read it when they fail
+    meeting     a rank that enters a call which all ranks must make writes that down, and waits for the others
 
 The first rank to find others lost writes it down for all, because ranks that gave up stand still too.
 """
@@ -19,9 +20,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fleetx.comm.session import current
-from fleetx.comm.world import World
+from fleetx.comm.world import World, listed
+from fleetx.errors import FleetxError, UsageError, WorldError
 
 BEAT = 0.5  # seconds between two heartbeats
+POLL = 0.02  # seconds between two looks at where the others are
 PATIENCE = 2.5  # seconds without one, until a rank counts as lost
 _VERDICT = "fleetx/lost"
 
@@ -33,10 +36,15 @@ def watch(world: World) -> None:
         session.peers = Peers(world)
 
 
-def start_heartbeat(world: World) -> None:
-    watch(world)
+def start_heartbeat() -> None:
     if (peers := current().peers) is not None:
         peers.start_heartbeat()
+
+
+def meet(call: str) -> None:
+    """Wait until every rank makes this call; raise an error within seconds if one does something else."""
+    if (peers := current().peers) is not None:
+        peers.meet(call)
 
 
 def lost() -> list[int]:
@@ -52,6 +60,10 @@ class Peers:
         self._world = world
         self._store = dist.distributed_c10d._get_default_store()
         self._failed: list[BaseException] = []
+        self._calls = 0  # of `meet`
+        # What another training wrote into the same store is out of date.
+        self._store.set(f"fleetx/beat/{world.rank}", "0 0")
+        self._store.set(f"fleetx/call/{world.rank}", "0 none")
         self.heartbeat: Heartbeat | None = None
         self._excepthook = sys.excepthook
         sys.excepthook = self
@@ -73,6 +85,11 @@ class Peers:
         if sys.excepthook is self:
             sys.excepthook = self._excepthook
 
+    @property
+    def failed(self) -> bool:
+        """Did the script end with an error?"""
+        return bool(self._failed)
+
     def annotate(self, error: BaseException) -> None:
         """Add to an error which ranks have left. fleetrun calls it too: it reports errors before Python does."""
         self._failed.append(error)
@@ -84,6 +101,43 @@ class Peers:
         if error not in self._failed:
             self.annotate(error)
         self._excepthook(kind, error, traceback)
+
+    def meet(self, call: str) -> None:
+        self._calls += 1
+        self._store.set(f"fleetx/call/{self._world.rank}", f"{self._calls} {call}")
+        try:
+            self._wait_for_all(call)
+        except FleetxError:
+            self._calls -= 1  # this one does not take place
+            raise
+        self._world.barrier()  # until all have read it
+
+    def _wait_for_all(self, call: str) -> None:
+        here = self._world.rank
+        waiting = [rank for rank in range(self._world.size) if rank != here]
+        end = time.monotonic() + self._world.timeout.total_seconds()
+        while waiting := [rank for rank in waiting if not self._arrived(rank, call)]:
+            if time.monotonic() > end:
+                raise WorldError(
+                    f"rank {here} waited {self._world.timeout} in {call} for {listed(waiting)}: every rank must call it"
+                )
+            time.sleep(POLL)
+
+    def _arrived(self, rank: int, call: str) -> bool:
+        number, name = self._store.get(f"fleetx/call/{rank}").decode().split()
+        where = f"rank {self._world.rank} is in {call}, but rank {rank}"
+        if int(number) == self._calls and name != call:
+            raise UsageError(f"{where} is in {name}: every rank must make the same calls in order")
+        if int(number) >= self._calls:
+            return True
+        if self._store.check([f"fleetx/left/{rank}"]):
+            raise UsageError(f"{where} has ended: every rank must call {call}")
+        if int(self._store.get(f"fleetx/beat/{rank}").split()[1]) > current().progress:
+            raise UsageError(
+                f"{where} trains on without calling it: every rank must call {call}, so do not call it under "
+                "`if fleet.is_first_worker()`"
+            )
+        return False
 
     def _say_farewell(self) -> None:
         if not self._failed:
@@ -122,7 +176,7 @@ class Heartbeat:
                 return
 
     def _beat(self, number: int) -> None:
-        self._store.set(f"fleetx/beat/{self._world.rank}", str(number))
+        self._store.set(f"fleetx/beat/{self._world.rank}", f"{number} {current().progress}")
         if not self._verdict and self._store.check([_VERDICT]):  # read it now: the store may be gone later
             self._verdict = [int(n) for n in self._store.get(_VERDICT).decode().split(",")]
 

@@ -1,14 +1,18 @@
 """The session of this process: the world it joined, the strategy it declared, and the models it trains.
 
-Everything that fleetx remembers between two calls of a training script is in the one object that `current()` returns.
+What fleetx remembers about them between two calls of a training script is in the one object that `current()` returns.
+What belongs to the process group outlives a session: the groups made from it (`comm/world.py`) and the number of
+comparisons of data (`data/rank_share.py`). The default programs of Paddle scripts are in `paddle/static/programs.py`.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
+import warnings
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fleetx.errors import UsageError
 
@@ -20,25 +24,13 @@ if TYPE_CHECKING:
     from fleetx.strategy import DistributedStrategy
 
 
-class Armed(Protocol):
-    """What a session needs to know about an engine."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    updated: bool
-    round: int
-    layout: Any
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class Entry:
     """What belongs to one engine."""
 
     strategy: DistributedStrategy
-    chosen: Any = None  # how `auto` or `batch` splits the batch
-    feed: Any = None  # checks that a pipeline gets the batches that were planned for
+    batch_plan: Any = None  # how `auto` or `batch` splits the batch
+    feed_check: Any = None  # checks that a pipeline gets the batches that were planned for
 
 
 @dataclass
@@ -48,7 +40,15 @@ class Session:
     entries: weakref.WeakKeyDictionary[Any, Entry] = field(default_factory=weakref.WeakKeyDictionary)
     pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
     stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
+    steps: int = 0  # of all optimizers: the same number on all ranks
+    inside: bool = False  # has this rank begun a backward since, in which the ranks communicate?
+    unfinished: list[str] = field(default_factory=list)  # what models left undone that are gone
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
+
+    @property
+    def progress(self) -> int:
+        """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
+        return 2 * self.steps + self.inside
 
     def here(self) -> World:
         if self.world is None:
@@ -61,7 +61,10 @@ class Session:
             for engine in self.entries:
                 if which is engine.model or which is engine.optimizer:
                     return engine
-            raise UsageError("this model or optimizer has not been passed to fleet.distribute")
+            raise UsageError(
+                "this model or optimizer has not been passed to fleet.distribute: pass the objects that "
+                "fleet.distribute returned, not a compiled wrapper"
+            )
         if len(self.entries) > 1:
             gc.collect()  # old models that only a reference cycle keeps alive
         if not self.entries:
@@ -75,9 +78,9 @@ class Session:
             )
         return next(iter(self.entries))
 
-    def refuse_twice(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def check_not_distributed(self, model: nn.Module, optimizer: Optimizer) -> None:
         if any(engine.model is model or engine.optimizer is optimizer for engine in self.entries):
-            raise UsageError("this model or optimizer is distributed already: make a new one to change its strategy")
+            raise UsageError("this model or optimizer is distributed already: call fleet.release(model) first")
 
     def shares(self) -> set[tuple[int, int]]:
         """(replica index, number of replicas) of each distributed model."""
@@ -100,9 +103,19 @@ class Session:
 
     def close(self) -> None:
         """Release what holds the process group: a reducer that holds it when Python ends may abort the process."""
+        self._tell_unfinished()
         for engine in list(self.entries):
             engine.close()
         gc.collect()
+
+    def _tell_unfinished(self) -> None:
+        """A script that ends without an error and without fleet.flush() may lose its last steps."""
+        failed = hasattr(sys, "last_value") or (self.peers is not None and self.peers.failed)
+        left = self.unfinished + [text for engine in list(self.entries) for text in engine.unfinished()]
+        if self.world is not None and self.world.rank == 0 and not failed:
+            for text in dict.fromkeys(left):
+                warnings.warn(f"the script ends {text}. Call fleet.flush() at the end of the data", stacklevel=2)
+        self.unfinished = []
 
 
 _session = Session()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import json
 import os
 import socket
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -67,7 +69,9 @@ class World:
         """Overwrite with the values of one rank, in few large messages."""
         group = self.members or dist.group.WORLD
         if self.size > 1 and values and group is not None:
-            dist._broadcast_coalesced(group, values, _BROADCAST_BYTES, source)
+            # flat, because torch cannot copy a tensor to itself if a dimension of size 1 has an unusual stride
+            flat = [v.view(-1) if v.is_contiguous() else v for v in values]
+            dist._broadcast_coalesced(group, flat, _BROADCAST_BYTES, source)
 
     def group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """A new process group of some or all ranks, with the same timeout. Every rank must call it.
@@ -87,9 +91,12 @@ class World:
         self.groups.append(made)
         return made
 
-    def owned(self) -> World:
-        """The same world, which keeps a list of its own of the groups made from it."""
-        return replace(self, groups=[])
+    def owned(self, owner: object) -> World:
+        """The same world with a list of its own of the groups made from it. They end with the owner."""
+        _destroy_abandoned()
+        made = replace(self, groups=[])
+        _owned.append((weakref.ref(owner), made))
+        return made
 
     def destroy_groups(self) -> None:
         """Destroy the groups that were made from this world. Every rank must call it."""
@@ -152,6 +159,23 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.members)
+
+
+_owned: list[tuple[weakref.ref[object], World]] = []
+
+
+def _destroy_abandoned() -> None:
+    """Destroy the groups of owners that are gone: each costs three threads, which wake a hundred times a second.
+
+    This waits until a new owner comes, because garbage is collected at another moment on each rank, when a peer may
+    still be reading from a group.
+    """
+    if any(world.groups for _, world in _owned):
+        gc.collect()  # old models that only a reference cycle keeps alive
+    gone = [entry for entry in _owned if entry[0]() is None]
+    for entry in gone:
+        entry[1].destroy_groups()
+        _owned.remove(entry)
 
 
 def listed(ranks: list[int]) -> str:
@@ -228,6 +252,7 @@ def rejoin(world: World, host: str, port: int, listening: int) -> World:
     for known in (c10d._pg_map, c10d._pg_names, c10d._pg_group_ranks, c10d._pg_backend_config, c10d._pg_to_tag):
         known.clear()
     c10d._tags_to_pg.clear()
+    _owned.clear()
     c10d._world.default_pg, c10d._world.group_count = None, 0
     c10d._unregister_all_process_groups()
     if world.size > 1:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from fleetx.base.files import atomic_folder
 from fleetx.data.bert_lines import Corpus
 from fleetx.data.errors import RecordErrors
 
@@ -39,11 +38,7 @@ def load_or_create(folder: Path, paths: list[Path], settings: tuple[object, ...]
 
 
 def _write(corpus: Corpus, invalid: list[str], entry: Path) -> None:
-    """Write a temporary folder and rename it, so that an entry is always complete."""
-    temporary = entry.with_name(f"{entry.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    for name, values in corpus._asdict().items():
-        np.save(temporary / f"{name}.npy", values, allow_pickle=False)
-    (temporary / "invalid.json").write_text(json.dumps(invalid))
-    temporary.rename(entry)
+    with atomic_folder(entry) as temporary:
+        for name, values in corpus._asdict().items():
+            np.save(temporary / f"{name}.npy", values, allow_pickle=False)
+        (temporary / "invalid.json").write_text(json.dumps(invalid))

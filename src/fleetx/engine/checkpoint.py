@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
+from fleetx.base.files import replace_folder
 from fleetx.base.module_names import plain_name
 from fleetx.engine import state as engine_state
 from fleetx.engine.engine import Engine
@@ -48,7 +49,7 @@ def save(engine: Engine, folder: Path) -> None:
         (unfinished / "fleetx.json").write_text(json.dumps(_groups(engine), indent=1) + "\n")
     world.barrier()
     if world.rank == 0:
-        _replace(unfinished, folder)
+        replace_folder(unfinished, folder)
     world.barrier()
 
 
@@ -149,7 +150,7 @@ def _room(engine: Engine, metadata: dict[str, Any]) -> dict[str, Any]:
     for name, t in state.items():
         if tuple(metadata[name].size) != tuple(t.shape):
             raise UsageError(f"{name.removeprefix('model.')} is {tuple(metadata[name].size)} in the checkpoint and "
-                             f"{tuple(t.shape)} in the model")  # fmt: skip
+                             f"{tuple(t.shape)} in the model: build the model as in the saved run")  # fmt: skip
     for name, p in _params(engine).items():
         prefix = f"optimizer.{name}."
         for full in [k for k in metadata if k.startswith(prefix) and "." not in k.removeprefix(prefix)]:
@@ -180,13 +181,3 @@ def _put(engine: Engine, state: dict[str, Any], described: dict[str, Any]) -> No
         found = {k.removesuffix(_NUMBER): v.item() if k.endswith(_NUMBER) else v for k, v in found.items()}
         if found:
             optimizer.state[p] = found
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Replace the old folder. At every moment, one of them is complete."""
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
-from fleetx.errors import StrategyError, UsageError
+from fleetx.errors import StrategyError
 from fleetx.strategy.compose import Plan
-from fleetx.strategy.stage import Stage
+from fleetx.strategy.stage import Fact, Stage
 
 Names = Mapping[nn.Parameter, str]
+# Where these hold, a strategy also changes the parameters, or which of them the optimizer has.
+_APART = {Fact.LOCAL, Fact.MOMENTUM, Fact.PARTED, Fact.STAGED}
 
 
 def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """Raise one error that lists everything that is wrong."""
+    if lazy := list(_lazy(model)):
+        raise StrategyError(lazy)
     names = {p: plain_name(n) for n, p in model.named_parameters()}
     problems = [p for part in plan.parts for p in part.incompatibilities(model, optimizer, world)]
     problems += _model(plan, model)
@@ -29,22 +33,25 @@ def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> N
         raise StrategyError(problems)
 
 
-def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
-    """DistributedDataParallel around a distributed model would divide the gradient by the world size again."""
-    active: Any = DistributedDataParallel._active_ddp_module
-    if active is not None and active.module is model and active is not getattr(reducer, "ddp", None):
-        raise UsageError(
-            "the distributed model is wrapped in DistributedDataParallel, which would average its gradients a second "
-            "time: remove the wrapper (in a Trainer or in Fabric, turn its own data parallelism off)"
-        )
-
-
 def _model(plan: Plan, model: nn.Module) -> Iterator[str]:
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         yield f"the model is wrapped in {type(model).__name__}, which fleetx replaces: pass the plain model"
+    elif any(isinstance(m, DistributedDataParallel) for m in model.modules()):  # as after Fabric's setup()
+        yield "the model contains DistributedDataParallel, which fleetx replaces: pass the plain model"
+
+
+def _lazy(model: nn.Module) -> Iterator[str]:
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        yield (
+            f"{', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape yet (a lazy module): call the model "
+            "once on a batch before fleet.distribute, and build the optimizer after that"
+        )
 
 
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # as accelerate's prepare() returns it
+        yield f"{type(optimizer).__name__} wraps another optimizer and runs no hooks of its own: pass the wrapped one"
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS changes parameters that have no gradient, so its update cannot be skipped: use another optimizer"
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -56,8 +63,10 @@ def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
         )
     mine = set(held)
     loose = [n for p, n in names.items() if p.requires_grad and p not in mine]
-    if loose and (plan.at(Stage.LOSS) or plan.at(Stage.GATE)):
+    acts = plan.at(Stage.LOSS) or plan.at(Stage.GATE) or plan.at(Stage.GRADIENT)
+    if loose and (acts or any(act.claim.makes & _APART for act in plan.acts)):
         yield (
-            f"{len(loose)} trainable parameters are not in the optimizer ({', '.join(loose[:3])}): their gradients "
-            "would stay scaled or summed. Add them to the optimizer, or set requires_grad=False"
+            f"{len(loose)} trainable parameters are not in the optimizer ({', '.join(loose[:3])}), so the strategy "
+            "would leave them out or leave their gradients unfinished: add them to the optimizer (a second optimizer "
+            "works only with plain data parallelism), or set requires_grad=False"
         )

@@ -7,7 +7,7 @@ StepContext    all other stages: also the values of the step that is running
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +76,11 @@ class Context:
         """What this part worked out at set-up. Not saved."""
         return self._run.notes[self._key]
 
+    @property
+    def in_progress(self) -> dict[str, Any]:
+        """What this part has under way. Not saved, and dropped when a checkpoint is loaded."""
+        return self._run.in_progress[self._key]
+
     # --- the ranks ---
     @property
     def world(self) -> World:
@@ -126,20 +131,34 @@ class Context:
         return self._run.round
 
     @property
+    def reduced(self) -> bool:
+        """Does backward itself reduce gradients over all ranks, as under sharding?"""
+        return self._run.layout.reduced
+
+    @property
+    def finds_unused(self) -> bool:
+        """May ranks use different parameters? Known once `replicate` has been called."""
+        return bool(self._run.reducer_settings and self._run.reducer_settings["find_unused_parameters"])
+
+    @property
     def clock(self) -> tuple[int, int]:
         """(round, steps in it so far): equal on all ranks and after a resume."""
-        return self._run.round, self._run.merged
+        return self._run.clock
 
 
 class SetupContext(Context):
     """For acts at MODEL and UPDATE, which run once."""
 
-    def divide(self, group: World, *, reduced: bool = False) -> None:
+    def divide(
+        self, group: World, *, reduced: bool = False, leaves: Callable[[], Iterable[Tensor]] | None = None
+    ) -> None:
         """Declare that these ranks hold one copy of the model together.
 
         reduced: does backward itself leave gradients that are reduced over all ranks?
+        leaves: the tensors in which backward accumulates, if they are not the parameters.
         """
-        self._run.layout.shard_group, self._run.layout.reduced = group, reduced
+        layout = self._run.layout
+        layout.shard_group, layout.reduced, layout.leaves = group, reduced, leaves
 
     @property
     def absent(self) -> frozenset[str]:
@@ -150,8 +169,9 @@ class SetupContext(Context):
         """Declare which parameters this rank counts in a sum over the model, and which names only other ranks hold."""
         self._run.layout.counts, self._run.layout.absent = counts, frozenset(absent)
 
-    def replicate(self, *, bucket_cap_mb: float, find_unused_parameters: bool) -> None:
+    def replicate(self, *, bucket_cap_mb: float, find_unused_parameters: bool, broadcast_buffers: bool) -> None:
         """Have gradients reduced within the replica group, bucket by bucket, during backward."""
+        self._run.shares_buffers = broadcast_buffers
         self._run.reducer_settings = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -207,6 +227,11 @@ class StepContext(Context):
     def scaled(self) -> bool:
         """Is the gradient multiplied by a loss scale, so that an overflow may still be found?"""
         return Fact.SCALED in self._facts
+
+    def broadcast_buffers(self, skip: Collection[Tensor] = ()) -> None:
+        """Copy the buffers of rank 0 to the replica group, unless the user turned that off. A collective."""
+        if self._run.shares_buffers:
+            self._run.buffers.send(self.replica_group, skip=skip)
 
     @property
     def updated(self) -> bool:

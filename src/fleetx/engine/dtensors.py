@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.base.module_names import plain_name
-from fleetx.errors import StrategyError
+from fleetx.errors import StrategyError, UsageError
 
 
 @cache
@@ -39,14 +39,45 @@ def shard_of(p: Tensor, part: Tensor) -> Tensor:
     return made
 
 
+def refuse_pickling(values: Iterable[Any]) -> None:
+    """Have torch.save and pickle raise an error for shards; parameters themselves are left alone."""
+    for t in values:
+        if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and local(t) is not t:
+            t.__reduce_ex__ = _refuse  # type: ignore[method-assign]
+
+
+def _refuse(protocol: Any) -> Any:
+    raise UsageError(
+        "this state_dict has only the shards of this rank, so torch.save would write a part of each tensor: use "
+        "fleet.save(folder) on every rank, or make whole tensors with v.full_tensor() on every rank before saving"
+    )
+
+
 def renamed(
     before: Mapping[nn.Parameter, str], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[nn.Parameter, str]:
-    """The parameters of a model that may have others under the same names now; the optimizer is given these."""
+    """The parameters of a model that may have others under the same names now; the optimizer is given these.
+
+    A collective if they are divided and the optimizer has state.
+    """
     now = {p: plain_name(n) for n, p in model.named_parameters()}
     if list(before.values()) != list(now.values()):
         raise StrategyError("a MODEL act changed the names of parameters")
     replaced = dict(zip(before, now, strict=True))
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for old, new in replaced.items():
+        if old is not new and old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {k: _divided(v, new) if isinstance(v, Tensor) else v for k, v in state.items()}
     return now
+
+
+def _divided(t: Tensor, p: Tensor) -> Tensor:
+    """Divide a tensor of an optimizer's state as its parameter is divided; rank 0's values count."""
+    if local(p) is p or t.shape != p.shape:
+        return t
+    from torch.distributed.tensor import distribute_tensor
+
+    whole: Any = p
+    return distribute_tensor(t, whole.device_mesh, whole.placements)

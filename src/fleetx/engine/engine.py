@@ -6,7 +6,7 @@
                       per bucket, while backward runs: REDUCE -> network, if the gate will open
     optimizer.step()  before: gate closed: take p.grad away. Gate open: GRADIENT; an overflow withholds the update
                       after:  PARAMETER; the next step begins
-    state_dict()      adds {"fleetx": {version, round, merged, withheld, weights, parts}}; parameters by name
+    state_dict()      adds {"fleetx": ...}, whose keys `state.py` lists; parameters by name
 
 An update is skipped by withholding the gradient (p.grad = None), never by skipping a call: PyTorch's optimizers change
 neither a parameter without a gradient nor its state. So the user's optimizer keeps working as the user wrote it.
@@ -24,20 +24,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
-from fleetx.base.wrapping import unwrap
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import state
-from fleetx.engine.checks import check, check_not_wrapped
+from fleetx.engine.checks import check
 from fleetx.engine.context import Bucket, SetupContext, StepContext
-from fleetx.engine.dtensors import renamed
+from fleetx.engine.dtensors import local, renamed
 from fleetx.engine.gradients import Gradients
+from fleetx.engine.guests import Places, Scaler, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
-from fleetx.engine.plain import PlainOptimizer, forget_compiled
+from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
-from fleetx.engine.run import Run, key_of
-from fleetx.engine.taps import PENALTY, reaches, tap
-from fleetx.errors import StrategyError, UsageError
+from fleetx.engine.run import key_of
+from fleetx.engine.taps import DOUBLE_BACKWARD, OF_SHARDS, PAST_THE_MODEL, PENALTY, RELEASED, reaches, tap
+from fleetx.engine.windows import Windows
+from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Stage
@@ -45,22 +46,24 @@ from fleetx.strategy.stage import Stage
 _SETUP = (Stage.MODEL, Stage.UPDATE)
 
 
-class Engine(Run):
+class Engine(Windows):
     """One model, one optimizer, one plan."""
 
     taps = True  # does it watch backward enter through the model's output?
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         check(plan, model, optimizer, world)
+        state.check_not_loaded(optimizer)
         super().__init__(plan, model, optimizer, world)
         self._calls = {stage: self._bound(stage) for stage in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
+        self._session = current()
         self.handles: list[Any] = []  # of hooks, to remove them
         try:
             self._arm()
-        except BaseException:
-            unwrap(self.model)
+        except Exception:
+            take_off(self)
             raise
 
     def _bound(self, stage: Stage) -> list[tuple[Any, Any]]:
@@ -72,35 +75,39 @@ class Engine(Run):
     def _arm(self) -> None:
         for call, ctx in self._calls[Stage.MODEL]:
             self.model = call(self.model, ctx)
-        self.names = renamed(self.names, self.model, self.optimizer)
-        if self.layout.reduced and not self.network.plain:
-            raise StrategyError(
-                "sharding reduces gradients inside FSDP, which has its own path: turn use_hierarchical_allreduce off "
-                "and leave nccl_comm_num at 1"
-            )
+            self.names = renamed(self.names, self.model, self.optimizer)
         self.network.open()
         plain = PlainOptimizer(self.optimizer)
-        for call, ctx in self._calls[Stage.UPDATE]:
-            self.optimizer = call(self.optimizer, ctx)
-        plain.changed()
         self.undo.append(plain.restore)
+        try:
+            for call, ctx in self._calls[Stage.UPDATE]:
+                self.optimizer = call(self.optimizer, ctx)
+            self._scaler = Scaler(self.plan, self.optimizer)
+        finally:
+            plain.changed()
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
         self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
         self._reducer = self._make_reducer()
         # With nothing to do to a backward or to a step, the engine leaves both alone.
         self._watching = self._reducer is not None or self._owns_grad
-        self._active = self._watching or bool(self._calls[Stage.GRADIENT])
+        self._tapping = self.taps and (self._watching or self.layout.reduced)
+        self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
+        settings = self.reducer_settings or {}
+        self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
         forget_compiled()
-        steps = OuterStep(self._before_step, self._after_step)
+        steps, saving = OuterStep(self._before_step, self._after_step), state.Hooks(self)
         self.handles += [
             self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
-            self.optimizer.register_step_pre_hook(steps.enter),
-            self.optimizer.register_step_post_hook(steps.leave),
-            self.optimizer.register_state_dict_post_hook(self._save),
-            self.optimizer.register_load_state_dict_pre_hook(self._check_load),
-            self.optimizer.register_load_state_dict_post_hook(self._load),
+            self.optimizer.register_state_dict_post_hook(saving.save),
+            self.optimizer.register_load_state_dict_pre_hook(saving.check),
+            self.optimizer.register_load_state_dict_post_hook(saving.load),
         ]
+        for optimizer in (self.optimizer, *inner_optimizers(self.optimizer)):  # the outermost step() counts
+            self.handles.append(optimizer.register_step_pre_hook(steps.enter))
+            self.handles.append(optimizer.register_step_post_hook(steps.leave))
+        if self.layout.reduced:
+            self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
 
     def _make_reducer(self) -> Reducer | None:
         alone = self.layout.reduced or self.layout.replica_group.size == 1
@@ -108,11 +115,20 @@ class Engine(Run):
             return None
         hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
         moved = self.gradients.look_again
+        self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
 
     def context_of(self, part: Part) -> StepContext:
         """For what a part does outside a step."""
         return StepContext(self, key_of(part))
+
+    def unfinished(self) -> list[str]:
+        """What a script that ends now leaves undone."""
+        return state.unfinished(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handles"):  # else it was never armed
+            self._session.unfinished += self.unfinished()
 
     def close(self) -> None:
         """Drop what holds the process group."""
@@ -129,11 +145,13 @@ class Engine(Run):
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs = args, kwargs
+        if self.layout.reduced:
+            self._session.inside = True  # FSDP gathers in every forward
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
         if not torch.is_grad_enabled() or not outermost or not self.taps:
             return None
-        if self._calls[Stage.LOSS] or (self._watching and self.weights.used is not False):  # None: not known yet
+        if self._calls[Stage.LOSS] or (self._tapping and self.weights.used is not False):  # None: not known yet
             args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
         if self._reducer is not None:
             stack.enter_context(self._reducer.active())
@@ -150,7 +168,7 @@ class Engine(Run):
                     out = map_tensors(function, out)
         if (loss := loss_of(out)) is not None and torch.is_grad_enabled():
             self.step.loss = loss.detach()
-        if out is None or not self.taps or not self._watching or not torch.is_grad_enabled() or self._forwards:
+        if out is None or not self._tapping or not torch.is_grad_enabled() or self._forwards:
             return out
         if self._reducer is not None:
             out = self._reducer.after_forward(out, communicate=self._opens())
@@ -158,6 +176,7 @@ class Engine(Run):
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
         """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""
+        self._check_not_released()
         stack = ExitStack()
         for act, (call, ctx) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
             if act.claim.replay or first:
@@ -165,21 +184,33 @@ class Engine(Run):
         return stack
 
     # --- loss.backward() --------------------------------------------------------------------------
+    def _check_not_released(self) -> None:
+        if self.released:
+            raise UsageError(RELEASED)
+
     def _enter_backward(self, grad: Tensor) -> Tensor:
+        self._check_not_released()
         step = self.step
         if step.backward != (number := torch._C._current_graph_task_id()):
             step.backward = number
-            if self.layout.reduced or reaches(self.gradients.params()):  # FSDP has other leaves
-                self._check_penalty()
+            if self.layout.reduced and torch.is_grad_enabled():
+                raise UsageError(DOUBLE_BACKWARD)
+            reach = reaches(self.layout.leaves() if self.layout.leaves is not None else self.gradients.params())
+            step.reads = reach is None
+            if reach:
+                if self._scales and step.create_graph and not step.scaled_at_loss:  # on one path the scale cancels out
+                    raise UsageError(PENALTY)
                 self._begin_backward()
             step.create_graph = step.create_graph or torch.is_grad_enabled()
+        if step.reads:
+            return grad
         if self.weights.empty:
             return torch.zeros_like(grad)
         return grad if step.scaled_at_loss or not self._scales else grad * self._factor
 
     def _leave_backward(self, grad: Tensor) -> Tensor:
         """What comes before the model gets its gradient as if the model were plain."""
-        plain = self.step.scaled_at_loss or not self._scales or self.weights.empty
+        plain = self.step.scaled_at_loss or not self._scales or self.weights.empty or self.step.reads
         return grad if plain else grad / self._factor
 
     @property
@@ -193,14 +224,10 @@ class Engine(Run):
     def loss_scale(self) -> float:
         return math.prod(call(ctx) for call, ctx in self._calls[Stage.LOSS])
 
-    def _check_penalty(self) -> None:
-        """A loss on gradients of the model reaches its parameters along a path on which the scale cancels out."""
-        if self._scales and self.step.create_graph and not self.step.scaled_at_loss:
-            raise UsageError(PENALTY)
-
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
         self.step.tapped = True
+        self._session.inside = self._session.inside or self._opens()
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
@@ -217,6 +244,8 @@ class Engine(Run):
 
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
+        if local(loss) is not loss:
+            raise UsageError(OF_SHARDS)
         before, self.step.scaled_at_loss = self.step.backward, True
         self.step.loss = loss.detach()
         try:
@@ -226,10 +255,7 @@ class Engine(Run):
             self.step.scaled_at_loss = self.step.create_graph = False
         if self.step.backward == before:  # it did not touch the model's output at all
             if self._reducer is not None:
-                raise UsageError(
-                    "this loss does not depend on the model's output, so its gradients are not reduced between ranks: "
-                    "compute it from what model(x) returns"
-                )
+                raise UsageError(PAST_THE_MODEL)
             self.step.tapped = True
             self.gradients.put_back()
 
@@ -246,19 +272,24 @@ class Engine(Run):
         return self.step.opens
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
-        current().stepped = weakref.ref(self)
+        self._session.stepped = weakref.ref(self)
+        self._session.steps, self._session.inside = self._session.steps + 1, False
+        self._scaler.check(self.optimizer)
+        if self._watching and self.taps and not self.layout.reduced:  # the others have no hooks on parameters
+            self._places.check()
         changed = run_closure(self.optimizer, args, kwargs) if self._active else None
         step, self.updated = self.step, False
         known = self.names if self._reducer is None else self._reducer.known
-        if self._watching and not self.gradients.check_before_step(known, tapped=step.tapped):
-            step.opens = False  # a step that is none: see check_before_step
+        watching = self._watching or (self.weights.used and self._tapping)
+        if watching and not self.gradients.check_before_step(known, tapped=step.tapped):
+            step.opens = False  # this step does not count: see check_before_step
             return changed
         opens = self._opens()
         self.merged += not step.flushing
-        if opens and not step.tapped and self.gradients.waiting:
-            self._collect(self.merged)  # the last step of the window had no backward of its own
+        if opens and not step.tapped and self._calls[Stage.GATE]:
+            self._catch_up()
         if opens and self._reducer is not None and step.tapped and not step.flushing:
-            self._reducer.check_finished()
+            self._reducer.check_finished(self._places)
         self.updated = opens and self._finish_gradient()
         if self._owns_grad and not self.updated:
             self.gradients.take_away(keep=not opens)
@@ -266,6 +297,8 @@ class Engine(Run):
         return changed
 
     def _after_step(self) -> None:
+        if not self._active and not self.updated:
+            self.updated = self._finish_gradient()  # step(closure) had no gradients before
         self.gradients.end_step()
         self.weights.end_step(opened=self._opens(), steps=self.merged)
         if self._opens():
@@ -283,50 +316,3 @@ class Engine(Run):
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         there = bool(grads()) or self.layout.shard_group is not None
         return there and all(call(grads(), ctx) is not False for call, ctx in self._calls[Stage.GRADIENT])
-
-    def flush(self) -> bool:
-        """Apply a partial window, divided by its true number of steps. Every rank must call it."""
-        if self.step.tapped:
-            raise UsageError("optimizer.step() is missing after the last backward(): call it before fleet.flush()")
-        flushed = self.merged > 0
-        if flushed:
-            self._collect(self.merged)
-            self.step.flushing = self.step.opens = self.step.tapped = True
-            try:
-                self.optimizer.step()
-            finally:
-                self.step.flushing = False
-            self.gradients.take_away(keep=False)  # the loop has called zero_grad() already
-        self.drain(last=True)
-        return flushed and self.updated
-
-    def drain(self, *, last: bool) -> None:
-        """Let the parts finish what is running in the background."""
-        params: list[Tensor] = [*self.gradients.params()]
-        with torch.no_grad():
-            for part in self.plan.parts:
-                part.drain(params, self.context_of(part), last=last)
-
-    def _collect(self, steps: int) -> None:
-        """Put the withheld gradients of this many steps back, and reduce them outside a backward."""
-        self.gradients.put_back()
-        self.weights.collect()
-        if self._reducer is not None:
-            self.step.collected = steps
-            self._reducer.reduce_now([p for p in self.gradients.params() if p.requires_grad], self._reduce)
-            self.step.collected = 0
-        self.step.tapped = True
-
-    # --- state_dict() -----------------------------------------------------------------------------
-    def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.drain(last=False)
-        state_dict["fleetx"] = state.save(self)
-
-    def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Before torch looks at the rest: nothing may be changed yet."""
-        state_dict = dict(state_dict)
-        self._loading = state.checked(self, state_dict.pop("fleetx", None))
-        return state_dict
-
-    def _load(self, optimizer: Optimizer) -> None:
-        state.load(self, self._loading)

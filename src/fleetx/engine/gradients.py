@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,17 +52,29 @@ class Gradients:
         waiting, self._withheld = self._withheld, []
         for p, grad in waiting:
             if p.requires_grad:
-                p.grad = grad if p.grad is None else p.grad.add_(grad)
+                self._add(p, grad)
                 self._restored.append(p)
             else:  # frozen during this backward
                 self._withheld.append((p, grad))
+
+    def _add(self, p: nn.Parameter, grad: Tensor) -> None:
+        try:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+        except RuntimeError as error:
+            if grad.dtype is p.dtype and grad.device == p.device:
+                raise
+            raise UsageError(
+                f"parameter {self._names[p]!r} was converted to {p.dtype} on {p.device} after fleet.distribute, inside "
+                "a merge window: convert the model before fleet.distribute"
+            ) from error
 
     def check_restored(self) -> None:
         # All of them: a single one may have been cleared on purpose, to freeze a layer for this step.
         if self._restored and all(p.grad is None for p in self._restored):
             raise UsageError(
                 "zero_grad() after backward() erased gradients that earlier steps of this merge window had collected: "
-                "call step() before zero_grad(). To skip a batch, skip it before its backward()"
+                "call step() before zero_grad(). To skip a batch, skip it before its backward(). If another model "
+                "trains through this one, as in a GAN, call requires_grad_(False) on this one for that backward"
             )
 
     def check_none_left(self) -> None:
@@ -111,12 +125,12 @@ class Gradients:
         """Reject gradients that bypassed the hooks: they would be used unscaled, unreduced or instead of withheld ones.
 
         tapped: did a backward come through the model's output? Returns False for a step that must not count:
-        torch.distributed.checkpoint makes one with lr = 0 and zero gradients, to create the optimizer's state.
+        torch.distributed.checkpoint makes one with zero gradients, to create the optimizer's state.
         """
         self.check_restored()
         grads = [] if tapped else self.present()
         nothing = not any(g.any() for g in grads)  # zeros from zero_grad(set_to_none=False): a skipped batch
-        if grads and nothing and not any(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups):
+        if grads and nothing and _in_torch_checkpoint():
             return False
         if not nothing:
             raise UsageError(
@@ -180,13 +194,17 @@ class Gradients:
         for name, grad in withheld.items():
             if name not in params or grad.shape != local(params[name]).shape:
                 raise UsageError(
-                    f"the checkpoint has a gradient of {name!r} {tuple(grad.shape)}, but the model has no such one"
+                    f"the checkpoint has a gradient of {name!r} {tuple(grad.shape)}, which does not match the model: "
+                    "build the model as in the saved run"
                 )
         inside = "this checkpoint was saved inside a merge window"
         remedy = "call fleet.flush() before saving"
         if withheld and saved["facts"] != self._facts:
             then, now = (" and ".join(f).lower() or "plain" for f in (saved["facts"], self._facts))
-            raise UsageError(f"{inside} whose gradients are {then}; with this strategy they would be {now}: {remedy}")
+            raise UsageError(
+                f"{inside} whose gradients are {then}; with this strategy they would be {now}: {remedy}, or load it "
+                "under the strategy that saved it"
+            )
         if withheld and (saved["rank"], saved["ranks"]) != (self._world.rank, self._world.size):
             raise UsageError(
                 f"{inside} by rank {saved['rank']} of {saved['ranks']}, whose gradients only that rank can use, but "
@@ -199,6 +217,16 @@ class Gradients:
         copies = {n: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
         self._withheld = [(params[n], shard_of(params[n], g)) for n, g in copies.items()]
         self._restored, self._seen = [], []
+
+
+def _in_torch_checkpoint() -> bool:
+    """Is torch.distributed.checkpoint calling? Its step looks like that of a batch that was skipped at the rate 0."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

@@ -38,6 +38,9 @@ def _make_nothing() -> Any:
     return _nothing
 
 
+torch.serialization.add_safe_globals([_make_nothing])  # torch.load(weights_only=True) reads a pickle of the whole model
+
+
 class OuterStep:
     """An optimizer whose step() calls super().step() fires torch's hooks twice: only the outer call counts."""
 
@@ -71,15 +74,27 @@ def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     with torch.enable_grad():
         losses = [closure()]
+    versions = _versions(optimizer)
 
     def once() -> Any:
+        name = type(optimizer).__name__
         if not losses:
             raise UsageError(
-                f"{type(optimizer).__name__} calls its closure more than once per step, which is not supported"
+                f"{name} calls its closure more than once per step, which is not supported: use an optimizer that "
+                "calls it once"
+            )
+        if _versions(optimizer) != versions:
+            raise UsageError(
+                f"{name} changes the parameters before it calls its closure, but a strategy needs the gradients before "
+                "the step: call its two steps, each after a backward(), instead of step(closure)"
             )
         return losses.pop()
 
     return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": once})
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [p._version for group in optimizer.param_groups for p in group["params"]]
 
 
 def _below(frame: FrameType, start: FrameType | None) -> bool:

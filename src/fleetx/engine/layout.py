@@ -22,6 +22,7 @@ class Layout:
     replica_group: World  # ranks that hold the same part of the model, and reduce its gradients
     shard_group: World | None = None  # ranks that hold one copy together; None: each rank has a copy
     reduced: bool = False  # does backward itself reduce gradients over all ranks?
+    leaves: Callable[[], Iterable[Tensor]] | None = None  # where backward accumulates, if not in the parameters
     counts: Callable[[nn.Parameter], bool] = lambda p: True  # does this rank count it in a sum over the model?
     absent: frozenset[str] = frozenset()  # names that only other ranks hold
 
@@ -30,9 +31,10 @@ class Layout:
         if self.shard_group is None:
             return get_total_norm(grads)
         mine = [local(p.grad) for p in params if p.grad is not None and self.counts(p)]
-        square = get_total_norm(mine).to(self.shard_group.device, torch.float32).reshape(1).square()
+        own = get_total_norm(mine)
+        square = own.to(self.shard_group.device, torch.float64).reshape(1).square()  # float32 overflows at 1e19
         self.shard_group.sum(square)
-        return square.sqrt().reshape(())
+        return square.sqrt().reshape(()).to(own.dtype if mine else torch.float64)
 
 
 def of(parts: Iterable[Part], model: nn.Module, world: World) -> Layout:

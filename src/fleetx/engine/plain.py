@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetx.base.wrapping import unwrap
+from fleetx.engine.run import Step
 from fleetx.errors import UsageError
+from fleetx.optim.adopt import become
 
 if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
@@ -21,23 +23,32 @@ _MISSING = object()
 
 def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
     """Undo what arming did. Every rank must call it."""
+    if not engine.merged and not any(grad.any() for grad in engine.gradients.present()):
+        engine.step = Step()  # the gradients of the last backward were thrown away
     if engine.merged or engine.step.tapped:
         raise UsageError(
             "a merge window or a backward is still open: call optimizer.step() and fleet.flush() before fleet.release"
         )
     engine.drain(last=True)
+    engine.released = True
+    take_off(engine)
+    engine.gradients.detach()
+    engine.notes, engine.in_progress, engine.saved_at = {}, {}, engine.clock
+    gc.collect()  # the reducer holds its process group until it is collected
+    engine.world.destroy_groups()
+    forget_compiled()
+    return engine.model, engine.optimizer
+
+
+def take_off(engine: Engine) -> None:
+    """Remove hooks, threads and wrappers, and call what the parts have left to undo."""
     for handle in engine.handles:
         handle.remove()
     engine.close()
     for undo in reversed(engine.undo):
         undo()
-    unwrap(engine.model)
-    engine.gradients.detach()
-    engine.undo, engine.notes = [], {}
-    gc.collect()  # the reducer holds its process group until it is collected
-    engine.world.destroy_groups()
-    forget_compiled()
-    return engine.model, engine.optimizer
+    unwrap({*engine.modules, *engine.model.modules()})
+    engine.handles, engine.undo = [], []
 
 
 def forget_compiled() -> None:
@@ -68,11 +79,23 @@ class PlainOptimizer:
         self._before = []
 
     def restore(self) -> None:
-        self._optimizer.__class__ = self._kind
-        places = [vars(self._optimizer), self._optimizer.defaults, *self._optimizer.param_groups]
-        for place, changes in zip(places, self._changes, strict=False):  # groups may have been added since
-            for key, value in changes.items():
-                if value is _MISSING:
-                    place.pop(key, None)
-                else:
-                    place[key] = value
+        optimizer = self._optimizer
+        tracked = hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+        if type(optimizer) is not self._kind and tracked:
+            become(optimizer, self._kind)  # a scheduler has wrapped the strategy's step()
+        optimizer.__class__ = self._kind
+        places = [vars(optimizer), optimizer.defaults, *optimizer.param_groups]
+        for place, changes in zip(places, self._changes, strict=False):
+            _change(place, changes)
+        known = self._changes[2:]
+        default = {key: optimizer.defaults.get(key, _MISSING) for changes in known for key in changes}
+        for group in optimizer.param_groups[len(known) :]:  # added since
+            _change(group, default)
+
+
+def _change(place: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if value is _MISSING:
+            place.pop(key, None)
+        else:
+            place[key] = value

@@ -1,6 +1,6 @@
 """DistributedDataParallel without its wrapper: it reduces for the user's own module, whose names stay the same.
 
-torch's composable `replicate` works the same way: it calls `_pre_forward` and `_post_forward` from hooks.
+torch's composable `replicate` works the same way: it calls DDP's private methods from hooks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from fleetx.base.trees import as_real
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket
+from fleetx.engine.guests import Places
 from fleetx.errors import UsageError
 
 Reduce = Callable[[Bucket], Future[Tensor]]
@@ -31,7 +33,7 @@ class LateReducer:
         self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
         self.known = frozenset(p for p in names if p.requires_grad)
 
-    def check_finished(self) -> None:
+    def check_finished(self, places: Places) -> None:
         """No-op: nothing is pending after backward."""
 
     def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
@@ -42,11 +44,15 @@ class LateReducer:
         self._world.maximum(used)  # a gradient that only one rank has counts as zero on the others
         live = [p for p, u in zip(params, used.tolist(), strict=True) if u]
         for index, group in enumerate(self._buckets(live)):
-            flat = torch.cat([_gradient(p).reshape(-1) for p in group])
-            views = [v.view_as(p) for p, v in zip(group, flat.split([p.numel() for p in group]), strict=True)]
+            grads = [_gradient(p) for p in group]
+            real = [as_real(g) for g in grads]
+            sizes = [g.numel() for g in real]
+            flat = torch.cat([g.reshape(-1) for g in real])
+            views = [v.view_as(g) for g, v in zip(real, flat.split(sizes), strict=True)]
             reduced = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
-            for p, v in zip(group, reduced.split([p.numel() for p in group]), strict=True):
-                p.grad = _gradient(p).copy_(v.view_as(p))
+            for p, grad, g, v in zip(group, grads, real, reduced.split(sizes), strict=True):
+                g.copy_(v.view_as(g))
+                p.grad = grad
 
     def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         out: list[list[nn.Parameter]] = []
@@ -77,16 +83,17 @@ class Reducer(LateReducer):
     ):
         super().__init__(names, world, bucket_cap_mb)
         device = next(iter(self.known)).device
-        self.ddp = DistributedDataParallel(
-            model,
-            device_ids=None if device.type == "cpu" else [device],
-            forward_sync_buffers=False,  # DataParallel sends them once per round, so evaluation does not communicate
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=True,  # no second copy of the gradients
-        )
+        with _without_buffers(model):
+            self.ddp = DistributedDataParallel(
+                model,
+                device_ids=None if device.type == "cpu" else [device],
+                forward_sync_buffers=False,  # sent once per round, so evaluation does not communicate
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=True,  # no second copy of the gradients
+            )
         self.ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
-        self._prepared, self._moved = False, moved
+        self._prepared, self._rebuilt, self._moved = False, False, moved
         if reduce is not None:
             self.ddp.register_comm_hook(None, self._hook(reduce))
 
@@ -104,24 +111,56 @@ class Reducer(LateReducer):
         """This backward communicates. The forward prepared for one; a second backward is prepared here."""
         if not self._prepared:
             if self.ddp.find_unused_parameters:
-                raise UsageError("with find_unused_parameters, a forward can have only one backward, right after it")
+                raise UsageError(
+                    "with find_unused_parameters, a forward can have only one backward, right after it: call "
+                    "backward() after each forward, or turn find_unused_parameters off"
+                )
             self._prepare([])
         self._prepared = False
+        if not self._rebuilt and not self.ddp.find_unused_parameters:  # with it, DDP never does
+            # Queued from a callback, so that it runs after the callback in which DDP finishes its reduction.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._rebuild))
+
+    def _rebuild(self) -> None:
+        """After the first backward, DDP once reorders its buckets and moves the gradients into them.
+
+        The ranks communicate for this. DDP does it in the next forward, which one rank alone may call.
+        """
+        try:
+            self.ddp._check_reducer_finalized()
+        except RuntimeError:
+            return  # `check_finished` tells
+        if self.ddp.reducer._rebuild_buckets():
+            self._rebuilt = True
+            self._moved()
+
+    def join_backward(self, params: list[nn.Parameter]) -> None:
+        """Take part in the reduction of a backward that only other ranks run, by a backward that adds zeros."""
+        if self.ddp.find_unused_parameters:
+            params = [p for p in params if p.grad is not None]
+        with torch.enable_grad():
+            nothing = [p.reshape(-1)[:0].sum() for p in params]
+        if nothing:
+            self._prepare(nothing)
+            self._prepared = False
+            torch.autograd.backward(nothing, [torch.zeros_like(t) for t in nothing])
+            if not self._rebuilt and not self.ddp.find_unused_parameters:
+                self._rebuild()  # as the others do at the end of their backward
 
     def _prepare(self, outputs: list[Tensor]) -> None:
         with _in_plain_words():
-            # After the first backward, DDP once reorders its buckets and moves the gradients into them.
-            if self.ddp.reducer._rebuild_buckets():
-                self._moved()
+            self.ddp._check_reducer_finalized()
             self.ddp.reducer.prepare_for_forward()
             self.ddp.reducer.prepare_for_backward(outputs if self.ddp.find_unused_parameters else [])
         self._prepared = True
 
-    def check_finished(self) -> None:
+    def check_finished(self, places: Places) -> None:
         """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
         try:
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
+            places.check(every=True)
             unused = [name for p, name in self._names.items() if p in self.known and p.grad is None]
             raise UsageError(
                 f"the reduction between ranks is incomplete, because {', '.join(unused[:5]) or 'a parameter'} got no "
@@ -143,10 +182,24 @@ class Reducer(LateReducer):
         return hook
 
 
+@contextmanager
+def _without_buffers(model: nn.Module) -> Iterator[None]:
+    """Keep DDP from sending buffers when it is made: `engine.buffers` does it, also where elements share memory."""
+    before = getattr(model, _IGNORED, None)
+    setattr(model, _IGNORED, {*(before or ()), *(name for name, _ in model.named_buffers())})
+    try:
+        yield
+    finally:
+        delattr(model, _IGNORED) if before is None else setattr(model, _IGNORED, before)
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
 def _as_parameters(buffer: Tensor, params: list[Tensor]) -> list[Tensor]:
     """Views of a bucket in the memory layout of the parameters, as DDP fills it; DDP's own views are contiguous."""
     out, offset = [], buffer.storage_offset()
-    for p in params:
+    for p in map(as_real, params):  # DDP's buckets of complex gradients are real
         piece = buffer.as_strided((p.numel(),), (1,), offset)
         dense = p.is_contiguous() or torch.empty_like(p, device="meta").stride() == p.stride()
         out.append(piece.as_strided(p.shape, p.stride()) if dense else piece.view(p.shape))
@@ -169,4 +222,4 @@ def _in_plain_words() -> Iterator[None]:
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
-    return p.grad if p.grad is not None else torch.zeros_like(p)
+    return p.grad.resolve_conj() if p.grad is not None else torch.zeros_like(p)

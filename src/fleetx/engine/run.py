@@ -16,6 +16,7 @@ from fleetx.base.module_names import plain_name
 from fleetx.comm.paths import Network
 from fleetx.comm.world import World
 from fleetx.engine import layout
+from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.loss_weights import LossWeights
 from fleetx.strategy.compose import Plan
@@ -29,6 +30,7 @@ class Step:
     backward: int = -1  # torch's number of the backward that last entered the model
     tapped: bool = False  # has a backward entered through the model's output?
     scaled_at_loss: bool = False  # is fleet.backward running, which scales the loss itself?
+    reads: bool = False  # does that one only return gradients of parameters (torch.autograd.grad)?
     create_graph: bool = False  # was a backward itself made differentiable?
     flushing: bool = False  # is this fleet.flush, which updates whatever the gate says?
     collected: int = 0  # merged steps in the gradients that are being reduced outside a backward
@@ -44,24 +46,35 @@ class Run:
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         self.plan, self.model, self.optimizer = plan, model, optimizer
-        self.world = world = world.owned()  # its groups end with this training
+        self.world = world = world.owned(self)  # its groups end with this training
         self.names: Mapping[nn.Parameter, str] = {p: plain_name(n) for n, p in model.named_parameters()}
         self.device: torch.device = next((p.device for p in self.names), world.device)
         self.round = 0  # rounds that have ended, whether or not they applied an update
         self.merged = 0  # steps in the current round, the current one included once it has stepped
+        self.saved_at: tuple[int, int] | None = None  # the clock when a checkpoint was last made
         self.updated = False  # did the last optimizer.step() apply an update?
         self.step = Step()
         self.state: dict[str, dict[str, Any]] = self.initial_state()  # of each part: saved and loaded
         self.notes: dict[str, dict[str, Any]] = {key_of(p): {} for p in plan.parts}  # of each part: not saved
+        self.in_progress: dict[str, dict[str, Any]] = {key_of(p): {} for p in plan.parts}  # dropped by a load
         self.extra: dict[str, Any] = {}  # what a front end wants to find again after a resume
         self.reducer_settings: dict[str, Any] | None = None  # set by the part that asks for a reducer
+        self.shares_buffers = True  # does every rank take over the buffers of rank 0 after a round?
+        self.buffers = ModelBuffers(model)
         self.undo: list[Callable[[], None]] = []  # what `release` calls, last first
+        self.modules = weakref.WeakSet(model.modules())  # parts may wrap them; the user may replace some
+        self.released = False
         self.gradients: Gradients  # made when the optimizer is final
         self.layout = layout.of(plan.parts, model, world)
         self.weights = LossWeights(plan, self.layout.replica_group)
         self.network = Network(self.layout.replica_group)
         # Not at exit: then `fleet` closes everything in the right order.
         weakref.finalize(self, self.network.close).atexit = False
+
+    @property
+    def clock(self) -> tuple[int, int]:
+        """(round, steps in it so far)."""
+        return self.round, self.merged
 
     def initial_state(self) -> dict[str, dict[str, Any]]:
         return {key_of(part): part.init({name: p for p, name in self.names.items()}) for part in self.plan.parts}

@@ -35,6 +35,7 @@ class ScheduledEngine(Engine):
         if not torch.is_grad_enabled():
             with self._run():
                 return run(StepInput(inputs, target, loss_fn), ctx)
+        self._session.inside = True
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
@@ -60,7 +61,6 @@ class ScheduledEngine(Engine):
     def _arm(self) -> None:
         self._owns_grad = True  # a rank has only part of shared weights and of norms
         super()._arm()
-        peers.start_heartbeat(self.world)
         self.handles.append(self.model.register_state_dict_post_hook(Hook(self._leave_out)))
 
     def _leave_out(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -10,10 +10,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from fleetx.engine.run import Step
+from fleetx.engine.dtensors import refuse_pickling
+from fleetx.engine.run import Step, key_of
 from fleetx.errors import UsageError
+from fleetx.strategy.part import every, switch_of
 from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
@@ -22,13 +25,49 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
+_MARK = "fleetx"  # an option of the first group in a checkpoint from inside a merge window
+
+
+def mark(state_dict: dict[str, Any], merged: int) -> None:
+    """Plain PyTorch drops the window of a checkpoint, but not the options of its groups: leave a mark there."""
+    if merged:
+        state_dict["param_groups"][0][_MARK] = merged
+
+
+def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [{k: v for k, v in group.items() if k != _MARK} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def check_not_loaded(optimizer: Optimizer) -> None:
+    """A plain optimizer that is about to be armed."""
+    if merged := optimizer.param_groups[0].pop(_MARK, 0):
+        raise UsageError(
+            f"the optimizer was loaded before fleet.distribute, so {merged} step{'s' if merged > 1 else ''} of a merge "
+            "window in the checkpoint would be lost: call optimizer.load_state_dict() after fleet.distribute, or "
+            "fleet.flush() before saving"
+        )
+
+
 def save(engine: Engine) -> dict[str, Any]:
+    engine.saved_at = engine.clock
     clock: dict[str, Any] = {"version": VERSION, "round": engine.round, "merged": engine.merged}
     if engine.weights.used:
         clock["weights"] = engine.weights.saved()
     if engine.extra:
         clock["extra"] = dict(engine.extra)
     return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
+
+
+def unfinished(engine: Engine) -> list[str]:
+    """What a script that ends now leaves undone, unless a checkpoint has it."""
+    if engine.clock == engine.saved_at:
+        return []
+    found = [text for part in engine.plan.parts for text in part.unfinished(engine.context_of(part))]
+    if engine.merged:
+        steps = "1 step is" if engine.merged == 1 else f"{engine.merged} steps are"
+        found.append(f"inside a merge window: {steps} not applied")
+    return found
 
 
 def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -40,7 +79,9 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
     if saved["version"] > VERSION:
         raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
-        warnings.warn(f"the checkpoint has the state of {', '.join(lost)}, which is off now", stacklevel=4)
+        switches = " and ".join(f"`{_switch(key)}`" for key in lost)
+        off = "which is off now: it is ignored" if len(lost) == 1 else "which are off now: they are ignored"
+        warnings.warn(f"the checkpoint has state of {switches}, {off}", stacklevel=4)
     engine.gradients.check(saved)
     _check_rank(engine, saved)
     return saved
@@ -48,14 +89,20 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
 
 def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
     """State that one rank accumulated would be counted twice by another."""
-    mine = [type(part).__name__ for part in engine.plan.parts if part.per_rank_state]
+    mine = [part for part in engine.plan.parts if part.per_rank_state]
     here = (engine.world.rank, engine.world.size)
-    if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(name) for name in mine):
+    if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(key_of(part)) for part in mine):
+        switches = " and ".join(switch_of(type(part)) for part in mine)
         raise UsageError(
             f"this checkpoint was saved by rank {saved['rank']} of {saved['ranks']}, and only that rank can use the "
-            f"state of {' and '.join(mine)} in it, but this is rank {here[0]} of {here[1]}: save one checkpoint per "
-            "rank, or delete its 'fleetx' entry to start without residuals"
+            f"state of {switches} in it, but this is rank {here[0]} of {here[1]}: save one checkpoint per rank, or "
+            "delete its 'fleetx' entry to start without residuals"
         )
+
+
+def _switch(key: str) -> str:
+    """What turns on the part whose state has this key."""
+    return next((switch for switch, part in every().items() if part.__name__ == key), key)
 
 
 def load(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -68,8 +115,7 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
         if key in engine.state:
             # A copy: the checkpoint stays the caller's.
             engine.state[key] = _rebuilt(state, lambda t: t.to(engine.device, copy=True))
-    for notes in engine.notes.values():
-        notes.pop("under_way", None)  # belongs to the training that was abandoned
+    engine.in_progress = {key: {} for key in engine.in_progress}  # it belongs to the training that was abandoned
 
 
 def _rebuilt(value: Any, leaf: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
@@ -79,3 +125,31 @@ def _rebuilt(value: Any, leaf: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_rebuilt(v, leaf) for v in value)
     return leaf(value) if isinstance(value, Tensor) else value
+
+
+class Hooks:
+    """What the engine registers on the optimizer, for `state_dict` and `load_state_dict`."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._loading: Mapping[str, Any] = {}
+
+    def save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._engine.drain(last=False)
+        state_dict["fleetx"] = save(self._engine)
+        mark(state_dict, self._engine.merged)
+        refuse_pickling(v for values in state_dict["state"].values() for v in values.values())
+
+    @staticmethod
+    def guard(model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """torch.save on rank 0 would write its shards as if they were the model."""
+        refuse_pickling(state_dict.values())
+
+    def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before torch looks at the rest: nothing may be changed yet."""
+        state_dict = unmarked(state_dict)
+        self._loading = checked(self._engine, state_dict.pop("fleetx", None))
+        return state_dict
+
+    def load(self, optimizer: Optimizer) -> None:
+        load(self._engine, self._loading)

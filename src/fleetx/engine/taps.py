@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Call = Callable[[Tensor], Tensor]
 
@@ -35,15 +35,42 @@ def tap(x: Tensor, call: Call) -> Tensor:
     return _Tap.apply(x, call) if x.requires_grad else x
 
 
-def reaches(params: list[nn.Parameter]) -> bool:
-    """Does the running backward reach any parameter? Not in torch.func, nor in torch.autograd.grad for inputs."""
+def reaches(params: Iterable[Tensor]) -> bool | None:
+    """Does the running backward reach any parameter? Not in torch.func, nor in torch.autograd.grad for inputs.
+
+    None: it is torch.autograd.grad for parameters, which returns their gradients and leaves p.grad alone.
+    """
     if torch._C._are_functorch_transforms_active():
         return False
     edges = (torch.autograd.graph.get_gradient_edge(p) for p in params if p.requires_grad)
-    return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+    try:
+        return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return None
 
 
 PENALTY = (
     "this loss contains a gradient made with create_graph=True, so only part of it would be scaled: call "
     "fleet.backward(loss) instead of loss.backward()"
+)
+
+DOUBLE_BACKWARD = (
+    "torch.autograd.grad(..., create_graph=True) through a sharded model is not supported, because full weights are "
+    "freed after each backward: turn sharding off"
+)
+
+PAST_THE_MODEL = (
+    "this loss does not depend on the model's output, so its gradients are not reduced between ranks: compute it from "
+    "what model(x) returns"
+)
+
+RELEASED = (
+    "this loss was computed before fleet.release: call backward() before fleet.release, or compute the loss again"
+)
+
+OF_SHARDS = (
+    "this loss was computed from shards of parameters, which autograd cannot combine with the model's output: use "
+    "p.full_tensor() instead of p in the loss"
 )

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from fleetx.engine.plain import release as _release
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
-from fleetx.fleet.agreement import check_strategy
+from fleetx.fleet.agreement import check_strategy, check_training
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
 from fleetx.fleet.workers import (
@@ -79,6 +79,9 @@ __all__ = [
     "worker_num",
 ]
 
+Model = TypeVar("Model", bound=nn.Module)
+Optim = TypeVar("Optim", bound=Optimizer)
+
 updated: bool  # did the last optimizer.step() apply an update? (found by __getattr__ below)
 
 
@@ -120,13 +123,13 @@ def _here() -> World:
 
 # --- the strategy ---------------------------------------------------------------------------------
 def distribute(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: Model,
+    optimizer: Optim,
     strategy: DistributedStrategy | None = None,
     *,
     sample: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
-) -> tuple[nn.Module, Optimizer]:
+) -> tuple[Model, Optim]:
     """Apply a strategy to a model and its optimizer, in place. The training loop stays the same.
 
     sample: a batch of any size, for `strategy.auto` to measure with; (inputs, targets) if `loss_fn` is given.
@@ -137,20 +140,22 @@ def distribute(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     strategy = _checked(strategy or current().strategy or DistributedStrategy())
     plan = strategy.plan()
-    current().refuse_twice(model, optimizer)
+    current().check_not_distributed(model, optimizer)
+    peers.watch(_here())
     check_strategy(strategy, _here())
+    check_training(model, optimizer, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
     engine = kind(plan, model, optimizer, _here())
-    peers.watch(_here())
+    peers.start_heartbeat()
     atexit.unregister(_close)
     atexit.register(_close)
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
     if found is not None:
         watch_feed(engine, found)
-    return engine.model, engine.optimizer
+    return cast("tuple[Model, Optim]", (engine.model, engine.optimizer))  # the same objects
 
 
 def release(model: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
@@ -160,22 +165,23 @@ def release(model: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
     discarded, such as the residuals of `dgc`.
     """
     engine = _engine(model)
+    peers.meet("fleet.release")
     plain = _release(engine)
     current().remove(engine)
     return plain
 
 
-def distributed_model(model: nn.Module) -> nn.Module:
+def distributed_model(model: Model) -> Model:
     """Paddle's first half of `distribute`. It takes effect once both halves have been called."""
-    return _half("model", model)
+    return cast("Model", _half("model", model))
 
 
-def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> Optimizer:
+def distributed_optimizer(optimizer: Optim, strategy: DistributedStrategy | None = None) -> Optim:
     """Paddle's second half of `distribute`. The two can be called in either order."""
     if strategy is not None:
         _checked(strategy).plan()
         current().pending["strategy"] = strategy
-    return _half("optimizer", optimizer)
+    return cast("Optim", _half("optimizer", optimizer))
 
 
 def _half(name: str, value: Any) -> Any:
@@ -284,14 +290,18 @@ def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
     """
     from fleetx.engine import checkpoint  # torch.distributed.checkpoint takes a while to import
 
-    checkpoint.save(_engine(model), Path(folder))
+    engine = _engine(model)
+    peers.meet("fleet.save")
+    checkpoint.save(engine, Path(folder))
 
 
 def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
     """Resume from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
     from fleetx.engine import checkpoint
 
-    checkpoint.load(_engine(model), Path(folder))
+    engine = _engine(model)
+    peers.meet("fleet.load")
+    checkpoint.load(engine, Path(folder))
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
@@ -300,7 +310,8 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
         return Explanation(_checked(strategy), strategy.plan(), current().world)
     engine = _engine(model)
     entry = current().entries[engine]
-    return Explanation(entry.strategy, engine.plan, engine.world, engine, entry.chosen.text if entry.chosen else "")
+    text = entry.batch_plan.text if entry.batch_plan else ""
+    return Explanation(entry.strategy, engine.plan, engine.world, engine, text)
 
 
 def batch(*, model: nn.Module | None = None) -> BatchPlan:
@@ -309,7 +320,7 @@ def batch(*, model: nn.Module | None = None) -> BatchPlan:
     Under `auto`, print it to see the search.
     """
     engine = _engine(model)
-    plan: BatchPlan | None = current().entries[engine].chosen
+    plan: BatchPlan | None = current().entries[engine].batch_plan
     if plan is None:
         raise UsageError("fleet.batch() needs a strategy with auto or batch: turn one of them on")
     return plan

@@ -123,7 +123,7 @@ class FeedCheck:
 def watch_feed(engine: Engine, plan: BatchPlan) -> None:
     """Check each batch that enters the model in training."""
     entry = session.current().entries[engine]
-    entry.chosen, feed = plan, FeedCheck(plan)
+    entry.batch_plan, feed = plan, FeedCheck(plan)
 
     def around(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled() and module.training:
@@ -133,10 +133,10 @@ def watch_feed(engine: Engine, plan: BatchPlan) -> None:
     if type(engine) is Engine:
         wrap(engine.model, Layer.MATHEMATICS, around)
     else:  # a pipeline calls the model with micro-batches
-        entry.feed = feed
+        entry.feed_check = feed
 
 
 def check_feed(engine: Engine, inputs: Any) -> None:
-    feed = session.current().entries[engine].feed
+    feed = session.current().entries[engine].feed_check
     if feed is not None and torch.is_grad_enabled():
         feed.check(inputs)

@@ -57,5 +57,5 @@ def _bytes(memory: str | int) -> int:
     except ValueError as error:
         raise UsageError(f"memory: {error}") from None
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UsageError(f"memory: {memory!r} is not a number of bytes such as '6GiB' or 6442450944")
+        raise UsageError(f"memory: {memory!r} is not a number of bytes: write it as '6GiB' or 6442450944")
     return size

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from fleetx import __version__
 from fleetx.base.suggest import did_you_mean
 from fleetx.errors import LaunchError
 from fleetx.launch import devices, environment, nodes
@@ -73,21 +74,23 @@ def _canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-_command = _Command(
-    "fleetrun",
-    help=SUMMARY,
-    epilog=EPILOG,
-    params=[
-        *(option for options in OPTIONS.values() for option in options),
-        click.Argument(["script"]),
-        click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
-    ],
-    callback=lambda **options: options,
-    context_settings={
-        "max_content_width": 110,
-        "allow_interspersed_args": False,
-        "token_normalize_func": _canonical,
-    },
+_command = click.version_option(__version__)(
+    _Command(
+        "fleetrun",
+        help=SUMMARY,
+        epilog=EPILOG,
+        params=[
+            *(option for options in OPTIONS.values() for option in options),
+            click.Argument(["script"]),
+            click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
+        ],
+        callback=lambda **options: options,
+        context_settings={
+            "max_content_width": 110,
+            "allow_interspersed_args": False,
+            "token_normalize_func": _canonical,
+        },
+    )
 )
 
 
@@ -120,7 +123,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str], *, environ: Mapping[str, str]) -> Job | None:
-    """Check the command line. Returns None if it asked for the help, which has then been printed."""
+    """Check the command line. Returns None if it asked for the help or the version, which has then been printed."""
     try:
         options = _command.main(arguments, prog_name="fleetrun", standalone_mode=False)
     except click.NoSuchOption as error:

@@ -157,7 +157,7 @@ def _record(fake: FakeStep) -> ModuleCall:
     assert fake.engine  # creating it installs its hooks
     with fake.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         root.outputs = tensors_of(fake.model(*fake.args, **fake.kwargs))
-    unwrap(fake.model)
+    unwrap(fake.model.modules())
     _add_up(root)
     return root
 

@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from fleetx.base.trees import loss_of, map_tensors, tensors_of
@@ -30,7 +31,7 @@ from fleetx.measure.op_scratch import OpScratch, with_scratch
 from fleetx.measure.tracker import Tracker, bytes_of
 from fleetx.strategy.compose import Plan, compose
 from fleetx.strategy.part import Part
-from fleetx.strategy.stage import Fact
+from fleetx.strategy.stage import Fact, Stage
 
 log = logging.getLogger(__name__)
 Forward = Callable[[], AbstractContextManager[Any]]  # to be entered around each forward
@@ -72,7 +73,7 @@ class TrainingStep:
     ) -> TrainingStep:
         """A step with what the plan's parts keep in memory. merge: gradients are merged, whether or not a part does."""
         facts = frozenset().union(*(act.claim.makes for act in plan.acts))
-        merge = merge or Fact.SUMMED in facts
+        merge = merge or bool(plan.at(Stage.GATE))
         params = list(model.parameters())
         kept = sum(part.keeps(params, scaled=Fact.SCALED in facts) for part in plan.parts)
         return TrainingStep(
@@ -143,6 +144,8 @@ class FakeStep:
         fake: nn.Module = copy.deepcopy(model, self._fakes)
         for p in fake.parameters():
             p.grad = None
+        for norm in (m for m in fake.modules() if isinstance(m, _NormBase) and m.momentum is None):
+            norm.momentum = 0.1  # a cumulative average divides by a count, which has no data here
         return without_hooks(fake)
 
     def optimizer(self) -> Optimizer:
@@ -227,8 +230,14 @@ def _update(optimizer: Optimizer) -> bool:
 
 def copy_optimizer(optimizer: Optimizer, params: Mapping[int, Any]) -> Optimizer:
     """Same class and settings, without state and hooks. params: by the id of each parameter, the one to replace it."""
-    made: Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update({k: v for k, v in vars(optimizer).items() if "hooks" not in k})
+    kind = type(optimizer)
+    made: Optimizer = object.__new__(kind)
+    for key, value in vars(optimizer).items():
+        # A method on the object, such as the step() of a scheduler, would run the optimizer that is copied.
+        if "hooks" in key or callable(getattr(kind, key, None)):
+            continue
+        inner = isinstance(value, Optimizer) and value is not optimizer
+        vars(made)[key] = copy_optimizer(value, params) if inner else value
     groups = [group | {"params": [params[id(p)] for p in group["params"] if id(p) in params]}
               for group in optimizer.param_groups]  # fmt: skip
     made.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})

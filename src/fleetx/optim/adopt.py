@@ -44,7 +44,7 @@ def adoption_problems(
             except ValueError as error:
                 yield f"{part}: {error}"
         if other := {p.dtype for group in groups for p in group["params"] if not p.is_floating_point()}:
-            yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}"
+            yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
     for option in ("differentiable", "capturable"):
         if any(group.get(option) for group in groups):
             yield f"{part} does not support {option}: pass {option}=False to {name}"

@@ -28,7 +28,7 @@ def problems(part: str, model: nn.Module, optimizer: Optimizer, patterns: Sequen
         elif not any(id(p) in held for p in matching):
             yield (
                 f"{part}: {pattern!r} in exclude_from_weight_decay only matches parameters that are not in the "
-                "optimizer, so it would exclude nothing"
+                "optimizer, so it would exclude nothing: remove it"
             )
 
 

@@ -61,7 +61,7 @@ class Lars(Layerwise):
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov needs momentum above 0")
         if group.get("dampening"):
-            raise ValueError("Lars does not support dampening")
+            raise ValueError("dampening is not supported: leave it at 0")
 
     def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
         decays = [0.0 if skip else float(group["weight_decay"]) for skip in excluded]

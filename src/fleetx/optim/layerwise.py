@@ -39,24 +39,28 @@ class Layerwise(Optimizer):
                 raise ValueError(f"exclude_from_weight_decay: {pattern!r} matches no parameter name")
 
     def add_param_group(self, param_group: Group) -> None:
+        chosen = {k: v for k, v in param_group.items() if k in self.own and k not in ("excluded", "adapt")}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._complete(group)
+            self._complete(group, chosen)
             self.check(group)
             for p in group["params"]:
                 if not p.is_floating_point():
-                    raise ValueError(f"{type(self).__name__} needs real floating-point parameters, not {p.dtype}")
+                    raise ValueError(
+                        f"{type(self).__name__} needs real floating-point parameters, not {p.dtype}: pass this one to "
+                        "another optimizer"
+                    )
         except ValueError:
             self.param_groups.pop()
             raise
 
-    def _complete(self, group: Group) -> None:
-        """Set the `own` options of a new group, or at least which parameters it excludes."""
+    def _complete(self, group: Group, chosen: Group) -> None:
+        """Set the `own` options of a new group except those it came with, or at least which parameters it excludes."""
         if "exclude_from_weight_decay" in group:
             raise ValueError("exclude_from_weight_decay is not an option of a group: pass it to the optimizer")
         if self.decide is not None and self.declared is not None:
-            self.declared.append(self.decide(group))
+            self.declared.append(self.decide(group) | chosen)
             group.update(self.declared[-1])
         elif self._patterns and "param_names" not in group:
             raise ValueError("exclude_from_weight_decay needs names: pass model.named_parameters()")

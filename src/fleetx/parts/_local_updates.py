@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from fleetx.base.module_names import sparse_problem
 from fleetx.comm.averaging import Background, average, completed
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, StepContext
@@ -62,6 +63,11 @@ class LocalUpdates(Part):
                 f"{name}: there is only one worker, so there is nothing to communicate: start more with fleetrun, or "
                 f"set strategy.{name}_configs['allow_single'] = True for debugging"
             )
+        yield from sparse_problem(name_of(type(self)), model)
+
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is not None and ctx.replica_group.size == 1:
+            yield "no effect here: there is one replica of the model, so there is nothing to average"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}  # the round of the last average
@@ -78,7 +84,24 @@ class LocalUpdates(Part):
         """keep each rank's own gradient: nothing is sent during backward"""
         if self._outer and "anchor" not in ctx.state:
             self._start_outer(ctx)
+        self._note_missing(bucket, ctx)
         return completed(bucket.buffer)
+
+    @at(Stage.GRADIENT, needs={Fact.LOCAL})
+    def leave_out(self, grads: list[Tensor], ctx: StepContext) -> None:
+        """drop the zeros that stand for gradients which only other ranks have, so that nothing decays here"""
+        for p in ctx.notes["missing"] if ctx.notes.get("missing_in") == ctx.round else ():
+            p.grad = None
+
+    def _note_missing(self, bucket: Bucket, ctx: StepContext) -> None:
+        """The reducer fills the gradient of a parameter with zeros if this rank did not use it, but another one did."""
+        notes = ctx.notes
+        if notes.get("missing_in") != ctx.round:
+            notes["missing_in"], notes["missing"] = ctx.round, []
+        params = notes.get("params")
+        if params is None:
+            params = notes["params"] = {name: p for p, name in ctx.names.items()}
+        notes["missing"] += [params[name] for name in bucket.names if params[name].grad is None]
 
     def end_period(self, params: list[Tensor], ctx: StepContext) -> None:
         """Average the parameters, or start to."""
@@ -101,22 +124,31 @@ class LocalUpdates(Part):
         elif last and ctx.round > ctx.state["last"]:
             self.end_period(params, ctx)
         elif self.overlap and not last:
-            ctx.notes["saved"] = ctx.state["under_way"] = self._background(ctx).saved()
+            ctx.state["under_way"] = self._background(ctx).saved()
+
+    def unfinished(self, ctx: StepContext) -> Iterator[str]:
+        rounds = ctx.round - ctx.state["last"]
+        if rounds and ctx.replica_group.size > 1:
+            yield (
+                f"while the ranks have different parameters, because {name_of(type(self))} has not averaged them for "
+                f"{rounds} round{'s' if rounds > 1 else ''}"
+            )
 
     def _background(self, ctx: StepContext) -> Background:
         """The average under way, restored if a checkpoint was loaded since."""
         background = ctx.notes.setdefault("background", Background(ctx.network, self.overlap_share))
         saved = ctx.state.pop("under_way", None)
-        if saved is not None and saved is not ctx.notes.get("saved"):
-            background.load(saved)
+        if "background" not in ctx.in_progress:
+            background.load(saved or [])
+            ctx.in_progress["background"] = background
         return background
 
     def _sync_buffers(self, ctx: StepContext) -> None:
         buffers = [b for b in ctx.model.buffers() if b is not None]
-        averaged = [b for b in buffers if self.average_buffers and b.is_floating_point()]
+        averaged = [b for b in buffers if self.average_buffers and _has_mean(b)]
         if ctx.replica_group.size > 1:
             average(averaged, ctx.network)
-            ctx.replica_group.broadcast([b for b in buffers if not any(b is a for a in averaged)])
+            ctx.broadcast_buffers(skip=averaged)
 
     # --- the outer optimizer ----------------------------------------------------------------------
     @property
@@ -140,11 +172,15 @@ class LocalUpdates(Part):
             p.detach().copy_(anchor)
 
 
+def _has_mean(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 def _optimizer_state(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
     """The optimizer's floating-point state tensors, such as momentum. Every rank must have equally many values."""
     state = ctx.optimizer.state
     values = [s for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
-    values = [s for s in values if s.dim() and s.is_floating_point()]
+    values = [s for s in values if s.dim() and _has_mean(s)]
     count = torch.tensor([sum(s.numel() for s in values)], device=ctx.device)
     counts = ctx.replica_group.gather(count).flatten().tolist()
     if len(set(counts)) > 1:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fleetx.engine.context import StepContext
 from fleetx.parts._local_updates import LocalUpdates
+from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -36,6 +37,8 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
     """
 
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True, "max_k_steps": 1}
+    effect: ClassVar[Effect] = more("ranks_apart", "ranks differ between averages")
+    example: ClassVar[dict[str, int]] = {"init_k_steps": 3}
     costs: ClassVar[str] = "network: per period, the size of the parameters and one number"
 
     def problems(self) -> Iterator[str]:
@@ -71,5 +74,6 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
             log.info("round %d: period changed from %d to %d rounds (loss %.4g)", ctx.round, before, state["k"], loss)
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        if ctx is not None:
+        yield from super().remarks(ctx)
+        if ctx is not None and ctx.replica_group.size > 1:
             yield f"the current period is {ctx.state['k']} rounds"

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
+from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -27,6 +28,8 @@ class Clip(Part):
     """Maximum norm of the gradient."""
 
     neutral: ClassVar[dict[str, float]] = {"clip_norm": float("inf")}
+    effect: ClassVar[Effect] = less("gradient_norm", "the gradient is shorter")
+    example: ClassVar[dict[str, float]] = {"clip_norm": 0.01}
     costs: ClassVar[str] = "time: two passes over the gradients, for the norm and for the scaling"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:

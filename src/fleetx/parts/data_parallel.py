@@ -5,11 +5,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from fleetx.base.module_names import sparse_problem
+from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.strategy.cost_model import CostTerms
+from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
-from fleetx.strategy.stage import Stage, at
+from fleetx.strategy.stage import Fact, Stage, at
 
 # MB. DistributedDataParallel closes a bucket once it is full, so each parameter gets its own.
 _NO_FUSION = 1e-6
@@ -30,22 +34,45 @@ class DataParallel(Part):
     """Detect parameters that the forward did not use; traverses the autograd graph in every step."""
     nccl_comm_num: Annotated[int, Field(ge=1)] = 1
     """Number of process groups that buckets are distributed over, round-robin."""
+    broadcast_buffers: bool = True
+    """Copy the buffers of rank 0 to every rank after each round."""
 
     always: ClassVar[bool] = True
     flat: ClassVar[dict[str, str]] = {
         name: name
-        for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "find_unused_parameters", "nccl_comm_num")
+        for name in (
+            "fuse_all_reduce_ops",
+            "fuse_grad_size_in_MB",
+            "find_unused_parameters",
+            "nccl_comm_num",
+            "broadcast_buffers",
+        )
     }
     neutral: ClassVar[dict[str, str]] = {}
-    costs: ClassVar[str] = "network: the size of the gradients, overlapped with backward; the buffers in every round"
+    effect: ClassVar[Effect] = more("bytes_sent", "gradients are sent")
+    costs: ClassVar[str] = (
+        "network: the size of the gradients, overlapped with backward; changed buffers in every round"
+    )
 
     def problems(self) -> Iterator[str]:
         if not self.fuse_all_reduce_ops and self.fuse_grad_size_in_MB != type(self)().fuse_grad_size_in_MB:
             yield "fuse_grad_size_in_MB has no effect with fuse_all_reduce_ops=False: remove one of them"
 
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if self.nccl_comm_num > 1:
+            yield from sparse_problem("nccl_comm_num", model)
+
     @property
     def _bucket(self) -> float:
         return self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _NO_FUSION
+
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is None or not ctx.reduced:
+            return
+        default = type(self)()
+        for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB"):
+            if getattr(self, name) != getattr(default, name):
+                yield f"{name} has no effect under sharding, which reduces segment by segment"
 
     def cost(self, terms: CostTerms) -> None:
         terms.bucket = self._bucket * 2**20
@@ -54,14 +81,21 @@ class DataParallel(Part):
     @at(Stage.MODEL)
     def replicate(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """copy the model of rank 0 to every rank, and reduce gradients in buckets during backward"""
-        ctx.notes["modules"] = list(model.modules())  # cheaper than traversing the model in every round
-        ctx.network.communicators = self.nccl_comm_num
-        ctx.replicate(bucket_cap_mb=self._bucket, find_unused_parameters=self.find_unused_parameters)
+        ctx.replicate(
+            bucket_cap_mb=self._bucket,
+            find_unused_parameters=self.find_unused_parameters,
+            broadcast_buffers=self.broadcast_buffers,
+        )
         return model
 
-    @at(Stage.PARAMETER)
-    def broadcast_buffers(self, params: list[Tensor], ctx: StepContext) -> None:
+    @at(Stage.MODEL, makes={Fact.ROUTED}, when=lambda self: self.nccl_comm_num > 1)
+    def spread(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """distribute the buckets over several process groups"""
+        ctx.network.communicators = self.nccl_comm_num
+        return model
+
+    @at(Stage.PARAMETER, when=lambda self: self.broadcast_buffers)
+    def send_buffers(self, params: list[Tensor], ctx: StepContext) -> None:
         """copy the buffers of rank 0 to every rank, so that evaluation needs no communication"""
-        if ctx.replica_group.size > 1 and not ctx.per_rank:  # a part that lets ranks diverge also syncs their buffers
-            buffers = [b for m in ctx.notes["modules"] for b in m._buffers.values() if b is not None]
-            ctx.replica_group.broadcast(buffers)
+        if not ctx.per_rank:  # a part that lets ranks diverge also syncs their buffers
+            ctx.broadcast_buffers()

@@ -12,6 +12,7 @@ from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
+from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -31,6 +32,8 @@ class GradientMerge(Part):
     """Divide by the number of merged steps. Otherwise the update uses the sum."""
 
     neutral: ClassVar[dict[str, int]] = {"k_steps": 1}
+    effect: ClassVar[Effect] = less("updates", "fewer steps update", than=0.7)
+    example: ClassVar[dict[str, int]] = {"k_steps": 2}
     costs: ClassVar[str] = "memory: gradients are kept between steps; network: one reduction every k_steps steps"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
@@ -46,9 +49,14 @@ class GradientMerge(Part):
         terms.merged = self.k_steps
         terms.streamed += 3 * (self.k_steps - 1) * terms.gradients  # two reads and one write
 
-    @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1)
+    @at(Stage.GATE, makes={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
     def opens(self, steps: int, ctx: StepContext) -> bool:
         """update only in every k_steps-th step, and communicate only in its backward"""
+        return steps >= self.k_steps
+
+    @at(Stage.GATE, when=lambda self: self.k_steps > 1 and not self.avg)  # the sum is what the user asked for
+    def opens_for_sum(self, steps: int, ctx: StepContext) -> bool:
+        """update only in every k_steps-th step, with the sum of its gradients, and communicate only in its backward"""
         return steps >= self.k_steps
 
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)

@@ -7,12 +7,15 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.base.module_names import sparse_problem
 from fleetx.comm.paths import inside_hosts
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import StrategyError
 from fleetx.strategy.cost_model import Cluster, CostTerms, Link, Offer
+from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
-from fleetx.strategy.stage import Stage, at
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
@@ -29,6 +32,8 @@ class Hierarchical(Part):
     switch: ClassVar[str] = "use_hierarchical_allreduce"
     flat: ClassVar[dict[str, str]] = {"hierarchical_allreduce_inter_nranks": "inter_nranks"}
     neutral: ClassVar[dict[str, int]] = {}
+    effect: ClassVar[Effect] = more("most_bytes_sent", "leaders send more bytes", by=1000, replicas=4)
+    example: ClassVar[dict[str, int]] = {"inter_nranks": 2}
     costs: ClassVar[str] = "network: the gradients once between hosts, twice within them"
 
     @classmethod
@@ -43,29 +48,39 @@ class Hierarchical(Part):
             terms.link = _tiers(terms.cluster, inside, groups)
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from sparse_problem("use_hierarchical_allreduce", model)
         if world.size == 1:
             return
-        size = self._group_size(world)
+        yield from self._misfits(self._group_size(world), world.size)
+
+    @staticmethod
+    def _misfits(size: int, ranks: int) -> Iterator[str]:
         if size == 0:
             yield (
                 "use_hierarchical_allreduce: not every host has the same number of workers with consecutive ranks: "
                 "set strategy.hierarchical_allreduce_inter_nranks"
             )
-        elif world.size % size:
-            divisors = [n for n in range(2, world.size + 1) if world.size % n == 0]
+        elif ranks % size:
+            divisors = [n for n in range(2, ranks + 1) if ranks % n == 0]
             yield (
-                f"hierarchical_allreduce_inter_nranks = {size} does not divide {world.size} ranks: "
+                f"hierarchical_allreduce_inter_nranks = {size} does not divide {ranks} ranks: "
                 f"use {' or '.join(map(str, divisors))}"
             )
 
     def _group_size(self, world: World) -> int:
         return self.inter_nranks if self.inter_nranks > 1 else inside_hosts(world.hosts())
 
-    @at(Stage.MODEL)
+    @at(Stage.MODEL, makes={Fact.ROUTED})
     def group_ranks(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """reduce within each host, all-reduce between host leaders, broadcast within each host"""
-        if ctx.replica_group.size > 1:
-            ctx.network.inside = self._group_size(ctx.replica_group)
+        replicas = ctx.replica_group
+        if replicas.size > 1:
+            ctx.network.inside = self._group_size(replicas)
+            if problems := list(self._misfits(ctx.network.inside, replicas.size)):
+                divided = (
+                    f" (only the {replicas.size} ranks that hold the same part of the model reduce with each other)"
+                )
+                raise StrategyError([problem + divided for problem in problems])
         return model
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.optim import Lamb, exclusion
 from fleetx.optim.adopt import adopt, adoption_problems, kernels_remark
+from fleetx.strategy.effect import Effect, differs
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -31,6 +32,7 @@ class LAMB(Part):
     """Keep the trust ratio for excluded parameters, as Paddle 2.0 did."""
 
     neutral: ClassVar[dict[str, Any]] = {"exclude_from_weight_decay": ["weight", "bias"]}
+    effect: ClassVar[Effect] = differs("distance", "updates have another length")
     costs: ClassVar[str] = "time: one pass more than Adam over parameters and moments, for the norms"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:

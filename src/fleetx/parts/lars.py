@@ -12,6 +12,7 @@ from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.optim import Lars, exclusion
 from fleetx.optim.adopt import adopt, adoption_problems, kernels_remark
+from fleetx.strategy.effect import Effect, differs
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -33,7 +34,13 @@ class LARS(Part):
     """Substrings of parameter names: these get plain momentum without decay."""
 
     neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}
+    effect: ClassVar[Effect] = differs("distance", "updates have another length")
+    example: ClassVar[dict[str, float]] = {"lars_coeff": 0.02}
     costs: ClassVar[str] = "time: one pass more than SGD over parameters and gradients, for the norms"
+
+    def problems(self) -> Iterator[str]:
+        if self.lars_coeff is None and self.epsilon:
+            yield "epsilon has no effect with lars_coeff=None, which turns scaling off: remove one of them"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         wanted = "torch.optim.SGD with momentum"

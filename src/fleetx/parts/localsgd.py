@@ -9,6 +9,7 @@ from torch import Tensor
 from fleetx.engine.context import StepContext
 from fleetx.parts._local_updates import LocalUpdates
 from fleetx.strategy.cost_model import Cluster, Offer
+from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -31,6 +32,8 @@ class LocalSGD(LocalUpdates, _Period):
     """
 
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
+    effect: ClassVar[Effect] = more("ranks_apart", "ranks differ between averages")
+    example: ClassVar[dict[str, int]] = {"k_steps": 3}
     costs: ClassVar[str] = "network: the size of the parameters every k_steps rounds, none during backward"
 
     @classmethod

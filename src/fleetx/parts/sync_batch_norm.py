@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import named_modules
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
-from fleetx.engine.context import SetupContext
+from fleetx.engine.context import SetupContext, StepContext
+from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
 
@@ -27,12 +29,20 @@ class SyncBatchNorm(Part):
     """
 
     neutral: ClassVar[dict[str, str]] = {}
+    effect: ClassVar[Effect] = more("bytes_sent", "statistics are sent", by=5000)
     costs: ClassVar[str] = "network: two small collectives per BatchNorm, one in forward and one in backward"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         for name, module in _norms(model):
             if type(module).forward is not _BatchNorm.forward:
-                yield f"sync_batch_norm does not support {name!r}: {type(module).__name__} has its own forward"
+                yield (
+                    f"sync_batch_norm does not support {name!r}: {type(module).__name__} has its own forward. Use a "
+                    "BatchNorm of torch.nn there, or turn sync_batch_norm off"
+                )
+
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is not None and not any(_norms(ctx.model)):
+            yield "no effect here: the model has no BatchNorm"
 
     @at(Stage.MODEL)
     def synchronize(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
@@ -84,8 +94,10 @@ class _Normalize(torch.autograd.Function):
         # One gather of (mean, var, n) and Chan's rule: sums of squares would cancel if the mean is large.
         means, vars_, counts = _gather(mean, var, n, world)
         total = counts.sum()
-        if n <= 1 and total.item() <= 1:
-            raise ValueError("sync_batch_norm needs more than one value per channel over all ranks in training")
+        if n <= 1 and not is_fake(total) and total.item() <= 1:  # a pipeline traces on fake tensors
+            raise ValueError(
+                "sync_batch_norm needs more than one value per channel over all ranks in training: use a larger batch"
+            )
         mean = (means * counts).sum(0) / total
         var = ((vars_ + (means - mean).square()) * counts).sum(0) / total
         scale = torch.rsqrt(var + eps)
@@ -107,12 +119,12 @@ class _Normalize(torch.autograd.Function):
         dy = grad.to(mean.dtype)
         hat = (x.to(mean.dtype) - _per_channel(mean, x)).mul_(_per_channel(scale, x))
         own = torch.stack([dy.sum(dims), (dy * hat).sum(dims)])
-        summed = own.clone()
+        # Each rank's own weight goes into the sums: under local updates the ranks' weights differ.
+        summed = own.clone() if weight is None else own * weight
         ctx.world.sum(summed)
         bias_mean, hat_mean = summed / total
-        dx = (dy - _per_channel(bias_mean, x) - hat * _per_channel(hat_mean, x)).mul_(_per_channel(scale, x))
-        if weight is not None:
-            dx.mul_(_per_channel(weight, x))
+        weighted = dy if weight is None else dy * _per_channel(weight, x)
+        dx = (weighted - _per_channel(bias_mean, x) - hat * _per_channel(hat_mean, x)).mul_(_per_channel(scale, x))
         needs = ctx.needs_input_grad
         return dx.to(x.dtype), own[1] if needs[1] else None, own[0] if needs[2] else None, None, None
 

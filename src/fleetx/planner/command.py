@@ -37,7 +37,10 @@ def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetr
         finally:
             del os.environ[PLAN], os.environ[cache.PROFILE]
         if not code and not profile.exists():
-            raise UsageError(f"{script} ended without calling fleet.distribute(model, optimizer, ..., sample=...)")
+            raise UsageError(
+                f"{script} ended without calling fleet.distribute(model, optimizer, ..., sample=...): pass sample=... "
+                "to fleet.distribute in it"
+            )
     return code
 
 

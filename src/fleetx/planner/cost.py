@@ -10,7 +10,9 @@ from fleetx.strategy.cost_model import Cluster, CostTerms, Link
 from fleetx.strategy.part import Part
 
 TENSOR_SECONDS = 6e-4  # per tensor that FSDP gathers or scatters on a CPU: Python and small copies
-SEGMENTS_IN_FLIGHT = 5  # segments that FSDP holds gathered or reduces at once: measured, see docs/results/pipeline.md
+SEGMENTS_IN_FLIGHT = (
+    5  # segments that FSDP holds gathered or reduces at once: measured, see "Memory" in docs/parts/sharding.md
+)
 Stages = Sequence[Sequence[BlockShare]]
 
 

@@ -147,6 +147,9 @@ class DistributedStrategy:
         for switch, settings in self._settings.items():
             for key in sorted(settings.given & set(settings.kind.no_meaning)):
                 yield f"{switch}{CONFIGS}[{key!r}]", settings.kind.no_meaning[key]
+            for key, (unset, reason) in settings.kind.means_unset.items():
+                if key in settings.given and settings[key] == unset:
+                    yield f"{switch}{CONFIGS}[{key!r}]", reason
 
     # --- YAML, equality, printing ----------------------------------------------------------------
     def declared(self) -> dict[str, Any]:

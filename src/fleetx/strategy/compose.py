@@ -51,7 +51,7 @@ def compose(parts: Iterable[Part]) -> Plan:
         # One sentence per group of switches: whatever resolves one conflict between them resolves the others.
         problems: dict[frozenset[str], str] = {}
         for among, sentence in conflicts:
-            problems.setdefault(frozenset(a.switch for a in among), sentence)
+            problems.setdefault(frozenset(a.switch for a in among), sentence + _instead(among))
         raise StrategyError(list(problems.values()))
     return Plan(parts, tuple(plan), tuple(known))
 
@@ -84,9 +84,16 @@ def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflic
     for fact in (f for f in Fact if f in act.claim.bars & facts):
         for maker in (a for a in acts if fact in a.claim.makes):
             change = " or change these settings" if _settings(act) or _settings(maker) else ""
-            refused = f"`{act.switch}`{_settings(act)} does not work with {fact.value}"
+            statement = f"`{act.switch}`{_settings(act)} does not work with {fact.value}"
             cause = f"which `{maker.switch}`{_settings(maker)} produces"
-            yield [act, maker], f"{refused}, {cause}: turn one of them off{change}"
+            yield [act, maker], f"{statement}, {cause}: turn one of them off{change}"
+
+
+def _instead(among: Iterable[Act]) -> str:
+    """What a part in the conflict can do in place of another one."""
+    switches = {a.switch for a in among}
+    found = [hint for a in among for switch, hint in a.part.instead.items() if switch in switches]
+    return "".join(f", or {hint}" for hint in dict.fromkeys(found))
 
 
 def _settings(act: Act) -> str:

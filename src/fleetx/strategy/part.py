@@ -11,13 +11,14 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
-from fleetx.strategy.stage import Act, Claim, Stage
+from fleetx.strategy.effect import Effect
+from fleetx.strategy.stage import Act, Claim, Fact, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,10 +30,22 @@ if TYPE_CHECKING:
 # A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
 Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def _dtype_name(value: Any) -> Any:
+    """Short names, and torch.bfloat16 itself."""
+    name = str(value).removeprefix("torch.")
+    known = type(value).__name__ == "dtype" or value in list(_DTYPES)
+    return _DTYPES.get(name, name) if known else value
+
+
+Half = Annotated[Literal["float16", "bfloat16"], BeforeValidator(_dtype_name)]
+
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type) -> Any:
-    """Make a part of a class: frozen, its fields checked against their types and bounds, unknown keys refused."""
+    """Make a part of a class: frozen, its fields checked against their types and bounds, unknown keys rejected."""
     return pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 
 
@@ -53,10 +66,16 @@ class Part:
     is_meta: ClassVar[bool] = False
     # Keys that a Paddle script may set and that have no meaning here, with the reason; `explain` lists them.
     no_meaning: ClassVar[Mapping[str, str]] = {}
+    # Values that mean "not set", with what they do not do; `explain` lists them where they were given.
+    means_unset: ClassVar[Mapping[str, tuple[Any, str]]] = {}
     # Settings at which training on one rank equals plain PyTorch bit for bit; None if there are none.
     neutral: ClassVar[Mapping[str, Any] | None] = None
     # Stages that torch takes over because of this part, with what it does there.
     done_by_torch: ClassVar[Mapping[Stage, str]] = {}
+    # Facts under which torch cannot do it.
+    barred_by_torch: ClassVar[frozenset[Fact]] = frozenset()
+    # Switches that do not work with this part, with what to do instead of turning one of them off.
+    instead: ClassVar[Mapping[str, str]] = {}
     # What the part costs, in one line, for `explain`.
     costs: ClassVar[str] = ""
 
@@ -85,6 +104,10 @@ class Part:
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         """Finish what is running in the background, for a checkpoint or (`last`) at the end. All ranks call it."""
 
+    def unfinished(self, ctx: StepContext) -> Iterator[str]:
+        """What a script that ends now without `fleet.flush()` leaves undone, to complete "the script ends ..."."""
+        return iter(())
+
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         """What `explain` adds about how this part runs here; `ctx` is None before a model is distributed."""
         return iter(())
@@ -110,12 +133,24 @@ class Part:
         """
         return 0
 
+    # --- what `fleetx verify` asks ----------------------------------------------------------------
+    # How the part can be observed to act.
+    effect: ClassVar[Effect | None] = None
+    # Settings at which verify's model (blocks.0 to blocks.3, a BatchNorm, two replicas) shows the effect.
+    example: ClassVar[Mapping[str, Any]] = {}
+    # Settings, on top of `example`, at which the part loses nothing; None if `example` does not either.
+    lossless: ClassVar[Mapping[str, Any] | None] = None
+    # How far off its rounding may lead, as a share of the distance trained.
+    rounding: ClassVar[float] = 0.0
+
     # ----------------------------------------------------------------------------------------------
     def acts(self) -> list[Act]:
         mine = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]
         switch = switch_of(type(self))
         acts = [Act(self, switch, getattr(self, name), claim) for name, claim in mine]
-        return acts + [Act(self, switch, None, Claim(stage), meaning) for stage, meaning in self.done_by_torch.items()]
+        bars = self.barred_by_torch
+        done = self.done_by_torch.items()
+        return acts + [Act(self, switch, None, Claim(stage, bars=bars), meaning) for stage, meaning in done]
 
 
 def claims(part: type[Part]) -> dict[str, Claim]:

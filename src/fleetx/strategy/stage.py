@@ -68,6 +68,7 @@ class Fact(Enum):
     LOCAL = "gradients that differ between ranks"
     PARTED = "parameters sharded across ranks"
     STAGED = "a model split into pipeline stages"
+    ROUTED = "gradients sent over several process groups"
     SPREAD = "gradients of shared weights not yet summed over the pipeline stages"
 
 

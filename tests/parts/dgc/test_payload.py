@@ -53,6 +53,7 @@ def test_the_allocated_room_is_enough_wherever_the_values_are(sparsity, half, ba
             assert torch.equal(decoded(backend, data, n), g.double())
 
 
+@pytest.mark.slow
 def test_no_temporary_is_as_large_as_the_tensor():
     names = ["plain"] if unbuilt else ["native", "plain"]
     code = f"""

@@ -217,7 +217,7 @@ def accepted(model, inputs, start):
     except StrategyError:
         return False
     finally:
-        unwrap(model)
+        unwrap(model.modules())
     return True
 
 

@@ -43,7 +43,7 @@ def train(kind, declared, steps=3, optimizer=sgd):
 OTHERS = [{}, {"amp": {"dtype": "bfloat16"}}, {"gradient_merge": {"k_steps": 2}}]
 
 
-@pytest.mark.parametrize(("kind", "share", "others"), covering(list(MODELS), [0.9, 0.8, "min"], OTHERS))
+@pytest.mark.parametrize(("kind", "share", "others"), covering(list(MODELS), [0.9, 0.8, "min"], OTHERS, strength=1))
 def test_training_under_a_budget_is_the_same_bit_for_bit(kind, share, others):
     recompute = {"recompute": {"memory_budget": share}}
     assert_equal(train(kind, others | recompute), train(kind, others))
@@ -102,6 +102,7 @@ def test_the_peak_is_as_predicted_and_within_the_budget(make, optimizer):
         assert plan.peak == pytest.approx(found, rel=0.01, abs=rng_states)
 
 
+@pytest.mark.nightly
 def test_more_bytes_never_take_more_time():
     make, inputs = MODELS["transformer"]
     model = make()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fleetx.applications.not_covered import not_covered
 from fleetx.paddle.api import distributed, fleet, fluid, nn, optimizer, regularizer, static
 from fleetx.paddle.api.mode import enable_static, in_dynamic_mode
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace, on_cpu
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 

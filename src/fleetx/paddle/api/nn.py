@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.regularization import ClipByGlobalNorm as ClipGradByGlobalNorm
 
 __all__ = ["ClipGradByGlobalNorm"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fleetx.applications.not_covered import not_covered
 from fleetx.fleet import device_guard
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.executor import Executor
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.scope import global_scope

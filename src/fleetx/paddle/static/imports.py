@@ -47,7 +47,7 @@ class Finder(MetaPathFinder):
         if fullname.startswith(f"{HOME}."):
             # Not in `__getattr__` only: `from paddle.fluid import x` would drop its message.
             if PathFinder.find_spec(fullname, path) is None:
-                from fleetx.applications import not_covered  # on first use: it loads torch
+                from fleetx.paddle import not_covered  # on first use: it loads torch
 
                 raise ModuleNotFoundError(
                     not_covered.sentence(*fullname.rsplit(".", 1)), name=not_covered.shown(fullname)

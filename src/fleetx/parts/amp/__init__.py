@@ -4,7 +4,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -20,7 +20,8 @@ from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.amp import op_lists
 from fleetx.strategy.cost_model import Cluster, Offer
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.effect import Effect, more
+from fleetx.strategy.part import Half, Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 _SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
@@ -69,11 +70,14 @@ class AMP(Part):
     """Keep the parameters in float16. Not supported."""
     use_fp16_guard: bool = True
     """In Paddle: with use_pure_fp16, run only code inside fp16_guard in float16."""
-    dtype: Literal["float16", "bfloat16"] = "float16"
+    dtype: Half = "float16"
     """Half-precision type. Paddle uses float16."""
 
     no_meaning: ClassVar[dict[str, str]] = {"use_fp16_guard": "it only matters with use_pure_fp16"}
     changes_forward: ClassVar[bool] = True
+    effect: ClassVar[Effect] = more("half_outputs", "modules return half precision")
+    example: ClassVar[dict[str, Any]] = {"init_loss_scaling": 1024.0}
+    rounding: ClassVar[float] = 3e-2
     costs: ClassVar[str] = "time: casts; faster on devices with half-precision arithmetic"
 
     @classmethod
@@ -93,7 +97,10 @@ class AMP(Part):
         if self.custom_black_varnames:
             yield "custom_black_varnames: PyTorch models have no variable names: put module names in custom_black_list"
         if self.use_pure_fp16:
-            yield "use_pure_fp16=True is not supported: parameters stay in float32, so that updates stay exact"
+            yield (
+                "use_pure_fp16=True is not supported, because float16 parameters lose small updates: leave it False; "
+                "the forward runs in float16 anyway"
+            )
         for name in sorted(set(self.custom_white_list) & set(self.custom_black_list)):
             yield f"{name!r} is in both custom_white_list and custom_black_list: remove it from one"
 
@@ -114,6 +121,9 @@ class AMP(Part):
                 "amp_configs: operations in the custom lists do not affect the backward of a compiled model: "
                 "list modules instead"
             )
+        floats = [p for p in model.parameters() if p.is_floating_point()]
+        if floats and all(p.dtype is torch.float64 for p in floats):
+            yield "amp has no effect on float64 parameters, which autocast skips: call model.float(), or turn amp off"
         if not _scales(self):
             return
         if any(p.dtype is torch.float16 for p in model.parameters()):
@@ -147,7 +157,7 @@ class AMP(Part):
             for leaf in _leaves(modules[name]) if name in modules else ():
                 wrap(leaf, Layer.PRECISION, functools.partial(_in_half, kind, self._half))
         for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
-            ctx.notes[key] = {op_lists.torch_name(n) for n in names if n not in modules}
+            ctx.notes[key] = {operation for n in names if n not in modules for operation in op_lists.torch_names(n)}
         op_lists.override(ctx.notes["white"] | ctx.notes["black"], ctx.device)
         return model
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 # Paddle's names of operations, where they differ from PyTorch's.
 PADDLE_OPERATIONS = {
-    "matmul_v2": "matmul",
     "lookup_table": "embedding",
     "lookup_table_v2": "embedding",
     "cross_entropy": "cross_entropy_loss",
@@ -33,6 +32,9 @@ PADDLE_OPERATIONS = {
     "reduce_sum": "sum",
     "reduce_mean": "mean",
 }
+
+# Operations that autocast sees under several names: nn.Linear calls `linear`, and what `linear` calls is already cast.
+SEVERAL = {"matmul_v2": ("matmul", "linear"), "addmm": ("addmm", "linear")}
 
 # Names with different meanings in Paddle and PyTorch.
 AMBIGUOUS = {"mul": "is a matrix product in Paddle but elementwise in PyTorch: use 'linear' or 'multiply'"}
@@ -52,19 +54,19 @@ _overridden: set[tuple[str, str]] = set()  # (operation, dispatch key); never un
 _library: torch.library.Library | None = None
 
 
-def torch_name(name: str) -> str:
-    """PyTorch's name of an operation, given PyTorch's or Paddle's."""
-    return PADDLE_OPERATIONS.get(name, name)
+def torch_names(name: str) -> tuple[str, ...]:
+    """PyTorch's names of an operation, given PyTorch's or Paddle's."""
+    return SEVERAL.get(name, (PADDLE_OPERATIONS.get(name, name),))
 
 
 def unsupported(name: str) -> str:
     """Why an operation of this name cannot be listed; empty if it can."""
     if name in AMBIGUOUS:
         return AMBIGUOUS[name]
-    name = torch_name(name)
+    name = torch_names(name)[0]
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return "not an operation of torch"
+        return "not an operation of torch: name one or the other"
     if name in UPDATES_BUFFERS or any(o._schema.is_mutable for o in _overloads(packet)):
         return "changes its arguments in place, which a cast would lose: list the module instead"
     return ""

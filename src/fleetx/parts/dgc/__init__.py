@@ -1,3 +1,13 @@
+"""`dgc`: send only the largest values of the gradient.
+
+exchange.py           reduces one bucket
+codec.py              one tensor: gradient to payload, and payload added to a tensor
+payload.py            the format of a payload
+native.py             the compiled codec (codec.c, decode.c, wire.h)
+plain.py, rice.py     the same with torch and numpy
+optimizer.py          SGD for gradients that already include momentum
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +28,7 @@ from fleetx.optim.adopt import become
 from fleetx.parts.dgc import exchange, native
 from fleetx.parts.dgc.optimizer import MomentumInGrad
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
+from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -50,6 +61,13 @@ class DGC(Part):
 
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
     per_rank_state: ClassVar[bool] = True
+    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8)
+    example: ClassVar[dict[str, Any]] = {"sparsity": [0.9]}
+    lossless: ClassVar[dict[str, Any]] = {"sparsity": [0.0]}
+    instead: ClassVar[dict[str, str]] = {
+        "clip": "set dgc_configs['clip_norm'] in place of `clip`",
+        "fp16_allreduce": "set dgc_configs['value_dtype'] = 'float16' in place of `fp16_allreduce`",
+    }
     costs: ClassVar[str] = (
         "network: 1 - sparsity of the gradients and their indices; memory: two copies of the parameters, four in fp16"
     )
@@ -65,7 +83,10 @@ class DGC(Part):
                 "strategy.dgc_configs['allow_single'] = True for debugging"
             )
         if type(optimizer) is not SGD:
-            yield f"dgc needs torch.optim.SGD, because it takes over its momentum, not {type(optimizer).__name__}"
+            yield (
+                "dgc needs torch.optim.SGD, because it takes over its momentum: use SGD instead of "
+                f"{type(optimizer).__name__}"
+            )
             return
         for option in ("nesterov", "dampening", "maximize", "differentiable"):
             if any(group[option] for group in optimizer.param_groups):
@@ -103,8 +124,6 @@ class DGC(Part):
         ctx.notes["thread"] = ctx.network.new_thread("dgc")
         ctx.notes["params"] = {name: p for p, name in ctx.names.items()}
         ctx.notes["rounds"] = 0
-        ctx.notes["sent"] = {}  # the round in which each parameter was last sent
-        ctx.notes["new"] = {}  # u and v after this round, while an overflow may still undo it
         ctx.notes["spare"] = {}  # buffers for the next `new`
         return model
 
@@ -113,7 +132,7 @@ class DGC(Part):
         """accumulate momentum and residuals on each rank, send the largest values, and average what was sent"""
         if ctx.round < self.rampup_begin_step:
             return ctx.network.mean(bucket.buffer, bucket.index)
-        sent = ctx.notes["sent"]
+        sent = ctx.in_progress.setdefault("sent", {})  # the round in which each parameter was last sent
         if any(sent.get(name) == ctx.round for name in bucket.names):
             raise UsageError(
                 "dgc does not support a second backward before optimizer.step(), because the gradients of the first "
@@ -143,17 +162,18 @@ class DGC(Part):
     def commit_residuals(self, params: list[Tensor], ctx: StepContext) -> None:
         """keep the new residuals, or restore the old ones if the update was skipped"""
         notes, state = ctx.notes, ctx.state
+        new = ctx.in_progress.pop("new", {})
         notes["rounds"] += 1
         if not ctx.updated:
-            notes["spare"].update(notes["new"])
+            notes["spare"].update(new)
         else:
-            unused = [n for n in notes["sent"] if _compressed(p := notes["params"][n]) and p.grad is None]
+            sent = ctx.in_progress.get("sent", ())
+            unused = [n for n in sent if _compressed(p := notes["params"][n]) and p.grad is None]
             if unused and ctx.round > self.rampup_begin_step:
                 raise UsageError(f"dgc sent values of {unused[0]!r}, which no rank used: freeze it before distribute")
-            for name, (u, v) in notes["new"].items():
+            for name, (u, v) in new.items():
                 notes["spare"][name] = state["u"][name], state["v"][name]
                 state["u"][name], state["v"][name] = u, v
-        notes["new"] = {}
 
     def sparsity_at(self, round: int) -> float:
         step = (round - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
@@ -177,11 +197,17 @@ class DGC(Part):
         new = None
         if ctx.scaled:  # an overflow may still be found on another rank, so keep the old u and v
             new = notes["spare"].pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
-            notes["new"][name] = new
+            ctx.in_progress.setdefault("new", {})[name] = new  # until the update is known to be applied
         return exchange.LargeTensor(g, p, u, v, new, groups[p]["momentum"], groups[p]["weight_decay"])
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        if ctx is not None and ctx.notes["rounds"] and ctx.replica_group.size > 1:
+        if ctx is None:
+            return
+        if ctx.replica_group.size == 1:
+            yield "no effect here: there is one replica of the model, so nothing is sent"
+        elif not any(map(_compressed, ctx.names)):
+            yield f"no effect here: no float32 parameter has {MIN_ELEMENTS} elements, so nothing is compressed"
+        if ctx.notes["rounds"] and ctx.replica_group.size > 1:
             sent = ctx.network.traffic.sent / ctx.notes["rounds"]
             dense = sum(p.nbytes for p in ctx.names if p.requires_grad)
             other = [n for p, n in ctx.names.items() if p.numel() >= MIN_ELEMENTS and p.dtype is not torch.float32]

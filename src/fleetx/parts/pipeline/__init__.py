@@ -1,3 +1,18 @@
+"""`pipeline`: the model in stages on several ranks.
+
+schedules.py      the schedules by name, and how many stages, ranks and micro-batches each supports
+device_guard.py   stages that the user declares while building the model
+trace.py          which modules a forward calls in which stage, and what crosses the boundaries
+cut_points.py     the modules with which a stage may begin
+partition.py      where to cut so that stages take equally long
+stage_params.py   what a rank holds after the cut
+runtime.py        the pipeline as one rank sees it
+microbatch.py     splits a batch
+stages.py         runs the stages of this rank in one of torch's schedules
+gather.py         the whole model on every rank again
+timeline.py       draws a schedule as text
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,12 +22,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.base.module_names import has_forward, named_modules
+from fleetx.base.module_names import has_forward, named_modules, sparse_problem
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.pipeline import device_guard, schedules
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
+from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -50,8 +66,13 @@ class Pipeline(Part):
         "p2p_cache_shape": "both sides know the shapes, which are never sent",
         "enable_partial_send_recv": "tensor parallelism is not supported",
     }
+    means_unset: ClassVar[dict[str, tuple[int, str]]] = {
+        "micro_batch_size": (1, "1 is Paddle's default and means not set: for micro-batches of 1, set micro_batch"),
+    }
     divides: ClassVar[bool] = True
     neutral: ClassVar[dict[str, int]] = {"micro_batch": 1, "degree": 1}
+    effect: ClassVar[Effect] = less("bytes_held", "a rank holds fewer parameters", than=0.9)
+    example: ClassVar[dict[str, Any]] = {"stages": ["blocks.2"], "micro_batch": 2}
     costs: ClassVar[str] = "time: ranks wait while the pipeline fills and drains; network: what crosses the boundaries"
 
     # --- what is not supported --------------------------------------------------------------------
@@ -66,7 +87,8 @@ class Pipeline(Part):
                 "of micro-batches: keep one"
             )
         if len(set(self.stages)) != len(self.stages):
-            yield f"stages names {next(n for n in self.stages if self.stages.count(n) > 1)!r} twice"
+            twice = next(n for n in self.stages if self.stages.count(n) > 1)
+            yield f"stages names {twice!r} twice: name each module once"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if self.schedule_mode not in schedules.MODES:
@@ -86,6 +108,7 @@ class Pipeline(Part):
                 "pipeline: the model recomputes on its own (gradient_checkpointing), and would rerun modules whose "
                 "inputs are on other ranks: call model.gradient_checkpointing_disable(), and set strategy.recompute"
             )
+        yield from sparse_problem("pipeline", model)
         yield from device_guard.problems(model)
         yield from schedules.problems(self._declared(model), self.degree, self.schedule_mode, world.size)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
+from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.context import SetupContext, StepInput
 from fleetx.errors import StrategyError, UsageError
 from fleetx.measure.step_key import constants_of, shapes_of
@@ -33,7 +37,8 @@ class Runtime:
         self._part, self._stages, self._ctx = part, stages, ctx
         self.group = world.split([list(range(first, first + ranks)) for first in range(0, world.size, ranks)])
         ctx.divide(self.group)
-        world.broadcast([t.detach() for t in (*ctx.model.parameters(), *ctx.model.buffers())])
+        world.broadcast([p.detach() for p in ctx.model.parameters()])
+        ModelBuffers(ctx.model).send(world)
         self._params: StageParams | None = None  # until the model is cut
         self._runners: dict[Any, ScheduleRunner] = {}
         self._last: ScheduleRunner | None = None
@@ -98,7 +103,7 @@ class Runtime:
         model = self._ctx.model
 
         def call() -> None:  # on real tensors: all stages are still here
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), copied_buffers(model):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), copied_buffers(model), _no_checkpoints():
                 _forward(batch, model)
 
         if self._part.stages:
@@ -107,6 +112,7 @@ class Runtime:
             stage_map = map_stages(model, placed.get, call)
             check_placement(stage_map, placed, self._stages)
         else:
+            call()  # raises before modules are timed
             stage_map = self._balanced(batch, call)
 
         def rank_of(stage: int) -> int:
@@ -197,3 +203,20 @@ def _forward(batch: StepInput, model: Any) -> Any:
     """Without the loss function, which may do anything and only gets real tensors."""
     args, kwargs = batch.arguments
     return model(*args, **kwargs)
+
+
+@contextmanager
+def _no_checkpoints() -> Iterator[None]:
+    """Raise if the forward calls torch.utils.checkpoint, which would run modules again whose inputs are elsewhere."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise StrategyError(
+            "pipeline: the model calls torch.utils.checkpoint, which would run modules again whose inputs are on other "
+            "ranks: turn that off in the model, and set strategy.recompute"
+        )
+
+    with (
+        patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", refuse),
+        patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", refuse),
+    ):
+        yield

@@ -74,7 +74,8 @@ def map_stages(
             remove()
     if not callable(starts) and (unused := sorted(set(starts) - set(started))):
         raise StrategyError(
-            f"pipeline_configs['stages']: the forward does not call {', '.join(unused)}, so no stage can begin there"
+            f"pipeline_configs['stages']: the forward does not call {', '.join(unused)}, so no stage can begin there: "
+            "name modules that it calls"
         )
     found = StageMap(started, {})
     for name, _ in named_modules(model):  # outer modules first
@@ -225,7 +226,8 @@ def trace(stage_map: StageMap, device: torch.device, run: Callable[[Interceptor]
     tracer = _Tracer(stage_map, device)
     try:
         with warnings.catch_warnings():
-            # What code between modules computes from parameters is real and no leaf, and torch asks for its gradient.
+            # What code between modules computes from parameters is a real tensor, not a leaf; torch asks for its
+            # gradient.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             run(tracer)
     except _CrossedError as error:
@@ -239,7 +241,7 @@ def trace(stage_map: StageMap, device: torch.device, run: Callable[[Interceptor]
         where = f"inside {tracer.unit!r}" if tracer.unit else "between two modules"
         raise StrategyError(
             f"pipeline: the forward depends {where} on the values of a tensor ({error.func}), which only the stage "
-            "that computes it knows. Such a model cannot be cut here"
+            "that computes it knows: begin the stage elsewhere, or turn pipeline off"
         ) from error
     return tracer.trace
 

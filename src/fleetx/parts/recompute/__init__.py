@@ -1,3 +1,13 @@
+"""`recompute`: keep fewer activations, and compute them again in backward.
+
+segments.py   where segments begin and end
+chain.py      runs the blocks of a model in segments
+buffers.py    shields buffers from the second pass
+offload.py    keeps the inputs of segments in host memory
+budget.py     from a number of bytes to segments
+solver.py     which blocks to keep and which to recompute
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,6 +27,7 @@ from fleetx.parts.recompute.chain import Chain
 from fleetx.parts.recompute.offload import Offload
 from fleetx.parts.recompute.segments import NamedSegments, blocks_around, incompatibilities
 from fleetx.strategy.cost_model import Cluster, Offer
+from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -42,6 +53,8 @@ class Recompute(Part):
     no_meaning: ClassVar[dict[str, str]] = {"checkpoint_shape": "shapes are known when the model runs"}
     segments: ClassVar[bool] = True
     neutral: ClassVar[dict[str, list[str]]] = {"checkpoints": ["*"]}
+    effect: ClassVar[Effect] = more("calls", "modules run twice", by=0.5)
+    example: ClassVar[dict[str, Any]] = {"checkpoints": ["blocks.*"]}
     costs: ClassVar[str] = "time: a second forward up to the last named module; memory: only their outputs are kept"
 
     def problems(self) -> Iterator[str]:
@@ -56,7 +69,7 @@ class Recompute(Part):
             try:
                 parse_bytes(self.memory_budget)
             except ValueError as error:
-                yield f"memory_budget: {error}, nor a share such as 0.5, nor 'min'"
+                yield f"memory_budget: {error}, or use a share such as 0.5, or 'min'"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         yield from incompatibilities(model, self.checkpoints)

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fleetx.base.module_names import named_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.parts.sharding import fsdp
+from fleetx.parts.sharding.optimizers import unsupported as unsupported_optimizers
 from fleetx.parts.sharding.unshard import Unsharded
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
+from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
@@ -27,21 +29,21 @@ class Sharding(Part):
     Reference: Rajbhandari et al. 2020, arXiv 1910.02054. Neutral: one rank.
     """
 
-    sharding_degree: Annotated[int, Field(ge=1)] = 8
-    """Number of ranks that the model is sharded across."""
+    sharding_degree: Annotated[int, Field(ge=1)] | None = None
+    """Number of ranks that the model is sharded across; None: all."""
     stage: Literal[1, 2, 3] = 1
     """1, 2: a segment stays gathered between forward and backward; 3: it is freed and gathered again."""
     offload: bool = False
     """Keep the shards in host memory; a segment is on the device only while it is gathered."""
     hybrid_dp: bool = False
     """Use data parallelism between groups of `sharding_degree` ranks."""
-    sharding_group_size: Annotated[int, Field(ge=1)] = 8
+    sharding_group_size: Annotated[int, Field(ge=1)] | None = None
     """Old name of `sharding_degree`."""
     sharding_segment_strategy: Literal["segment_broadcast_MB", "segment_anchors"] = "segment_broadcast_MB"
     """Choose segments by size or by name."""
-    segment_broadcast_MB: Annotated[float, Field(gt=0)] = 32.0  # noqa: N815  Paddle's name
-    """Maximum size of a module that is gathered as one segment."""
-    fuse_broadcast_MB: Annotated[float, Field(gt=0)] = 32.0  # noqa: N815  Paddle's name
+    segment_broadcast_MB: Annotated[float, Field(gt=0)] | None = None  # noqa: N815  Paddle's name
+    """Maximum size of a module that is gathered as one segment; None: 32."""
+    fuse_broadcast_MB: Annotated[float, Field(gt=0)] | None = None  # noqa: N815  Paddle's name
     """Old name of `segment_broadcast_MB`."""
     segment_anchors: Names = Field(default_factory=list)
     """Names of the modules that are segments, if they are chosen by name. `*` matches within one level."""
@@ -63,7 +65,10 @@ class Sharding(Part):
     done_by_torch: ClassVar[dict[Stage, str]] = {
         Stage.REDUCE: "FSDP reduce-scatters the gradients of each segment during backward"
     }
+    barred_by_torch: ClassVar[frozenset[Fact]] = frozenset({Fact.ROUTED})
     neutral: ClassVar[dict[str, int]] = {"sharding_degree": 1}
+    effect: ClassVar[Effect] = less("bytes_held", "a rank holds fewer parameters", than=0.9)
+    example: ClassVar[dict[str, Any]] = {"sharding_degree": 2}
     costs: ClassVar[str] = (
         "network: 1.5 times the traffic of data parallelism; memory: 1 / sharding_degree of the parameters, "
         "gradients and optimizer state, plus the gathered segments"
@@ -72,11 +77,11 @@ class Sharding(Part):
     # --- checks -----------------------------------------------------------------------------------
     def problems(self) -> Iterator[str]:
         for new, old in (("sharding_degree", "sharding_group_size"), ("segment_broadcast_MB", "fuse_broadcast_MB")):
-            a, b, default = getattr(self, new), getattr(self, old), getattr(type(self)(), new)
-            if a != b and default not in (a, b):
+            a, b = getattr(self, new), getattr(self, old)
+            if None not in (a, b) and a != b:
                 yield f"{new} = {a} and {old} = {b} are the same setting: remove one"
         if self.mp_degree != 1:
-            yield f"mp_degree = {self.mp_degree}: tensor parallelism is not supported"
+            yield f"mp_degree={self.mp_degree} is not supported, because there is no tensor parallelism: leave it at 1"
         if self.pp_degree != 1:
             yield f"pp_degree = {self.pp_degree}: not supported: use strategy.pipeline without sharding"
         if self.gradient_merge_acc_step != 1:
@@ -84,12 +89,16 @@ class Sharding(Part):
         if self.optimize_offload:
             yield "optimize_offload: FSDP2 offloads parameters, gradients and optimizer state together: use offload"
         if self.segment_anchors and self.sharding_segment_strategy != "segment_anchors":
-            yield "segment_anchors has no effect without sharding_segment_strategy='segment_anchors'"
+            yield "segment_anchors only acts with sharding_segment_strategy='segment_anchors': set both"
         if self.sharding_segment_strategy == "segment_anchors" and not self.segment_anchors:
-            yield "sharding_segment_strategy='segment_anchors' needs module names in segment_anchors"
+            yield "sharding_segment_strategy='segment_anchors' needs module names: list them in segment_anchors"
+        if self.sharding_segment_strategy == "segment_anchors" and (
+            self.segment_broadcast_MB or self.fuse_broadcast_MB
+        ):
+            yield "segment_anchors choose segments by name, so a size has no effect: remove segment_broadcast_MB"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        degree = self._degree
+        degree = self._degree(world.size)
         if world.size % degree:
             divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - degree))[:2])
@@ -109,24 +118,14 @@ class Sharding(Part):
                 f"dp_degree = {self.dp_degree}: {world.size} ranks with sharding_degree = {degree} make "
                 f"{world.size // degree} replicas: remove dp_degree"
             )
-        if optimizer.state:
-            yield "sharding needs an optimizer that has not stepped yet: use fleet.save before, and fleet.load after"
         if isinstance(model, DistributedDataParallel):
             yield "sharding does not support DistributedDataParallel: pass the model that it wraps"
-        yield from fsdp.incompatibilities(model, self.segment_anchors)
-        for name, module in named_modules(model):
-            if any(p.is_complex() for p in module.parameters(recurse=False)):
-                yield f"sharding does not support the complex parameters of {name!r}"
+        if world.size > 1:
+            yield from fsdp.incompatibilities(model, self.segment_anchors)
+            yield from unsupported_optimizers(optimizer)
 
-    @property
-    def _degree(self) -> int:
-        degree: int = self._either("sharding_degree", "sharding_group_size")
-        return degree
-
-    def _either(self, new: str, old: str) -> Any:
-        """The value of a setting with two names: the one that is not at its default."""
-        value = getattr(self, new)
-        return getattr(self, old) if value == getattr(type(self)(), new) else value
+    def _degree(self, ranks: int) -> int:
+        return self.sharding_degree or self.sharding_group_size or ranks
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -137,10 +136,11 @@ class Sharding(Part):
 
     @property
     def _segment(self) -> int:
-        return int(self._either("segment_broadcast_MB", "fuse_broadcast_MB") * 2**20)
+        return int((self.segment_broadcast_MB or self.fuse_broadcast_MB or 32.0) * 2**20)
 
     def cost(self, terms: CostTerms) -> None:
-        terms.shards, terms.gathers, terms.segment = self._degree, 2 if self.stage == 3 else 1, self._segment
+        ranks = self._degree(terms.cluster.ranks)
+        terms.shards, terms.gathers, terms.segment = ranks, 2 if self.stage == 3 else 1, self._segment
         # Copies out of and into communication buffers.
         terms.streamed_per_step += 3 * terms.gathers * terms.parameters + 4 * terms.gradients
 
@@ -149,23 +149,34 @@ class Sharding(Part):
     def shard(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """shard parameters, gradients and optimizer state across the ranks"""
         if ctx.world.size > 1:
-            names = fsdp.segments(model, self.segment_anchors, self._segment)
+            # Ranks that use different modules would gather different segments.
+            names = [] if ctx.finds_unused else fsdp.segments(model, self.segment_anchors, self._segment)
             ctx.notes["segments"] = names
             unsharded = Unsharded(model)
-            group = fsdp.shard(
-                model, names, ctx.world, self._degree,
+            group, gathered = fsdp.shard(
+                model, names, ctx.world, self._degree(ctx.world.size),
                 reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu",
+                finds_unused=ctx.finds_unused,
             )  # fmt: skip
-            ctx.divide(group, reduced=True)
+            ctx.notes["forward"] = gathered.forward
+            ctx.divide(group, reduced=True, leaves=gathered.leaves)
             ctx.on_release(lambda: unsharded.restore(ctx.optimizer))
         return model
+
+    @at(Stage.FORWARD, replay=False)
+    def gather(self, ctx: StepContext) -> AbstractContextManager[None]:
+        """gather each segment before it runs; outside the forward and backward the model has this rank's shards"""
+        forward = ctx.notes.get("forward", nullcontext)  # one rank gathers nothing
+        return cast("AbstractContextManager[None]", forward())
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if self.stage == 1:
             yield "stage 1 runs as stage 2, because FSDP2 always shards gradients too"
         if self.offload and (ctx is None or ctx.device.type == "cpu"):
             yield "offload has no effect on the CPU, where everything is in host memory"
-        if ctx is not None and (names := ctx.notes.get("segments")) is not None:
+        if ctx is not None and ctx.finds_unused and "segments" in ctx.notes:
+            yield "the model is one segment, because of find_unused_parameters"
+        elif ctx is not None and (names := ctx.notes.get("segments")) is not None:
             yield (
                 f"{len(names) + 1} segments: the root"
                 + (f", {', '.join(names[:4])}" if names else "")

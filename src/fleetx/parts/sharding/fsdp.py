@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,6 +11,10 @@ from fleetx.base.module_names import has_forward, matches, named, named_modules,
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 
+if TYPE_CHECKING:
+    from fleetx.parts.sharding.segment import Segments
+
+_READS_CHILDREN = (nn.MultiheadAttention,)  # uses the parameters of its modules without calling them
 _SMALL = 1 / 8  # of the segment size: smaller modules are gathered with the rest of the model
 
 
@@ -26,6 +30,11 @@ def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]
             yield f"{where}: {bare[0]!r} has no forward: use '{bare[0]}.*'"
         elif tied := [t for t in _tied(model) if any(t.startswith(f"{n}.") for n in names)]:
             yield f"{where}: {tied[0]!r} is tied to another parameter, so it cannot be in a segment: remove {pattern!r}"
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            yield f"sharding does not support the complex parameter {plain_name(name)!r}: turn sharding off"
+        if p.dim() == 0:
+            yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
 
 
 def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:
@@ -58,18 +67,33 @@ def _tied(model: nn.Module) -> list[str]:
 def _by_size(module: nn.Module, name: str, size: int) -> Iterator[str]:
     for key, child in module.named_children():
         inner = plain_name(f"{name}.{key}" if name else key)
-        fits = has_forward(child) and (_bytes(child) <= size or not any(True for _ in child.children()))
+        whole = isinstance(child, _READS_CHILDREN) or not any(True for _ in child.children())
+        fits = has_forward(child) and (_bytes(child) <= size or whole)
         if not fits:
             yield from _by_size(child, inner, size)
         elif _bytes(child) >= size * _SMALL:
             yield inner
 
 
-def shard(model: nn.Module, names: Sequence[str], world: World, degree: int, *, reshard: bool, offload: bool) -> World:
+def shard(
+    model: nn.Module,
+    names: Sequence[str],
+    world: World,
+    degree: int,
+    *,
+    reshard: bool,
+    offload: bool,
+    finds_unused: bool,
+) -> tuple[World, Segments]:
     """Shard the model in place across consecutive ranks. Returns the ranks that hold one copy together."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+    from fleetx.parts.sharding import copies  # torch's FSDP takes a second to import
+    from fleetx.parts.sharding.segment import Segments
+
+    for p in model.parameters():
+        p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
     world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
     kind = world.device.type
     if degree == world.size:
@@ -81,4 +105,6 @@ def shard(model: nn.Module, names: Sequence[str], world: World, degree: int, *, 
     for name in names:
         fully_shard(modules[name], mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-    return world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
+    group = world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
+    copies.allow(model)
+    return group, Segments(model, world, finds_unused=finds_unused)

@@ -19,6 +19,9 @@ class Unsharded:
 
     def restore(self, optimizer: Optimizer) -> None:
         """Give every rank the full model. A collective."""
+        from fleetx.parts.sharding import copies  # torch's FSDP takes a second to import
+
+        copies.forbid(self._model)
         module: Any
         for module in self._model.modules():
             if hasattr(module, "reshard"):
@@ -27,7 +30,7 @@ class Unsharded:
         for module in self._model.modules():
             for name, p in module._parameters.items():
                 if p is not None and p not in full:
-                    full[p] = _full_parameter(p)
+                    full[p] = full_parameter(p)
                 module._parameters[name] = None if p is None else full[p]
         for group in optimizer.param_groups:
             group["params"] = [full.get(p, p) for p in group["params"]]
@@ -38,24 +41,41 @@ class Unsharded:
         for module, (kind, attributes) in self._before.items():
             module.__class__ = kind
             for name in set(vars(module)) - attributes:
-                if "fsdp" in name or "composable_api" in name:
+                if is_of_fsdp(name):
                     del vars(module)[name]
-            _remove_hooks(module)
+            remove_hooks(module)
 
 
-def _remove_hooks(module: nn.Module) -> None:
-    tables = [table for name, table in vars(module).items() if "hooks" in str(name) and isinstance(table, dict)]
+def is_of_fsdp(attribute: str) -> bool:
+    return "fsdp" in attribute or "composable_api" in attribute
+
+
+def remove_hooks(module: nn.Module) -> None:
+    for name, table in without_hooks_of_fsdp(vars(module)).items():
+        if _is_table(name, table):
+            for key in set(vars(module)[name]) - set(table):
+                del vars(module)[name][key]
+
+
+def without_hooks_of_fsdp(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module; tables of hooks are new ones."""
+    tables = [table for name, table in attributes.items() if _is_table(name, table)]
     ours = {key for table in tables for key, hook in table.items() if _origin(hook).startswith(_FSDP)}
-    for table in tables:
-        for key in ours & set(table):
-            del table[key]
+    return {
+        name: type(value)((k, v) for k, v in value.items() if k not in ours) if _is_table(name, value) else value
+        for name, value in attributes.items()
+    }
+
+
+def _is_table(name: Any, value: Any) -> bool:
+    return "hooks" in str(name) and isinstance(value, dict)
 
 
 def _origin(hook: Any) -> str:
     return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
-def _full_parameter(p: nn.Parameter) -> nn.Parameter:
+def full_parameter(p: nn.Parameter) -> nn.Parameter:
     full = nn.Parameter(_full(p.detach()), requires_grad=p.requires_grad)
     if p.grad is not None:
         full.grad = _full(p.grad)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fleetx.applications.not_covered import not_covered
 from fleetx.paddle.api import fleet
 from fleetx.paddle.api.fleet import worker_index as get_rank
 from fleetx.paddle.api.fleet import worker_num as get_world_size
+from fleetx.paddle.not_covered import not_covered
 
 __all__ = ["fleet", "get_rank", "get_world_size"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fleetx import fleet
-from fleetx.applications.not_covered import not_covered
 from fleetx.fleet import DistributedStrategy, worker_index, worker_num
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.optimizers import DistributedOptimizer, PaddleOptimizer
 
 __all__ = ["DistributedStrategy", "distributed_optimizer", "worker_index", "worker_num"]

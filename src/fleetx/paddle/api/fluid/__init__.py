@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fleetx.applications.not_covered import not_covered
 from fleetx.fleet import device_guard
 from fleetx.paddle.api.fluid import clip, layers, optimizer, regularizer
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace
 from fleetx.paddle.static.executor import Executor
 from fleetx.paddle.static.programs import default_main_program, default_startup_program

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fleetx.applications.not_covered import not_covered
 from fleetx.paddle.api import optimizer
 from fleetx.paddle.api.optimizer import with_arguments
+from fleetx.paddle.not_covered import not_covered
 
 __all__ = [
     "SGD",

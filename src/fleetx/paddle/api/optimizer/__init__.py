@@ -11,10 +11,10 @@ from torch import nn
 
 from fleetx import optim
 from fleetx.applications import Application, Parameter
-from fleetx.applications.not_covered import not_covered
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import exclusion
 from fleetx.paddle.api.optimizer import lr
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.optimizers import PaddleOptimizer, Parameters, named_parameters
 from fleetx.paddle.static.regularization import Clip, L2Decay
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fleetx.applications.not_covered import not_covered
+from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static import rates
 from fleetx.paddle.static.rates import LRScheduler
 

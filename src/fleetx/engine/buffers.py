@@ -1,0 +1,82 @@
+"""The buffers of a model, which every rank takes over from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.base.module_names import plain_name
+from fleetx.base.trees import as_real
+from fleetx.comm.world import World
+from fleetx.errors import UsageError
+
+WORTH = 2**20  # bytes of unchanged buffers from which it is worth asking all ranks whether they changed
+Key = tuple[str, str]  # the names of a module and of its buffer
+
+
+class ModelBuffers:
+    """Sends the buffers of rank 0 to all ranks, and large ones only if they changed on some rank.
+
+    Values are compared, because a change through `.data` or in a kernel of BatchNorm does not show in the version
+    counter. A buffer that changed once is always sent: most change in every round.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._modules = list(model.named_modules())  # cheaper than traversing the model in every round
+        self._kept: dict[Key, Tensor] = {}  # copies of what was sent, of buffers that have not changed yet
+        self._changing: set[Key] = set()
+
+    def send(self, world: World, *, skip: Collection[Tensor] = (), strict: bool = True) -> None:
+        """A collective. skip: buffers that stay as they are. strict: raise if one cannot be sent, or skip it too."""
+        found = self._found({id(b) for b in skip}, strict) if world.size > 1 else {}
+        if not found:
+            return
+        quiet = [key for key in found if key not in self._changing]
+        large = sum(found[key].nbytes for key in quiet) >= WORTH
+        known = [key for key in quiet if large and key in self._kept]
+        unchanged = self._agree(known, found, world) if known else set()
+        world.broadcast([b for key, b in found.items() if key not in unchanged])
+        for key in quiet if large else ():
+            if key not in self._kept and key not in self._changing:
+                self._kept[key] = found[key].clone()
+
+    def _found(self, skip: set[int], strict: bool) -> dict[Key, Tensor]:
+        found = {}
+        for path, module in self._modules:
+            for name, b in module._buffers.items():
+                if b is None or b.is_meta or id(b) in skip:
+                    continue
+                try:
+                    found[path, name] = _sendable(b, f"{path}.{name}")
+                except UsageError:
+                    if strict:
+                        raise
+        return found
+
+    def _agree(self, known: list[Key], found: dict[Key, Tensor], world: World) -> set[Key]:
+        """Those that no rank has changed."""
+        changed = [not torch.equal(found[key], self._kept[key]) for key in known]
+        mask = torch.tensor(changed, dtype=torch.uint8, device=world.device)
+        world.maximum(mask)
+        for key, flag in zip(known, mask.tolist(), strict=True):
+            if flag:
+                self._changing.add(key)
+                del self._kept[key]
+        return {key for key in known if key not in self._changing}
+
+
+def _sendable(buffer: Tensor, name: str) -> Tensor:
+    """A view without the elements that share memory with others, as after expand()."""
+    name = plain_name(name).lstrip(".")
+    if buffer.layout is not torch.strided:
+        raise UsageError(
+            f"the buffer {name!r} is sparse, which cannot be sent to the other ranks: register "
+            "a dense copy, or set strategy.broadcast_buffers = False"
+        )
+    buffer = as_real(buffer.detach())
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer

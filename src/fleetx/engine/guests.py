@@ -1,0 +1,85 @@
+"""Other code that manages the same model or optimizer: wrappers, a GradScaler, conversions, inner optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fleetx.base.module_names import plain_name
+from fleetx.errors import UsageError
+from fleetx.strategy.compose import Plan
+from fleetx.strategy.stage import Fact, Stage
+
+
+def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
+    """DistributedDataParallel around a distributed model would divide the gradient by the world size again."""
+    active: Any = DistributedDataParallel._active_ddp_module
+    if active is not None and active.module is model and active is not getattr(reducer, "ddp", None):
+        raise UsageError(
+            "the distributed model is wrapped in DistributedDataParallel, which would average its gradients a second "
+            "time: remove the wrapper (in a Trainer or in Fabric, turn its own data parallelism off)"
+        )
+
+
+def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Optimizers that this one steps through, such as the base optimizer of SAM."""
+    return (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+
+
+class Scaler:
+    """A GradScaler of the script. It works unless the strategy mixes gradients of several steps, scales or ranks."""
+
+    _MIXED = (Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.MOMENTUM, Fact.STAGED)
+
+    def __init__(self, plan: Plan, optimizer: Optimizer):
+        made = {fact for act in plan.acts for fact in act.claim.makes}
+        self._mixed = next((fact for fact in self._MIXED if fact in made), None)
+        # With True, GradScaler.step hands its scale to every optimizer.step(), so that it can be seen there; with
+        # False it unscales the gradients before the step, which acts at GRADIENT need (fused optimizers set True).
+        if self._mixed is not None:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        elif plan.at(Stage.GRADIENT) and hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = False
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Before a step."""
+        if self._mixed is None or "found_inf" not in vars(optimizer):
+            return
+        for name in ("found_inf", "grad_scale"):
+            vars(optimizer).pop(name, None)
+        raise UsageError(
+            f"the script's GradScaler does not work with {self._mixed.value}: remove the GradScaler, and set "
+            "strategy.amp = True, which scales the loss in float16 (bfloat16 needs no scale)"
+        )
+
+
+class Places:
+    """Where the trainable parameters are, and their types. Torch's hooks stay behind when one is replaced or cast."""
+
+    def __init__(self, model: nn.Module, *, every: bool):
+        self._all = [
+            (f"{path}.{key}".lstrip("."), module, key, p, p.dtype, p.device)
+            for path, module in model.named_modules()
+            for key, p in module._parameters.items()
+            if p is not None and p.requires_grad
+        ]
+        self._some = self._all if every else self._all[:1] + self._all[-1:]
+
+    def check(self, *, every: bool = False) -> None:
+        """In a step compare the first and the last one, which is cheap, unless told at set-up that it must be all."""
+        for name, module, key, p, dtype, device in self._all if every else self._some:
+            if p.dtype is not dtype or p.device != device:
+                changed = f"was converted from {dtype} on {device} to {p.dtype} on {p.device}"
+            elif module._parameters.get(key) is not p:
+                changed = "was replaced by another one"
+            else:
+                continue
+            raise UsageError(
+                f"parameter {plain_name(name)!r} {changed} after fleet.distribute, so the strategy would no longer act "
+                "on its gradient: convert, wrap or parametrize the model before fleet.distribute, or between "
+                "fleet.release and another fleet.distribute"
+            )

@@ -1,0 +1,71 @@
+"""What ends a merge window without a backward of its own: a flush, a skipped batch, the end of the training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fleetx.engine.context import Bucket, StepContext
+from fleetx.engine.reducer import Reducer
+from fleetx.engine.run import Run
+from fleetx.errors import UsageError
+from fleetx.strategy.part import Part
+from fleetx.strategy.stage import Fact
+
+
+class Windows(Run):
+    """The part of the engine that finishes what earlier steps have begun."""
+
+    _reducer: Reducer | None
+
+    def context_of(self, part: Part) -> StepContext:
+        raise NotImplementedError
+
+    def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        raise NotImplementedError
+
+    def flush(self) -> bool:
+        """Apply a partial window, divided by its true number of steps. Every rank must call it."""
+        if self.step.tapped:
+            raise UsageError("optimizer.step() is missing after the last backward(): call it before fleet.flush()")
+        flushed = self.merged > 0
+        if flushed:
+            self._collect(self.merged)
+            self.step.flushing = self.step.opens = self.step.tapped = True
+            try:
+                self.optimizer.step()
+            finally:
+                self.step.flushing = False
+            self.gradients.take_away(keep=False)  # the loop has called zero_grad() already
+        self.drain(last=True)
+        return flushed and self.updated
+
+    def drain(self, *, last: bool) -> None:
+        """Let the parts finish what is running in the background."""
+        params: list[Tensor] = [*self.gradients.params()]
+        with torch.no_grad():
+            for part in self.plan.parts:
+                part.drain(params, self.context_of(part), last=last)
+
+    def _catch_up(self) -> None:
+        """The last step of a window had no backward here: reduce what waits, as the ranks do whose backward did it."""
+        waiting, join = self.gradients.waiting, isinstance(self._reducer, Reducer)
+        if waiting or join:
+            self._collect(self.merged, join=join)
+        if join and not waiting and (self._local() or not any(g.any() for g in self.gradients.present())):
+            self.gradients.take_away(keep=False)  # this rank, or every rank, had no batch in this window
+
+    def _collect(self, steps: int, *, join: bool = False) -> None:
+        """Put the withheld gradients of this many steps back, and reduce them. join: other ranks are in a backward."""
+        self.gradients.put_back()
+        self.weights.collect()
+        if self._reducer is not None:
+            self.step.collected = steps
+            params = [p for p in self.gradients.params() if p.requires_grad]
+            self._reducer.join_backward(params) if join else self._reducer.reduce_now(params, self._reduce)
+            self.step.collected = 0
+        self.step.tapped = True
+
+    def _local(self) -> bool:
+        """Does each rank update on its own?"""
+        return any(Fact.LOCAL in act.claim.makes for act in self.plan.acts)

@@ -1,0 +1,156 @@
+"""When a segment is gathered, and what the model shows meanwhile.
+
+    in a forward or backward   its modules have full parameters
+    between the two            stage 1, 2: its modules have this rank's shards, and the full ones wait for backward
+                               stage 3: they are freed
+    otherwise                  its modules have this rank's shards
+
+With `fully_shard(reshard_after_forward=False)` alone, the modules keep the full parameters until the next backward:
+what the script does to `model.parameters()` meanwhile is lost, and a forward after an update runs with old values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from fleetx.base.trees import map_tensors
+from fleetx.comm.world import World, listed
+from fleetx.engine.taps import tap
+from fleetx.errors import UsageError
+
+
+class Segment(FSDPParamGroup):
+    """The parameters that FSDP gathers together."""
+
+    _state: FSDPState
+    _world: World | None = None  # of the ranks that must use the same parameters; None: not checked
+    _finds_unused = False
+    _compared = False
+    _kept = False  # full parameters wait for backward, while the modules show the shards
+
+    def settle(self) -> None:
+        """At the end of the outermost forward."""
+        if not self.is_unsharded or _in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._to_sharded()  # no backward will come
+            return
+        for p in self.fsdp_params:
+            p._setattr_on_modules(p.sharded_param)
+        self._kept = True
+
+    def unshard(self, async_op: bool = False) -> None:
+        if self._kept and _in_backward():
+            self._kept = False
+            for p in self.fsdp_params:
+                p._setattr_on_modules(p._unsharded_param)
+        elif self._kept:
+            self._to_sharded()  # a new forward: the shards may have changed
+        with _ordinary_tensors():
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        with _ordinary_tensors():
+            super().wait_for_unshard()
+
+    def _to_sharded(self) -> None:
+        self._kept = False
+        super()._to_sharded()
+
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        output = super().post_forward(module, input, output)
+        if self._state._state_ctx.iter_forward_root is self._state:  # its module was called alone
+            self.settle()
+        return map_tensors(_own, output)
+
+    def post_backward(self, *unused: Any) -> None:
+        if self._world is not None and (self._finds_unused or not self._compared):
+            self._compare(self._world)
+        super().post_backward(*unused)
+
+    def _compare(self, world: World) -> None:
+        """FSDP reduces the gradients that a rank has, and fails if other ranks have others."""
+        mine = torch.tensor([_has_gradient(p) for p in self.fsdp_params], device=world.device)
+        used = world.gather(mine.to(torch.uint8)).bool().cpu()  # by rank
+        self._compared = bool(used.any())  # not a backward to the inputs alone
+        for p, by_rank in zip(self.fsdp_params, used.T, strict=True):
+            if by_rank.all() or not by_rank.any():
+                continue
+            if not self._finds_unused:
+                ranks = [rank for rank, yes in enumerate(by_rank.tolist()) if yes]
+                raise UsageError(
+                    f"{p._param_fqn!r} got a gradient only on {listed(ranks)}, but sharding reduces it on all ranks "
+                    "together: set strategy.find_unused_parameters = True"
+                )
+            if not _has_gradient(p):
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+
+
+class Segments:
+    """All segments of a model that `fully_shard` has divided, the root first."""
+
+    def __init__(self, model: nn.Module, world: World | None = None, *, finds_unused: bool = False):
+        self._model: Any = model
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]
+        owners = [state for state in states for _ in state._fsdp_param_groups]
+        for group, state in zip(self._groups, owners, strict=True):
+            group.__class__, group._state, group._world, group._finds_unused = Segment, state, world, finds_unused
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each forward of the whole model."""
+        yield
+        _explain(sys.exception())
+        if self._model._get_fsdp_state()._training_state == TrainingState.FORWARD:  # it raised
+            self._model.reset_iter_state()
+        for group in self._groups:
+            group.settle()
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The full parameters, in which backward accumulates. They exist once they have been gathered."""
+        params = (p for group in self._groups for p in group.fsdp_params)
+        return (p._unsharded_param for p in params if hasattr(p, "_unsharded_param"))
+
+
+def _has_gradient(p: Any) -> bool:
+    if not hasattr(p, "_unsharded_param"):
+        return False
+    return p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None
+
+
+def _own(t: Tensor) -> Tensor:
+    """An output that is no view: writing into a view would bypass the hook with which FSDP gathers in backward."""
+    return tap(t, lambda grad: grad) if t._base is not None else t
+
+
+def _explain(error: BaseException | None) -> None:
+    """Hooks of a forward that raised are called while its error is being handled."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "fleetx: under sharding, this module uses a parameter of another segment without calling that segment: put "
+            "both into one segment, by naming a module that contains them in segment_anchors"
+        )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _ordinary_tensors() -> ExitStack:
+    """What is gathered in inference mode is used again in training."""
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+    return stack
