@@ -91,5 +91,34 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
         raise click.ClickException(str(error)) from None
 
 
+@main.command()
+@click.option("--quick", "size", flag_value=2, help="Every strategy and every pair. [default]")
+@click.option("--all", "size", flag_value=3, help="Every triple as well.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@click.option(
+    "--output", type=_output_file, multiple=True, help="Write the results to this .html, .json or .md file. Repeatable."
+)
+@click.option("--model", metavar="MODULE:FUNCTION", help="Verify your model: FUNCTION returns (model, x, y, loss_fn).")
+@click.option("--strategy", type=_input_file, help="With --model: the strategy, a YAML file.")
+@click.option("--nproc_per_node", type=_positive, help="With --model: number of ranks. [default: 2]")
+@click.argument("switches", nargs=-1)
+def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None:
+    """Verify that strategies do what they promise, alone and combined, or only those named by SWITCHES.
+
+    Every combination either raises an error, or trains a small model on two ranks (four for pipelines and hierarchies).
+    Its result is compared with one plain float64 process, and each strategy must be observed to act. With --model,
+    your own model and batch are trained under your strategy instead. The exit code is 1 if anything failed.
+    """
+    from fleetx.errors import FleetxError
+    from fleetx.verify import command
+
+    try:
+        ok = command.own_model(model, switches, options) if model else command.combinations(switches, options)
+    except FleetxError as error:
+        raise click.ClickException(str(error)) from None
+    if not ok:
+        raise SystemExit(1)
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,80 @@
+"""What `fleetx verify` does with its options."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import torch
+
+from fleetx.base.files import write_atomic
+from fleetx.base.suggest import did_you_mean
+from fleetx.errors import UsageError
+from fleetx.strategy import DistributedStrategy
+from fleetx.verify import own_model as own
+from fleetx.verify import report
+from fleetx.verify.combinations import combinations as every_combination
+from fleetx.verify.combinations import switches as every_switch
+from fleetx.verify.judge import Judge
+from fleetx.verify.ranks import RankError
+
+
+def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
+    """Judge them all, show progress, write the reports. Returns whether nothing failed."""
+    _check_device(options["device"], 4)
+    known = every_switch()
+    for name in among:
+        if name not in known:
+            raise UsageError(f"there is no strategy {name!r}: {did_you_mean(name, known) or ', '.join(known)}")
+    for option in ("strategy", "nproc_per_node"):
+        if options[option] is not None:
+            raise UsageError(f"--{option} needs --model: add --model, or remove it")
+    for path in options["output"]:
+        if path.suffix not in report.FORMATS:
+            raise UsageError(f"--output {path}: the name must end in {', '.join(report.FORMATS)}")
+    chosen = list(every_combination(options["size"] or 2, among))
+    judge, verdicts, start = Judge(options["device"]), [], time.monotonic()
+    try:
+        with click.progressbar(chosen, label="verifying", file=sys.stderr, show_pos=True) as progress:
+            for number, switches in enumerate(progress):
+                verdicts.append(verdict := judge.judge(switches))
+                if not sys.stderr.isatty() and number % 25 == 24:
+                    click.echo(f"{number + 1} of {len(chosen)} combinations", err=True)
+                if not verdict.ok:
+                    click.echo("\n" + "\n".join(report.details(verdict)), err=True)
+    finally:
+        judge.close()
+    seconds = time.monotonic() - start
+    for path in options["output"]:
+        write_atomic(path, report.FORMATS[path.suffix](verdicts, options["device"], seconds))
+    if among:
+        click.echo("\n".join(line for v in verdicts for line in report.details(v)))
+    click.echo(report.text(verdicts))
+    return all(v.ok for v in verdicts)
+
+
+def own_model(where: str, switches: tuple[str, ...], options: Mapping[str, Any]) -> bool:
+    """Verify the user's model, and say what was found. Returns whether all of it is right."""
+    ranks = options["nproc_per_node"] or 2
+    _check_device(options["device"], ranks)
+    if switches or options["size"]:
+        raise UsageError("with --model the strategy comes from --strategy: remove the switches, --quick and --all")
+    if options["output"]:
+        raise UsageError("--output is for the matrix of all strategies: remove it, or remove --model")
+    strategy = DistributedStrategy.load(options["strategy"]) if options["strategy"] else DistributedStrategy()
+    try:
+        right, lines = own.verify(where, strategy, ranks, options["device"])
+    except RankError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo("\n".join(lines))
+    return right
+
+
+def _check_device(device: str, ranks: int) -> None:
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise UsageError(
+            f"--device cuda needs {ranks} GPUs, but this machine has {torch.cuda.device_count()}: use --device cpu"
+        )

@@ -1,0 +1,211 @@
+"""Numbers and effects of one combination of strategies."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from fleetx.errors import FleetxError
+from fleetx.strategy.part import every
+from fleetx.verify import oracle, runs
+from fleetx.verify.combinations import Switches, declared, refusal, settings
+from fleetx.verify.ranks import RankError, Ranks
+
+_FLOAT32 = ("amp", "dgc")  # strategies that only act on float32
+Results = list[dict[str, Any]]  # of one run, by rank
+_ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4}
+
+
+@dataclass
+class Seen:
+    """One strategy in a combination: the quantity that shows it, with it and without it."""
+
+    sentence: str
+    quantity: str
+    on: float
+    off: float
+    acts: bool | None  # None: too few replicas to see it
+
+    def failure(self, switch: str) -> str:
+        return f"`{switch}` does not act: {self.quantity} is {self.on:g} with it and {self.off:g} without it"
+
+
+@dataclass
+class Verdict:
+    switches: Switches
+    kind: str = "failed"  # refused, equal, lossy or failed
+    reason: str = ""
+    error: float = 0.0  # distance to the oracle, as a share of the distance trained
+    bound: float = 0.0
+    ranks: int = 0
+    dtype: str = ""
+    effects: dict[str, Seen] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.kind != "failed"
+
+    def json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Judge:
+    """Runs combinations on pools of two and four ranks, each run once."""
+
+    def __init__(self, device: str = "cpu", pools: Mapping[int, Ranks] | None = None):
+        self._device = device
+        self._pools = dict(pools or {})
+        self._run = cache(self._run_once)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.stop()
+
+    def judge(self, chosen: Switches) -> Verdict:
+        start = time.monotonic()
+        verdict = Verdict(chosen)
+        if reason := refusal(chosen):
+            verdict.kind, verdict.reason = "refused", reason
+            return verdict
+        try:
+            self._numbers(verdict)
+            if verdict.kind != "refused":
+                self._effects(verdict)
+        except RankError as error:
+            verdict.reason = str(error)
+        verdict.seconds = time.monotonic() - start
+        return verdict
+
+    # --- numbers ----------------------------------------------------------------------------------
+    def _numbers(self, verdict: Verdict) -> None:
+        chosen = verdict.switches
+        unknown = set(chosen) - oracle.KNOWN
+        if unknown:
+            verdict.reason = f"verify/oracle.py does not know {', '.join(sorted(unknown))}: add what it does to numbers"
+            return
+        size, dtype = ranks_for(chosen), dtype_for(chosen)
+        verdict.ranks, verdict.dtype = size, str(dtype).removeprefix("torch.")
+        results = self._run(chosen, chosen, size, True)
+        if "refused" in results[0]:
+            verdict.kind, verdict.reason = "refused", results[0]["refused"]
+            return
+        found = state(results)
+        model = runs.Stack()
+        replicas = size // (2 if "pipeline" in chosen else 1)
+        wanted = oracle.train(
+            model,
+            partial(runs.optimizer_for, switches=chosen),
+            all_settings(chosen),
+            rounded(dtype),
+            mse_loss,
+            replicas,
+        )
+        verdict.error = distance(found, wanted, model.state_dict())
+        own = [every()[switch].rounding for switch in chosen]
+        verdict.bound = max([_ROUNDING[dtype], *own])
+        lossy = any(own) or any(every()[switch].lossless is not None for switch in chosen)
+        if verdict.error <= verdict.bound:
+            verdict.kind = "lossy" if lossy else "equal"
+        else:
+            verdict.reason = f"differs from one plain process by {verdict.error:.1e} of the distance trained"
+
+    # --- effects ----------------------------------------------------------------------------------
+    def _effects(self, verdict: Verdict) -> None:
+        chosen, size = verdict.switches, verdict.ranks
+        on = self._run(chosen, chosen, size, False)
+        for switch in chosen:
+            off = self._run(tuple(s for s in chosen if s != switch), chosen, size, False)
+            verdict.effects[switch] = seen = observed(switch, on, off)
+            if seen.acts is False:
+                verdict.kind = "failed"
+                verdict.reason += f"{seen.failure(switch)}. "
+
+    def _run_once(self, chosen: Switches, full: Switches, size: int, lossless: bool) -> Results:
+        lossless = lossless and any(every()[s].lossless is not None for s in chosen)
+        if size not in self._pools:
+            self._pools[size] = Ranks(size, device=self._device)
+        return self._pools[size].run(_job, declared(chosen, lossless=lossless), full, dtype_for(full))
+
+
+def _job(strategy: dict[str, Any], full: Switches, dtype: torch.dtype) -> dict[str, Any]:
+    try:
+        return runs.run(strategy, full, dtype)
+    except FleetxError as error:
+        return {"refused": str(error)}
+
+
+def observed(switch: str, on: Results, off: Results) -> Seen:
+    """What a strategy changes, given the results of all ranks with and without it."""
+    effect = every()[switch].effect
+    if effect is None:
+        return Seen("declares no effect", "nothing", 0, 0, acts=False)
+    if "refused" in off[0]:
+        raise RankError(f"without `{switch}` it raises an error: {off[0]['refused']}")
+    totals = quantities(on)
+    values = totals[effect.quantity], quantities(off)[effect.quantity]
+    visible = totals["replicas"] >= effect.replicas
+    return Seen(effect.sentence, effect.quantity, *values, effect.acts(*values) if visible else None)
+
+
+def quantities(results: Results) -> dict[str, float]:
+    """What was counted, over all ranks."""
+    out = {key: sum(r["values"][key] for r in results) for key in results[0]["values"]}
+    out["most_bytes_sent"] = max(r["values"]["bytes_sent"] for r in results)
+    out["bytes_held"] /= len(results)
+    out["replicas"] = 1 + max(r["replica"] for r in results)
+    out["ranks_apart"] = sum(len(set(same)) > 1 for same in _replicas(results))
+    return out
+
+
+def state(results: Results) -> dict[str, Tensor]:
+    """The whole model: stages of a pipeline hold different parameters, and rank 0 has the last word."""
+    return {name: tensor for result in reversed(results) for name, tensor in result["state"].items()}
+
+
+def _replicas(results: Results) -> Iterator[list[float]]:
+    """After each step, the checksums of the ranks that hold the same parameters."""
+    holding: dict[tuple[str, ...], list[list[float]]] = {}
+    for result in results:
+        holding.setdefault(tuple(result["state"]), []).append(result["checksums"])
+    for same in holding.values():
+        yield from (list(values) for values in zip(*same, strict=True))
+
+
+def ranks_for(chosen: Switches) -> int:
+    return 4 if {"pipeline", "use_hierarchical_allreduce"} & set(chosen) else 2
+
+
+def dtype_for(chosen: Switches) -> torch.dtype:
+    return torch.float32 if set(_FLOAT32) & set(chosen) else torch.float64
+
+
+def all_settings(chosen: Switches) -> dict[str, dict[str, Any]]:
+    """Every setting of each strategy, defaults included."""
+    out = {}
+    for switch in chosen:
+        part = every()[switch](**settings(switch, lossless=True))
+        out[switch] = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+    return out
+
+
+def rounded(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    return [(x.to(dtype), y.to(dtype)) for x, y in runs.batches()]
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """How far the result is off, as a share of the distance that the parameters and buffers went."""
+    if missing := set(wanted) - set(found):
+        raise RankError(f"no rank holds {', '.join(sorted(missing))}")
+    wanted = {k: w for k, w in wanted.items() if w.is_floating_point()}
+    off = sum(float((found[k].double() - w.double()).square().sum()) for k, w in wanted.items())
+    went = sum(float((w.double() - start[k].double()).square().sum()) for k, w in wanted.items())
+    return float((off / went) ** 0.5)

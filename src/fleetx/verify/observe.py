@@ -1,0 +1,117 @@
+"""Count what a training step does on this rank, from outside: nothing here knows fleetx."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+FIRST = 3  # the step from which on quantities count: a strategy may stop acting after the first
+
+# Offset of tcpi_bytes_sent in Linux' struct tcp_info.
+_BYTES_SENT = 200
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_sent() -> int:
+    """Bytes that this process has sent over its open TCP connections, as the kernel counts them."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+        except OSError:  # closed meanwhile
+            continue
+    return total
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the bytes of collectives on devices that do not communicate over TCP."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.total += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+class Observer:
+    """Quantities of one run. Call `before` and `after` around each step."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
+        self._model, self._device = model, device
+        self._steps = 0
+        self._collectives = _Collectives()
+        self.values = {
+            "bytes_sent": 0.0, "calls": 0.0, "half_outputs": 0.0, "updates": 0.0,
+            "gradient_norm": 0.0, "distance": 0.0, "bytes_held": 0.0,
+        }  # fmt: skip
+        self.checksums: list[float] = []  # of the parameters after each step that counts
+        optimizer.register_step_pre_hook(self._see_gradients)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        handle = register_module_forward_hook(self._see_module)
+        try:
+            if self._device.type == "cpu":
+                yield
+            else:
+                with self._collectives:
+                    yield
+        finally:
+            handle.remove()
+
+    @property
+    def _counts(self) -> bool:
+        return self._steps + 1 >= FIRST
+
+    def _sent(self) -> int:
+        return bytes_sent() if self._device.type == "cpu" else self._collectives.total
+
+    def _see_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._counts and next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            self.values["calls"] += 1
+            if isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16):
+                self.values["half_outputs"] += 1
+
+    def _see_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._counts:
+            grads = [local(p.grad).double() for p in self._params() if p.grad is not None]
+            self.values["gradient_norm"] += sum(float(g.square().sum()) for g in grads) ** 0.5
+
+    def _params(self) -> list[Tensor]:
+        return [p for p in self._model.parameters() if p.device.type != "meta"]
+
+    def before(self) -> None:
+        self._old = [local(p.detach()).clone() for p in self._params()]
+        self._at = self._sent()
+
+    def after(self) -> None:
+        if self._counts:
+            new = [local(p.detach()) for p in self._params()]
+            moved = sum(float((a - b).double().square().sum()) for a, b in zip(new, self._old, strict=True)) ** 0.5
+            self.values["bytes_sent"] += self._sent() - self._at
+            self.values["updates"] += moved > 0
+            self.values["distance"] += moved
+            self.values["bytes_held"] = float(sum(p.nbytes for p in new))
+            self.checksums.append(sum(float(p.double().abs().sum()) for p in new))
+        self._steps += 1

@@ -1,0 +1,202 @@
+"""The training that a strategy promises, in one process: plain PyTorch in float64, which knows nothing of fleetx.
+
+Every virtual rank works on its share of each batch. Without local updates there is one model, and its gradient is the
+mean over the shares; with them each rank has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.optim import Optimizer
+
+Batch = tuple[Tensor, Tensor]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with all its settings
+
+# Strategies that change where or when something is computed or sent, but no number beyond rounding.
+NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "amp", "dgc"}
+KNOWN = NEUTRAL | {
+    "adaptive_localsgd", "clip", "gradient_merge", "lamb", "lars", "localsgd", "pipeline", "sync_batch_norm",
+}  # fmt: skip
+
+
+def train(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    settings: Settings,
+    batches: Sequence[Batch],
+    loss_fn: LossFn,
+    replicas: int,
+    *,
+    flush: bool = False,
+) -> dict[str, Tensor]:
+    """The state of rank 0's model after training on all batches.
+
+    flush: at the end, update with what is left in the merge window, and average the ranks.
+    """
+    local = settings.get("localsgd") or settings.get("adaptive_localsgd")
+    models = [copy.deepcopy(model).double() for _ in range(replicas if local else 1)]
+    rules = [_rule(m, make_optimizer(m), settings) for m in models]
+    merge = settings.get("gradient_merge", {})
+    average = _Average(settings)
+    window = 0
+    for number, batch in enumerate(batches, start=1):
+        losses = _backward(models, batch, loss_fn, settings, replicas)
+        window += 1
+        if window < merge.get("k_steps", 1) and not (flush and number == len(batches)):
+            continue
+        for m, rule in zip(models, rules, strict=True):
+            divisor = window if merge.get("avg", True) else 1
+            grads = {name: p.grad / divisor for name, p in m.named_parameters() if p.grad is not None}
+            if "clip" in settings:
+                _clip(grads, settings["clip"]["clip_norm"])
+            rule(grads)
+            m.zero_grad()
+        window = 0
+        if local:
+            average(models, losses)
+    if local and flush:
+        average.now(models)
+    return models[0].state_dict()
+
+
+def _backward(
+    models: Sequence[nn.Module], batch: Batch, loss_fn: LossFn, settings: Settings, replicas: int
+) -> list[float]:
+    """Add the gradients of this step to each model's. Returns each rank's loss."""
+    pieces = settings.get("pipeline", {}).get("micro_batch", 1)
+    shares = [[part.chunk(pieces) for part in share] for share in zip(*(t.chunk(replicas) for t in batch), strict=True)]
+    everyone = models if len(models) == replicas else [models[0]] * replicas
+    forward = _forward_together if "sync_batch_norm" in settings else _forward_apart
+    losses = [0.0] * replicas
+    for piece in range(pieces):
+        outputs = forward(everyone, [x[piece].double() for x, _ in shares])
+        total = torch.zeros((), dtype=torch.float64)
+        for rank, (output, (_, y)) in enumerate(zip(outputs, shares, strict=True)):
+            target = y[piece].double() if y[piece].is_floating_point() else y[piece]
+            loss = loss_fn(output, target) / pieces
+            losses[rank] += loss.item()
+            total = total + loss
+        (total * len(models) / replicas).backward()  # one model: the mean over the ranks
+    return losses
+
+
+def _forward_apart(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
+    outputs = []
+    for rank, (model, x) in enumerate(zip(models, inputs, strict=True)):
+        if rank and model is models[0]:  # the buffers of rank 0 count
+            outputs.append(functional_call(model, {name: b.clone() for name, b in model.named_buffers()}, x))
+        else:
+            outputs.append(model(x))
+    return outputs
+
+
+def _forward_together(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Layer by layer on all ranks, because a BatchNorm sees the inputs of all."""
+    sizes = [len(x) for x in inputs]
+    if all(model is models[0] for model in models):
+        return list(models[0](torch.cat(list(inputs))).split(sizes))
+    values = list(inputs)
+    for layers in zip(*(model.children() for model in models), strict=True):
+        norm = layers[0]
+        if isinstance(norm, nn.BatchNorm1d):
+            mixed = functional.batch_norm(
+                torch.cat(values), norm.running_mean, norm.running_var, None, None, True, norm.momentum or 0.0, norm.eps
+            )
+            values = [x * own.weight + own.bias for x, own in zip(mixed.split(sizes), layers, strict=True)]
+        else:
+            values = [layer(x) for layer, x in zip(layers, values, strict=True)]
+    return values
+
+
+def _clip(grads: dict[str, Tensor], limit: float) -> None:
+    norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+    for g in grads.values():
+        g.mul_(min(1.0, limit / (float(norm) + 1e-6)))
+
+
+def _rule(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callable[[dict[str, Tensor]], None]:
+    """LARS or LAMB with the options of the optimizer, or the optimizer itself."""
+    params = dict(model.named_parameters())
+    names = {p: name for name, p in params.items()}
+    states = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in params.items()}
+    steps = 0
+
+    @torch.no_grad()
+    def layerwise(grads: dict[str, Tensor]) -> None:
+        nonlocal steps
+        steps += 1
+        for group in optimizer.param_groups:
+            for name in (names[p] for p in group["params"] if names[p] in grads):
+                first, second = states[name]
+                move = _lamb if "lamb" in settings else _lars
+                move(params[name], grads[name], first, second, group, settings, steps)
+
+    def plain(grads: dict[str, Tensor]) -> None:
+        for name, p in params.items():
+            p.grad = grads.get(name)
+        optimizer.step()
+
+    return layerwise if {"lars", "lamb"} & set(settings) else plain
+
+
+def _lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Settings, steps: int) -> None:
+    beta1, beta2 = group["betas"]
+    m.lerp_(g, 1 - beta1)
+    v.lerp_(g * g, 1 - beta2)
+    u = m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + group["eps"])
+    u += settings["lamb"]["lamb_weight_decay"] * p
+    p.sub_(group["lr"] * _ratio(p, u) * u)
+
+
+def _lars(p: Tensor, g: Tensor, velocity: Tensor, _: Tensor, group: Any, settings: Settings, steps: int) -> None:
+    lars = settings["lars"]
+    decay, rate = lars["lars_weight_decay"], group["lr"]
+    if p.norm() > 0 and g.norm() > 0:
+        rate *= lars["lars_coeff"] * p.norm() / (g.norm() + decay * p.norm() + lars["epsilon"])
+    move = rate * (g + decay * p)
+    velocity.mul_(group["momentum"]).add_(move)
+    p.sub_(move + group["momentum"] * velocity if group["nesterov"] else velocity)
+
+
+def _ratio(p: Tensor, u: Tensor) -> float:
+    return float(p.norm() / u.norm()) if p.norm() > 0 and u.norm() > 0 else 1.0
+
+
+class _Average:
+    """When local updates are averaged."""
+
+    def __init__(self, settings: Settings):
+        self._adaptive = settings.get("adaptive_localsgd")
+        own = self._adaptive or settings.get("localsgd") or {}
+        self._begin: int = own.get("begin_step", 1)
+        self._k: int = own.get("init_k_steps", own.get("k_steps", 1))
+        self._round, self._last, self._first_loss = 0, 0, 0.0
+
+    def __call__(self, models: Sequence[nn.Module], losses: Sequence[float]) -> None:
+        self._round += 1
+        loss = sum(losses) / len(losses)
+        self._first_loss = self._first_loss or loss
+        if self._round > self._begin and self._round - self._last < self._k:
+            return
+        self._last = self._round
+        self.now(models)
+        if self._adaptive and self._round > self._begin:  # the learning rate is constant here
+            k = math.ceil(math.sqrt(loss / self._first_loss) * self._adaptive["init_k_steps"])
+            self._k = min(max(k, 1), self._adaptive["max_k_steps"])
+
+    @staticmethod
+    @torch.no_grad()
+    def now(models: Sequence[nn.Module]) -> None:
+        for same in zip(*(m.parameters() for m in models), strict=True):
+            mean = torch.stack(list(same)).mean(0)
+            for p in same:
+                p.copy_(mean)

@@ -1,0 +1,122 @@
+"""A pool of ranks: starting one takes seconds (torch is imported again), a job milliseconds."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+START_SECONDS, JOB_SECONDS = 240, 240  # generous: a busy machine is not a failure
+
+
+class RankError(AssertionError):
+    """A job raised in a rank."""
+
+
+class Ranks:
+    """n processes in one process group. `run(job, *args)` calls job(*args) in each and returns the results by rank.
+
+    before: a module-level function that each process calls before every job.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: str = "cpu",
+        before: Callable[[], Any] | None = None,
+        job_seconds: float = JOB_SECONDS,
+    ):
+        self.size, self._device, self._before, self._job_seconds = size, device, before, job_seconds
+        self._start()
+
+    def _start(self) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        context = get_context("spawn")
+        pipes = [context.Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, self.size, port, self._device, theirs, self._before), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        self._collect(START_SECONDS)
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((job, args))
+        return self._collect(self._job_seconds)
+
+    def _collect(self, seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = dict(zip(self._pipes, range(self.size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=seconds)
+            if not ready:
+                self._renew()
+                raise RankError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    failed, payload = pipe.recv()
+                except EOFError:
+                    self._renew()
+                    raise RankError(f"rank {rank} died") from None
+                if failed:
+                    self._renew()  # the others may wait for it in a collective
+                    raise RankError(f"in rank {rank}:\n{payload}")
+                results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
+        return [results[r] for r in range(self.size)]
+
+    def _renew(self) -> None:
+        self.stop()
+        self._start()
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):  # rank 0 last: it has the store, and the others would complain
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, device: str, pipe: Connection, before: Callable[[], Any] | None) -> None:
+    import torch.distributed as dist
+
+    os.environ["FLEETX_DEVICE"] = device
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.barrier()
+    pipe.send((False, _pack(None)))
+    gc.collect()
+    gc.freeze()  # what torch imported is no garbage: collections stay short
+    while True:
+        job, args = pipe.recv()
+        if before is not None:
+            before()
+        try:
+            pipe.send((False, _pack(job(*args))))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+def _pack(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()

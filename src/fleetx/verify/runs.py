@@ -1,0 +1,92 @@
+"""One training run on the ranks of a pool, under a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam, Optimizer
+
+from fleetx import fleet
+from fleetx.comm.session import current, reset
+from fleetx.strategy import DistributedStrategy
+from fleetx.verify.observe import Observer
+
+STEPS, SAMPLES, WIDTH = 8, 16, 128  # a weight of 128 * 128 elements is large enough for dgc
+LossFn = Callable[[Tensor, Tensor], Tensor]
+LR = 0.05
+
+
+class Stack(nn.Sequential):
+    """The model of verify: every strategy finds something to act on in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, WIDTH, bias=False)  # the norm would cancel a bias, and leave it a gradient of noise
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 4)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SAMPLES, 8, generator=generator), torch.randn(SAMPLES, 4, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def optimizer_for(model: nn.Module, switches: Sequence[str]) -> Optimizer:
+    if "lamb" in switches:
+        return Adam(model.parameters(), lr=LR)
+    return SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
+def run(declared: Mapping[str, Any], switches: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+    """Train verify's own model."""
+    return train(Stack(), batches(), mse_loss, declared, switches, dtype)
+
+
+def train(
+    model: nn.Module,
+    data: Sequence[tuple[Tensor, Tensor]],
+    loss_fn: LossFn,
+    declared: Mapping[str, Any],
+    switches: Sequence[str],
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Train on this rank's share. Returns what was counted, and what the model ended with."""
+    reset()
+    fleet.init()
+    model = model.to(fleet._here().device, dtype)
+    model, optimizer = fleet.distribute(model, optimizer_for(model, switches), DistributedStrategy(**declared))
+    replicas = current().find(model).layout.replica_group
+    observer = Observer(model, optimizer, replicas.device)
+    scheduled = "pipeline" in declared
+    with observer.observing():
+        for batch in data:
+            x, y = (t.chunk(replicas.size)[replicas.rank].to(replicas.device) for t in batch)
+            x, y = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))
+            observer.before()
+            if scheduled:
+                fleet.forward_backward(x, y, loss_fn=loss_fn)
+            else:
+                fleet.backward(loss_fn(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            observer.after()
+    return {
+        "state": {name: whole(t).double().cpu() for name, t in model.state_dict().items()},
+        "values": observer.values,
+        "checksums": observer.checksums,
+        "replica": replicas.rank,
+    }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
