@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["FLEETX_DEVICE"] = "cpu"
@@ -37,6 +38,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.nightly)
         if any(f"/{name}" in f"/{place}" for name in SLOW) or "four" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what the tests import is no garbage: collections, which some tests ask for, stay short
 
 
 @pytest.fixture(scope="session")

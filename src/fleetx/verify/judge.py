@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fleetx.errors import FleetxError
@@ -65,6 +65,7 @@ class Judge:
         self._device = device
         self._pools = dict(pools or {})
         self._run = cache(self._run_once)
+        self._results: dict[str, Results] = {}
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -133,7 +134,12 @@ class Judge:
         lossless = lossless and any(every()[s].lossless is not None for s in chosen)
         if size not in self._pools:
             self._pools[size] = Ranks(size, device=self._device)
-        return self._pools[size].run(_job, declared(chosen, lossless=lossless), full, dtype_for(full))
+        job = declared(chosen, lossless=lossless), full, dtype_for(full)
+        # `full` decides only the optimizer and the type, so most runs are the same for many combinations.
+        key = repr((job[0], type(runs.optimizer_for(nn.Linear(1, 1), full)), job[2], size))
+        if key not in self._results:
+            self._results[key] = self._pools[size].run(_job, *job)
+        return self._results[key]
 
 
 def _job(strategy: dict[str, Any], full: Switches, dtype: torch.dtype) -> dict[str, Any]:
