@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from fleetx.errors import LaunchError
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Logs
+from fleetx.launch.pace import QUICK, Pace
 from fleetx.launch.rendezvous import FleetrunRendezvous
 from fleetx.launch.report import Failure, failures_of
 from fleetx.launch.workers import LocalWorkers
@@ -48,7 +49,7 @@ class _Processes(SubprocessContext):
 
     def __init__(self, workers: LocalWorkers):
         self._workers = workers
-        ranks = range(workers.job.workers)
+        ranks = range(len(workers.attempt.slots))
         super().__init__(
             name="worker",
             entrypoint=sys.executable,
@@ -81,6 +82,8 @@ class Agent(LocalElasticAgent):
         self._start = start
         self._print_status = print_status
         self._workers: LocalWorkers | None = None
+        self._pace = Pace(delay=job.restart_delay)
+        self._wait = 0.0  # seconds before the next start
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.workers,
@@ -117,9 +120,16 @@ class Agent(LocalElasticAgent):
         self.failures += failures
         self._rendezvous_.add_failures(failures)
         if self._remaining_restarts > 0:
+            self._wait = self._pace.wait_after(workers.life())
             number = self._job.max_restarts - self._remaining_restarts + 1
             cause = failures[0].summary() if failures else "a worker failed"
-            self._print_status(f"{cause}; restart {number} of {self._job.max_restarts}")
+            why = f" in {self._wait:g} s: {self._pace.quick_failures} attempts in a row failed within {QUICK:g} s"
+            self._print_status(f"{cause}; restart {number} of {self._job.max_restarts}{why if self._wait else ''}")
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        wait, self._wait = self._wait, 0.0
+        self._rendezvous_.wait(wait)
+        super()._initialize_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         """Skip torchelastic's barrier: `all_nodes_done` is ours."""

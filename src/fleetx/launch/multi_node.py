@@ -95,6 +95,10 @@ class MultiNodeRendezvous(FleetrunRendezvous):
             master_addr=self._host,
             master_port=shared["port"],
             endpoints=endpoints_of([node["address"] for node in nodes], workers=job.workers),
+            nodes=job.nodes,
+            node=job.rank,
+            slots=tuple(range(job.workers)),
+            restarts=number,
         )
         return RendezvousInfo(store, job.rank, job.nodes, RendezvousStoreInfo(self._host, shared["port"]))
 

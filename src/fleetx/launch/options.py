@@ -54,6 +54,13 @@ OPTIONS = {
             "Directory for workerlog.N, N = 0, 1, ... on each node. Logs of an earlier run are deleted.")),
         click.Option(["--max_restarts"], type=_not_negative, default=0, show_default=True, metavar="N", help=(
             "How many times to restart all workers after a failure.")),
+        click.Option(["--restart_delay"], type=click.IntRange(0, 60), default=1, show_default=True, metavar="S", help=(
+            "Seconds to wait after two attempts in a row that failed within 10 s; doubles with each further one, up to "
+            "60. 0 always restarts at once.")),
+        click.Option(["--cold"], is_flag=True, help=(
+            "Start the workers of a restart from scratch, instead of as forks of a process that has imported torch.")),
+        click.Option(["--preload"], metavar="a,b", help=(
+            "Modules that this process imports besides torch and fleetx, such as transformers.")),
         click.Option(["--stop_timeout"], type=_not_negative, default=5, show_default=True, metavar="S", help=(
             "Seconds that a worker has to exit after it failed or was asked to stop, before it is killed.")),
     ],
@@ -153,6 +160,10 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
             f"give only one of the two"
         )
     node_count, rank, address, master = _node_layout(options)
+    warm = options["max_restarts"] > 0 and not options["cold"]
+    preload = _split_list("--preload", options["preload"]) if options["preload"] is not None else []
+    if preload and not warm:
+        raise LaunchError("--preload is for restarts: it requires --max_restarts, and not --cold")
 
     visible = devices.visible_gpus(installed=devices.installed_gpus(), environ=environ)
     device = devices.device_of(options["device"], gpus=gpus, visible=visible, environ=environ)
@@ -177,6 +188,9 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
         paddle_api=options["paddle_api"],
         log_dir=Path(options["log_dir"]),
         max_restarts=options["max_restarts"],
+        restart_delay=options["restart_delay"],
+        warm=warm,
+        preload=tuple(preload),
         stop_timeout=options["stop_timeout"],
         join_timeout=options["join_timeout"],
     )
@@ -196,7 +210,7 @@ def _check_script(script: str) -> None:
 def _split_list(option: str, text: str) -> list[str]:
     items = [item.strip() for item in text.split(",")]
     if "" in items:
-        example = "0,1" if option == "--gpus" else "10.0.0.1,10.0.0.2"
+        example = {"--gpus": "0,1", "--ips": "10.0.0.1,10.0.0.2"}.get(option, "transformers,torchvision")
         raise LaunchError(f"{option} {text!r}: must be a comma-separated list such as {example}")
     duplicates = sorted({item for item in items if items.count(item) > 1})
     if duplicates:

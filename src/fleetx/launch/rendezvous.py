@@ -8,6 +8,7 @@ it, so it survives any worker. It listens on one address; torchrun's listens on 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -34,6 +35,10 @@ class FleetrunRendezvous(RendezvousHandler):
     """torchelastic's rendezvous interface, plus what fleetrun's agent needs."""
 
     attempt: Attempt  # the current one
+
+    def wait(self, seconds: float) -> None:
+        """Wait before the next attempt."""
+        time.sleep(seconds)
 
     def add_failures(self, failures: Sequence[Failure]) -> None:
         """Keep failures of this node to report them to the other nodes."""
@@ -75,8 +80,13 @@ class SingleNodeRendezvous(FleetrunRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._listener is None:
+            last = self.attempt
             self.attempt, self._listener = single_node_attempt(
-                self._job, number=self.attempt.number + 1, run_id=self.attempt.run_id
+                self._job,
+                slots=last.slots,
+                number=last.number + 1,
+                restarts=last.restarts + 1,
+                run_id=last.run_id,
             )
         store = host_store(self._listener, host=LOOPBACK)
         self._listener = None

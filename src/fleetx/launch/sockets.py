@@ -6,6 +6,7 @@ This module does not import torch: the first workers start, and know the port of
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 from fleetx.errors import LaunchError
@@ -51,16 +52,22 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def single_node_attempt(job: Job, *, number: int, run_id: str) -> tuple[Attempt, socket.socket]:
+def single_node_attempt(
+    job: Job, *, slots: tuple[int, ...], number: int = 0, restarts: int = 0, run_id: str = ""
+) -> tuple[Attempt, socket.socket]:
     """The attempt, and the socket on which its store will listen."""
     listener = listen(LOOPBACK)
     first = first_port()
-    ports = [first + index for index in range(job.workers)] if first else free_ports(job.workers)
+    ports = [first + index for index in range(len(slots))] if first else free_ports(len(slots))
     attempt = Attempt(
         number=number,
-        run_id=run_id,
+        run_id=run_id or os.urandom(6).hex(),
         master_addr=LOOPBACK,
         master_port=port_of(listener),
         endpoints=tuple(f"{LOOPBACK}:{port}" for port in ports),
+        nodes=1,
+        node=0,
+        slots=slots,
+        restarts=restarts,
     )
     return attempt, listener

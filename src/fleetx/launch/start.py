@@ -7,10 +7,12 @@ import signal
 import sys
 from types import FrameType
 
+from fleetx.launch.environment import common_environment
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Echo, Logs
 from fleetx.launch.orphan_killer import OrphanKiller
 from fleetx.launch.sockets import single_node_attempt
+from fleetx.launch.warm import ForkServer
 from fleetx.launch.workers import LocalWorkers, adopt_orphans
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -44,6 +46,8 @@ class Launch:
         self.environ = dict(os.environ)  # for the workers, before we change our own for torch
         self.killer = killer
         self.workers: LocalWorkers | None = None
+        self.server: ForkServer | None = None
+        self.helpers = {killer.pid}
 
     def run(self) -> int:
         _raise_on_signals()
@@ -64,6 +68,8 @@ class Launch:
                 signal.signal(name, signal.SIG_IGN)  # the rest is short and must not be interrupted
             if self.workers and self.workers.alive():
                 self.workers.kill()
+            if self.server:
+                self.server.end()
             if echo:
                 echo.stop(seconds=5)
         if message:
@@ -74,10 +80,26 @@ class Launch:
         """Start the workers of an attempt. On a single node, those of the first attempt are already running."""
         if self.workers is None or self.workers.attempt != attempt:
             self.workers = LocalWorkers(
-                self.job, attempt=attempt, logs=self.logs, killer=self.killer, environ=self.environ
+                self.job,
+                attempt=attempt,
+                logs=self.logs,
+                killer=self.killer,
+                environ=self.environ,
+                helpers=self.helpers,
+                server=self.server,
             )
             self.workers.start()
+            self._prepare_restart()
         return self.workers
+
+    def _prepare_restart(self) -> None:
+        """Start the fork server, after the first workers, so that it does not delay them."""
+        job, server = self.job, self.server
+        if not job.warm or (server and (server.alive() or server.refusal)):
+            return
+        self.server = ForkServer(environ=common_environment(job, environ=self.environ), modules=job.preload)
+        self.helpers.add(self.server.pid)
+        self.killer.register([self.server.pid])
 
     def _stop(self, sigval: signal.Signals) -> None:
         """Give the workers --stop_timeout seconds; a second signal kills them immediately."""
@@ -92,7 +114,7 @@ class Launch:
         """(exit code, message to print at the end)"""
         job = self.job
         if job.single_node:
-            attempt, listener = single_node_attempt(job, number=0, run_id=os.urandom(6).hex())
+            attempt, listener = single_node_attempt(job, slots=tuple(range(job.workers)))
             # Importing torch takes seconds, and the workers need not wait for it: if one connects to the store before
             # the store is up, the connection waits in the socket's queue.
             self.start(attempt)
