@@ -95,7 +95,7 @@ def test_four_workers_download_once(server, start, tmp_path):
 def test_those_who_wait_see_the_error_of_the_one_who_works(server, start, tmp_path):
     address = server.publish({"a.tar": BIG, "b.tar": BIG})
     del server.files["/set/b.tar"]
-    server.faults["/set/a.tar"] = [("hold", len(BIG))]
+    server.faults["/set/a.tar"] = [("hold", 1000)]  # not all of it: the worker would be done with it
     workers = [start(address, rank) for rank in range(2)]
     assert server.held.wait(60)
     wait_for_lock(tmp_path, *workers)
@@ -103,8 +103,9 @@ def test_those_who_wait_see_the_error_of_the_one_who_works(server, start, tmp_pa
     ends = [end(w) for w in workers]
     assert [code for code, _, _ in ends] == [3, 3]
     assert all("set/b.tar: the server answered 404" in out for _, out, _ in ends)
-    assert "which did the work for this node, failed" in ends[1][1]
-    assert server.got("set/a.tar") == [None]
+    # either may work: on a busy machine the second can come first
+    assert sum("which did the work for this node, failed" in out for _, out, _ in ends) == 1
+    assert server.got("set/a.tar") == [None, 1000]
 
 
 def test_a_waiting_worker_takes_over_from_one_that_is_killed(server, start, tmp_path):
