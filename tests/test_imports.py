@@ -145,8 +145,9 @@ def test_declarations_and_the_launchers_front_do_not_import_torch(name):
 @pytest.mark.parametrize(
     ("word", "homes"),
     [(r"\.register_(?!comm_)\w*hook\(", ["engine/engine.py", "engine/scheduled.py"]),
-     (r"init_process_group\(", ["comm/world.py"]), ("get_close_matches", ["base/suggest.py"])],
-    ids=["hooks", "process group", "suggestions"],
+     (r"init_process_group\(", ["comm/world.py"]), ("get_close_matches", ["base/suggest.py"]),
+     (r"warnings\.warn", ["base/user_line.py"])],
+    ids=["hooks", "process group", "suggestions", "warnings"],
 )  # fmt: skip
 def test_one_place_for_one_thing(word, homes):
     # `verify` looks on from outside: it starts ranks and watches them itself.

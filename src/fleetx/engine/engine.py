@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
-from fleetx.comm.session import current
+from fleetx.base.user_line import user_line
+from fleetx.comm.session import Undone, current
 from fleetx.comm.world import World
 from fleetx.engine import state
 from fleetx.engine.checks import check
@@ -58,7 +59,7 @@ class Engine(Windows):
         self._calls = {stage: self._bound(stage) for stage in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
-        self._session = current()
+        self._session, self._line = current(), user_line()
         self.handles: list[Any] = []  # of hooks, to remove them
         try:
             self._arm()
@@ -122,9 +123,9 @@ class Engine(Windows):
         """For what a part does outside a step."""
         return StepContext(self, key_of(part))
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[Undone]:
         """What a script that ends now leaves undone."""
-        return state.unfinished(self)
+        return [(text, self._line) for text in state.unfinished(self)]
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed

@@ -6,13 +6,13 @@ Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.user_line import warn
 from fleetx.engine.dtensors import refuse_pickling
 from fleetx.engine.run import Step, key_of
 from fleetx.errors import UsageError
@@ -74,14 +74,14 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
     """Check what is about to be loaded. None: a checkpoint of plain PyTorch."""
     if saved is None:
         if any(engine.state.values()) or engine.plan.at(Stage.GATE):
-            warnings.warn("the checkpoint has no state of fleetx: strategies start from the beginning", stacklevel=4)
+            warn("the checkpoint has no state of fleetx: strategies start from the beginning")
         return {"round": 0, "merged": 0, "withheld": {}, "parts": engine.initial_state()}
     if saved["version"] > VERSION:
         raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
         switches = " and ".join(f"`{_switch(key)}`" for key in lost)
         off = "which is off now: it is ignored" if len(lost) == 1 else "which are off now: they are ignored"
-        warnings.warn(f"the checkpoint has state of {switches}, {off}", stacklevel=4)
+        warn(f"the checkpoint has state of {switches}, {off}")
     engine.gradients.check(saved)
     _check_rank(engine, saved)
     return saved
