@@ -282,26 +282,46 @@ def largest_batch(
     )  # fmt: skip
 
 
-def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Save model, optimizer and strategies to a folder. Every worker must call it.
+def save(
+    folder: str | Path,
+    *,
+    model: nn.Module | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    step: int = 0,
+) -> None:
+    """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
 
-    Any number of workers, stages or shards can resume from it. An existing checkpoint in the folder is replaced once
-    the new one is complete.
+    Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
+    existing checkpoint of that name is replaced then.
+
+    scheduler, loader: anything with state_dict and load_state_dict.
+    extra: JSON that `load` returns.
     """
-    from fleetx.engine import checkpoint  # torch.distributed.checkpoint takes a while to import
-
-    engine = _engine(model)
-    peers.meet("fleet.save")
-    checkpoint.save(engine, Path(folder))
-
-
-def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Resume from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
     from fleetx.engine import checkpoint
 
     engine = _engine(model)
+    extras = checkpoint.Extras(step, scheduler, loader, extra)
+    peers.meet("fleet.save")
+    snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
+    checkpoint.write(snapshot, Path(folder), engine.world)
+
+
+def load(
+    folder: str | Path, *, model: nn.Module | None = None, scheduler: Any = None, loader: Any = None
+) -> dict[str, Any]:
+    """Resume from a checkpoint of `fleet.save`, and return its step and extra. Every worker must call it.
+
+    Call it after `fleet.distribute`. Nothing is changed before every file has been checked.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = _engine(model)
+    extras = checkpoint.Extras(0, scheduler, loader)
     peers.meet("fleet.load")
-    checkpoint.load(engine, Path(folder))
+    checkpoint.load(engine, Path(folder), extras)
+    return {"step": extras.step, "extra": extras.extra}
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
