@@ -6,7 +6,6 @@ import atexit
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
+from fleetx.fleet.saving import checkpoints, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
     device,
@@ -53,6 +53,7 @@ __all__ = [
     "barrier_worker",
     "base",
     "batch",
+    "checkpoints",
     "device",
     "device_guard",
     "distribute",
@@ -66,6 +67,7 @@ __all__ = [
     "is_worker",
     "join",
     "largest_batch",
+    "latest",
     "load",
     "local_rank",
     "release",
@@ -280,48 +282,6 @@ def largest_batch(
         model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
         global_batch=global_batch, ranks=size, trial=trial,
     )  # fmt: skip
-
-
-def save(
-    folder: str | Path,
-    *,
-    model: nn.Module | None = None,
-    scheduler: Any = None,
-    loader: Any = None,
-    extra: Any = None,
-    step: int = 0,
-) -> None:
-    """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
-
-    Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
-    existing checkpoint of that name is replaced then.
-
-    scheduler, loader: anything with state_dict and load_state_dict.
-    extra: JSON that `load` returns.
-    """
-    from fleetx.engine import checkpoint
-
-    engine = _engine(model)
-    extras = checkpoint.Extras(step, scheduler, loader, extra)
-    peers.meet("fleet.save")
-    snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
-    checkpoint.write(snapshot, Path(folder), engine.world)
-
-
-def load(
-    folder: str | Path, *, model: nn.Module | None = None, scheduler: Any = None, loader: Any = None
-) -> dict[str, Any]:
-    """Resume from a checkpoint of `fleet.save`, and return its step and extra. Every worker must call it.
-
-    Call it after `fleet.distribute`. Nothing is changed before every file has been checked.
-    """
-    from fleetx.engine import checkpoint
-
-    engine = _engine(model)
-    extras = checkpoint.Extras(0, scheduler, loader)
-    peers.meet("fleet.load")
-    checkpoint.load(engine, Path(folder), extras)
-    return {"step": extras.step, "extra": extras.extra}
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:

@@ -65,6 +65,7 @@ class Training(Strict):
     round: Count
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     replicas: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    window: Annotated[int, Field(ge=1, lt=2**31)]  # steps per update
     layout: list[str]
     strategy: dict[str, Any]
     groups: list[Group]
@@ -98,6 +99,7 @@ class RankState(Strict):
     loader: Any
     extra: Any
     random: dict[str, Any]
+    boundary: Any  # step and loader at the start of the merge window
 
 
 def rank_json(rank: int) -> str:

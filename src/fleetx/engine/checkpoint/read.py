@@ -75,8 +75,10 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     same = training.layout == layout(engine) and training.ranks == engine.world.size
     rank = engine.world.rank if same else 0
     state = _state_of(folder, chunks, rank)
-    saved = state["fleetx"] if same else {**state["fleetx"], "rank": -1}  # of another rank, whatever its number
-    saved = engine_state.checked(engine, saved)
+    if not same:
+        training = _at_boundary(training, state)
+        state["fleetx"]["rank"] = -1  # of another rank, whatever its number
+    saved = engine_state.checked(engine, state["fleetx"])
     _check_model(engine, chunks)
     _check_groups(engine, training)
     if not same:
@@ -85,6 +87,18 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
         if getattr(extras, name) is not None and state[name] is None:
             raise UsageError(f"the checkpoint has no state of a {name}: it was saved without {name}=...")
     return Checked(training, chunks, state, saved, same)
+
+
+def _at_boundary(training: Training, state: dict[str, Any]) -> Training:
+    """Other ranks cannot use half a merge window, so they start it again: its samples have not changed the model."""
+    saved, boundary = state["fleetx"], state["boundary"]
+    if not saved["merged"] or not boundary or (boundary["loader"] is None) != (state["loader"] is None):
+        return training
+    state["loader"] = boundary["loader"]
+    saved |= {"merged": 0, "withheld": {}}
+    if "weights" in saved:
+        saved["weights"] = {**saved["weights"], "own": 0.0}
+    return training.model_copy(update={"step": boundary["step"]})
 
 
 def _state_of(folder: Path, chunks: Chunks, rank: int) -> dict[str, Any]:

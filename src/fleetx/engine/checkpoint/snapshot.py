@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,8 +64,10 @@ class Snapshot:
     training: dict[str, Any] = field(default_factory=dict)  # training.json
 
 
-def take(engine: Engine, extras: Extras, strategy: Mapping[str, Any]) -> Snapshot:
-    """References, not copies: valid until the next step."""
+def take(
+    engine: Engine, extras: Extras, strategy: Mapping[str, Any], boundary: Mapping[str, Any] | None = None
+) -> Snapshot:
+    """References, not copies: valid until the next step. boundary: step and loader at the start of a merge window."""
     engine.drain(last=False)
     made = Snapshot(engine.world.rank, pieces(engine))
     document = {
@@ -72,16 +75,27 @@ def take(engine: Engine, extras: Extras, strategy: Mapping[str, Any]) -> Snapsho
         "fleetx": engine_state.save(engine),
         "scheduler": None if extras.scheduler is None else extras.scheduler.state_dict(),
         "loader": None if extras.loader is None else extras.loader.state_dict(),
-        "extra": extras.extra,
+        "extra": _json(extras.extra),
+        "boundary": None if boundary is None else dict(boundary),
         "random": random_states.states(engine.device),
     }
     made.document = {key: tree.encode(value, made.own, key) for key, value in document.items()}
     made.training = {
         "step": extras.step, "round": engine.round, "ranks": engine.world.size,
-        "replicas": engine.layout.replica_group.size, "layout": layout(engine), "strategy": dict(strategy),
-        "groups": _groups(engine), "fleetx": fleetx.__version__, "torch": torch.__version__,
+        "replicas": engine.layout.replica_group.size, "window": engine.window(), "layout": layout(engine),
+        "strategy": dict(strategy), "groups": _groups(engine), "fleetx": fleetx.__version__, "torch": torch.__version__,
     }  # fmt: skip
     return made
+
+
+def _json(extra: Any) -> Any:
+    try:
+        text = json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"extra cannot be written as JSON: {error}") from error
+    if json.loads(text) != extra:
+        raise UsageError("extra would not come back equal from JSON: use strings as keys, and lists instead of tuples")
+    return extra
 
 
 def layout(engine: Engine) -> list[str]:
