@@ -10,16 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleetx.errors import LaunchError
-from fleetx.launch import nodes
+from fleetx.launch import nodes, secret
 from fleetx.launch.job import Attempt, Job
 
+# The second is set below, on GPUs only.
+_NOT_FOR_WORKERS = (secret.VARIABLE, "FLAGS_selected_gpus")
 FIRST_PORT = 6070  # of the endpoints on several nodes, as in Paddle; $FLAGS_START_PORT overrides it
 
 
 def common_environment(job: Job, *, environ: Mapping[str, str]) -> dict[str, str]:
     """What all workers of this node have in common; `environ` is that of fleetrun."""
     return {
-        **{name: value for name, value in environ.items() if name != "FLAGS_selected_gpus"},  # set below, on GPUs only
+        **{name: value for name, value in environ.items() if name not in _NOT_FOR_WORKERS},
         "FLEETX_DEVICE": job.device,
         **({"FLEETX_PADDLE_API": job.paddle_api} if job.paddle_api else {}),
         **({"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}),

@@ -20,21 +20,21 @@ def listen(host: str, *, port: int = 0) -> socket.socket:
     """Listen on one address only; by default a TCPStore listens on all of them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise LaunchError(f"cannot resolve host {host} ({error.strerror})") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"cannot resolve host {host} ({reason})") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", port))  # the network translates the address (NAT): no interface has it
+        listener.bind(address)
         listener.listen(4096)
     except OSError as error:
         listener.close()
-        hint = "; choose another port with --master" if port and error.errno == errno.EADDRINUSE else ""
+        hint = ""
+        if error.errno == errno.EADDRINUSE and port:
+            hint = "; choose another port with --master"
+        elif error.errno == errno.EADDRNOTAVAIL:  # perhaps the network translates it (NAT)
+            hint = "; node 0 must be named by an address of one of its own interfaces"
         raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}){hint}") from None
     return listener
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from fleetx.launch.environment import common_environment
@@ -54,6 +55,8 @@ class Launch:
         echo = None
         try:
             print_status(self._banner())
+            if not self.job.single_node and not self.job.secret:
+                print_status("no job secret: whoever reaches --master can join or stop this job; see --secret_file")
             echo = Echo(self.logs.path(0))
             code, message = self._run_agent()
             echo.stop()  # copy everything, however slow the terminal; Ctrl-C can still interrupt this
@@ -62,7 +65,7 @@ class Launch:
             if sigval is None:
                 raise
             self._stop(sigval)
-            code, message = 128 + sigval, f"fleetrun: stopped by {sigval.name}"
+            code, message = 128 + sigval, f"fleetrun: stopped by {sigval.name}{self._how_workers_ended()}"
         finally:
             for name in _STOP_SIGNALS:
                 signal.signal(name, signal.SIG_IGN)  # the rest is short and must not be interrupted
@@ -101,14 +104,23 @@ class Launch:
         self.helpers.add(self.server.pid)
         self.killer.register([self.server.pid])
 
-    def _stop(self, sigval: signal.Signals) -> None:
-        """Give the workers --stop_timeout seconds; a second signal kills them immediately."""
+    def _stop(
+        self, sigval: signal.Signals, *, seconds: int | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Give the workers time: --grace_period after SIGTERM, else --stop_timeout. A second signal kills them."""
+        job = self.job
+        if seconds is None:
+            seconds = job.grace_period if sigval == signal.SIGTERM else job.stop_timeout
         try:
             if self.workers:
-                self.workers.stop(sigval, seconds=self.job.stop_timeout)
+                self.workers.stop(sigval, seconds=seconds, tick=tick)
         except BaseException as error:
             if not hasattr(error, "sigval"):
                 raise
+
+    def _how_workers_ended(self) -> str:
+        count = self.workers.killed if self.workers else 0
+        return f"; {count} worker{'s' if count > 1 else ''} did not exit in time and had to be killed" if count else ""
 
     def _run_agent(self) -> tuple[int, str]:
         """(exit code, message to print at the end)"""
@@ -122,36 +134,49 @@ class Launch:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from fleetx.launch.agent import Agent, check_torch, silence_torchelastic
-        from fleetx.launch.multi_node import MultiNodeRendezvous, NodeFailedError
+        from fleetx.launch.multi_node import JobFinishedError, MultiNodeRendezvous, NodeFailedError
         from fleetx.launch.rendezvous import FleetrunRendezvous, SingleNodeRendezvous
         from fleetx.launch.report import failure_report, first_cause_first
 
         silence_torchelastic()
         check_torch(job)
         cluster = None if job.single_node else MultiNodeRendezvous(job, print_status=print_status)
-        rendezvous: FleetrunRendezvous = cluster or SingleNodeRendezvous(job, attempt=attempt, listener=listener)
+        rendezvous: FleetrunRendezvous = cluster or SingleNodeRendezvous(
+            job, attempt=attempt, listener=listener, print_status=print_status
+        )
         agent = Agent(job, rendezvous=rendezvous, logs=self.logs, start=self.start, print_status=print_status)
-        reason = ""
+        stopped_by: NodeFailedError | None = None
         try:
             failed = agent.run().is_failed()
         except NodeFailedError as error:
-            failed, reason = True, str(error)
+            failed, stopped_by = True, error
+            # If the other node was told to stop, the workers of all nodes have time to save their state together.
+            self._stop(signal.SIGTERM, seconds=None if error.signal else job.stop_timeout, tick=rendezvous.tick)
+        except JobFinishedError:
+            rendezvous.leave(failed=False)
+            return 0, "fleetrun: the job finished before this node was needed"
         except BaseException as error:
-            if cluster:
-                sigval = getattr(error, "sigval", None)
-                cluster.abort(f"stopped by {sigval.name}" if sigval else str(error))
-                cluster.leave(failed=False)
+            sigval = getattr(error, "sigval", None)
+            if cluster and sigval:
+                cluster.depart(f"stopped by {sigval.name}", signal=int(sigval))
+            elif cluster:
+                cluster.abort(str(error))
+            if sigval:
+                self._stop(sigval, tick=rendezvous.tick)
+            else:
+                self._stop(signal.SIGTERM, seconds=job.stop_timeout, tick=rendezvous.tick)
+            rendezvous.leave(failed=False)
             raise
-        failures = agent.failures
-        if cluster:
-            if failed and not reason:
-                cluster.abort("a worker failed")
-            failures = failures + cluster.leave(failed=failed)
+        if failed and not stopped_by and cluster:
+            cluster.abort("a worker failed")
+        failures = agent.failures + rendezvous.leave(failed=failed)
         if not failed:
             return 0, ""
+        if stopped_by and stopped_by.signal:
+            return 128 + stopped_by.signal, f"fleetrun: stopped because another node was: {stopped_by}"
         if failures:
             return 1, failure_report(first_cause_first(failures), job=job)
-        return 1, f"fleetrun: stopped because another node stopped: {reason}"
+        return 1, f"fleetrun: stopped because another node stopped: {stopped_by}"
 
     def _banner(self) -> str:
         job = self.job
@@ -161,6 +186,8 @@ class Launch:
             text += f" {','.join(job.gpus)}"
         if not job.single_node:
             text += f", node {job.rank} of {job.nodes}"
+        if job.elastic:
+            text += f", at least {job.elastic}{'' if job.single_node else ' nodes'}"
         if job.threads:
             text += f", {job.threads} thread{'s' if job.threads > 1 else ''} each (OMP_NUM_THREADS)"
         return f"{text}, logs in {self.logs.directory}/workerlog.*"

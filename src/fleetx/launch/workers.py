@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from fleetx.errors import LaunchError
@@ -49,9 +49,13 @@ class Worker:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+            if death_sig == signal.SIGKILL:
+                os.killpg(self.proc.pid, signal.SIGKILL)
+                return
+            # Not its children: without its data loaders it could not save its state.
+            os.kill(self.proc.pid, death_sig or signal.SIGTERM)
             # A stopped process handles no other signal, and would use up the whole --stop_timeout.
-            os.killpg(self.proc.pid, signal.SIGCONT)
+            os.kill(self.proc.pid, signal.SIGCONT)
 
     def poll(self) -> bool:
         """Whether it has exited; the first call that finds so records the time."""
@@ -82,6 +86,7 @@ class LocalWorkers:
         self._server = server
         self._helpers = helpers  # processes of fleetrun itself: neither workers nor left by workers
         self.stopped_at: float | None = None  # when we began to stop them: a later exit is not the cause
+        self.killed = 0  # workers that did not exit in time
         self._workers: list[Worker] = []
         self._logs, self._killer, self._environ = logs, killer, environ
 
@@ -92,7 +97,8 @@ class LocalWorkers:
         self._started = time.monotonic()
         number = self.attempt.number
         if number:
-            self._logs.write_separator(f"restart {number} of {self.job.max_restarts}")
+            size = f", {len(self.attempt.endpoints)} workers" if self.job.elastic else ""
+            self._logs.write_separator(f"restart {self.attempt.restarts} of {self.job.max_restarts}{size}")
         for local_rank in range(len(self.attempt.slots)):
             error_file = self._killer.directory / f"{number}-{local_rank}.json"
             variables = worker_environment(
@@ -147,7 +153,7 @@ class LocalWorkers:
         self._reap_adopted()
         self._kill_hanging()
 
-    def stop(self, death_sig: signal.Signals, *, seconds: float) -> None:
+    def stop(self, death_sig: signal.Signals, *, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Send `death_sig` to all, wait `seconds`, then kill what is left and everything the workers had started.
 
         If all workers have succeeded, this is a no-op: what their scripts left running was left on purpose.
@@ -158,7 +164,8 @@ class LocalWorkers:
         self.stopped_at = self.stopped_at or time.time()
         for worker in alive:
             worker.close(death_sig)
-        self._wait_for_all(seconds)
+        self._wait_for_all(seconds, tick=tick)
+        self.killed = len(self.alive())
         self.kill()
 
     def kill(self) -> None:
@@ -168,10 +175,11 @@ class LocalWorkers:
         self._kill_others()
         self._killer.unregister(worker.proc.pid for worker in self)
 
-    def _wait_for_all(self, seconds: float) -> None:
+    def _wait_for_all(self, seconds: float, *, tick: Callable[[], None] = lambda: None) -> None:
         deadline = time.monotonic() + seconds
         while self.alive() and (left := deadline - time.monotonic()) > 0:
             self.wait(min(left, 0.1))
+            tick()
 
     def _kill_hanging(self) -> None:
         """Kill workers whose main thread raised long ago: the process may be waiting forever for another thread."""
