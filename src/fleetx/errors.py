@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike, fspath
 
+NOT_BUILT = "is not built yet"  # what an error says that more code could remove; all others say why nothing can
+
 
 class FleetxError(Exception):
     """Base class of all errors that fleetx raises on purpose."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from fleetx.cli import main
-from fleetx.strategy.part import every
+from fleetx.errors import NOT_BUILT
+from fleetx.parts.recompute.chain import Chain
+from fleetx.strategy.part import claims, every
+from fleetx.strategy.stage import Stage
 from fleetx.verify import oracle, report
-from fleetx.verify.combinations import combinations, switches
-from fleetx.verify.judge import Judge, Verdict, observed
+from fleetx.verify.combinations import combinations, declared, refusals, switches
+from fleetx.verify.judge import Judge, Verdict, _job, observed, ranks_for
 from fleetx.verify.observe import bytes_sent
+from fleetx.verify.ranks import RankError
 
 ALL = list(combinations(3))
 PAIRS = [c for c in ALL if len(c) == 2]
@@ -38,7 +43,7 @@ def check(verdict):
 @pytest.mark.parametrize("chosen", [c for c in ALL if len(c) < 2], ids=name)
 def test_alone(judge, chosen):
     verdict = check(judge.judge(chosen))
-    assert verdict.kind != "refused"
+    assert verdict.ran
     assert [seen.acts for seen in verdict.effects.values()] == [True] * len(chosen)
 
 
@@ -60,9 +65,58 @@ def test_the_oracle_knows_every_strategy():
 @pytest.mark.parametrize("switch", switches())
 def test_a_strategy_that_does_not_act_is_noticed(judge, switch):
     """A run without it, passed off as a run with it."""
-    size = 4 if switch in ("pipeline", "use_hierarchical_allreduce") else 2
+    size = ranks_for((switch,))
     off = judge._run((), (switch,), size, False)
     assert observed(switch, off, off).acts is False
+
+
+@pytest.mark.parametrize("chosen", [c for c in ALL if len(c) in (1, 2)], ids=name)
+def test_a_strategy_that_stops_acting_is_noticed(judge, chosen):
+    """In the last steps of the run with it: the steps of a run without it."""
+    if refusals(declared(chosen)):
+        pytest.skip("raises an error")
+    on = judge._run(chosen, chosen, ranks_for(chosen), False)
+    for switch in chosen:
+        off = judge._run(tuple(s for s in chosen if s != switch), chosen, ranks_for(chosen), False)
+        half = len(on[0]["steps"]) // 2
+        stopped = [a | {"steps": a["steps"][:half] + b["steps"][half:]} for a, b in zip(on, off, strict=True)]
+        assert not observed(switch, stopped, off).acts, switch
+
+
+def _without_segments(*args):
+    """From the second step on, recompute runs every module once, as it once did under pipeline."""
+    real, calls = Chain.forward, []
+
+    def forward(chain):
+        calls.append(chain)
+        return real(chain) if len(calls) <= 2 else nullcontext()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chain, "forward", forward)
+        return _job(*args)
+
+
+@pytest.mark.parametrize("chosen", [("recompute",), ("pipeline", "recompute")], ids=name)
+def test_recompute_that_stops_after_its_first_segments_is_noticed(judge, chosen):
+    size = ranks_for(chosen)
+    stopped = judge._pools[size].run(_without_segments, declared(chosen), chosen, torch.float64)
+    off = judge._run(tuple(s for s in chosen if s != "recompute"), chosen, size, False)
+    assert observed("recompute", stopped, off).acts is False
+
+
+@pytest.mark.parametrize("chosen", [c for c in ALL if refusals(declared(c))], ids=name)
+def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be(chosen):
+    problems = refusals(declared(chosen))
+    reasons = [stage.because for stage in Stage] + [c.because for p in every().values() for c in claims(p).values()]
+    reasons += ["and only one can"]
+    for problem in problems:
+        assert (NOT_BUILT in problem) != any(reason and reason in problem for reason in reasons), problem
+
+
+def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):
+    monkeypatch.setattr(judge, "_effects", lambda verdict: (_ for _ in ()).throw(RankError("no")))
+    verdict = judge.judge(("clip",))
+    assert (verdict.ok, verdict.reason) == (False, "no")
 
 
 def test_a_wrong_number_is_noticed(judge, monkeypatch):
@@ -91,17 +145,19 @@ VERDICTS = [
     Verdict(("clip",), "equal", error=1e-16, bound=1e-11, ranks=2, dtype="float64"),
     Verdict(("dgc",), "lossy"),
     Verdict(("clip", "dgc"), "refused", "clip <bars> momentum"),
+    Verdict(("sharding",), "equal"),
+    Verdict(("dgc", "sharding"), "unbuilt", "dgc with sharding is not built yet"),
 ]
 
 
 def test_the_matrix_as_text_html_and_json():
-    assert report.matrix(VERDICTS) == [["", "1", "2"], ["1 clip", "=", ""], ["2 dgc", "x", "~"]]
-    assert "3 combinations: 1 equal, 1 lossy within bounds, 1 raise an error, 0 failed" in report.text(VERDICTS)
+    assert [row[1:] for row in report.matrix(VERDICTS)[1:]] == [["=", "", ""], ["x", "~", ""], [" ", "o", "="]]
+    assert "2 equal, 1 lossy within bounds, 1 contradictions and 1 not built yet" in report.text(VERDICTS)
     page = report.page(VERDICTS, "cpu", 1.0)
     assert '<td class="refused">x</td>' in page
     assert "clip &lt;bars&gt; momentum" in page
     data = json.loads(report.as_json(VERDICTS, "cpu", 1.0))
-    assert [c["kind"] for c in data["combinations"]] == ["equal", "lossy", "refused"]
+    assert [c["kind"] for c in data["combinations"]] == ["equal", "lossy", "refused", "equal", "unbuilt"]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 class Scaler:
     """A GradScaler of the script. It works unless the strategy mixes gradients of several steps, scales or ranks."""
 
-    _MIXED = (Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.MOMENTUM, Fact.STAGED)
+    _MIXED = (Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.MOMENTUM, Fact.RESIDUAL, Fact.STAGED)
 
     def __init__(self, plan: Plan, optimizer: Optimizer):
         made = {fact for act in plan.acts for fact in act.claim.makes}

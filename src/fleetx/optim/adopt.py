@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from fleetx.errors import NOT_BUILT
 from fleetx.optim import native
 from fleetx.optim.layerwise import Group, Layerwise
 
@@ -50,7 +51,7 @@ def adoption_problems(
             yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
     for option in ("differentiable", "capturable"):
         if any(group.get(option) for group in groups):
-            yield f"{part} does not support {option}: pass {option}=False to {name}"
+            yield f"{part} with {option} {NOT_BUILT}: pass {option}=False to {name}"
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
         yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetx.base.suggest import did_you_mean
-from fleetx.errors import StrategyError
+from fleetx.errors import NOT_BUILT, StrategyError
 
 # Settings of Paddle's BuildStrategy before DistributedStrategy existed.
 _ON_THE_STRATEGY = (
@@ -79,9 +79,9 @@ _DEFAULTS: dict[str, tuple[Any, str]] = {
     "without_graph_optimization": (False, "there is no graph"),
 }
 
-_SERVER = "parameter-server training is not supported: remove it and train collectively"
-_TENSOR_PARALLEL = "tensor parallelism is not supported: use sharding or pipeline"
-_QUANTIZATION = "quantization is not supported: remove it"
+_SERVER = f"parameter-server training {NOT_BUILT}: remove it and train collectively"
+_TENSOR_PARALLEL = f"tensor parallelism {NOT_BUILT}: use sharding or pipeline"
+_QUANTIZATION = f"quantization {NOT_BUILT}: remove it"
 UNSUPPORTED: dict[str, str] = {
     "a_sync": _SERVER,
     "a_sync_configs": _SERVER,
@@ -89,7 +89,7 @@ UNSUPPORTED: dict[str, str] = {
     "tensor_parallel": _TENSOR_PARALLEL,
     "tensor_parallel_configs": _TENSOR_PARALLEL,
     "hybrid_configs": "set the pipeline and sharding switches; data parallelism uses the remaining ranks",
-    "asp": "weight sparsity is not supported: remove it",
+    "asp": f"weight sparsity {NOT_BUILT}: remove it",
     "qat": _QUANTIZATION,
     "qat_configs": _QUANTIZATION,
 }

@@ -54,18 +54,18 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_COUNTED = ("calls", "half_outputs", "gradient_norm")  # while a step runs
+
+
 class Observer:
-    """Quantities of one run. Call `before` and `after` around each step."""
+    """Quantities of the steps of one run. Call `before` and `after` around each step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
         self._model, self._device = model, device
-        self._steps = 0
+        self._number = 0
         self._collectives = _Collectives()
-        self.values = {
-            "bytes_sent": 0.0, "calls": 0.0, "half_outputs": 0.0, "updates": 0.0,
-            "gradient_norm": 0.0, "distance": 0.0, "bytes_held": 0.0,
-        }  # fmt: skip
-        self.checksums: list[float] = []  # of the parameters after each step that counts
+        self._counts = dict.fromkeys(_COUNTED, 0.0)
+        self.steps: list[dict[str, float]] = []  # what was counted in each step from FIRST on
         optimizer.register_step_pre_hook(self._see_gradients)
 
     @contextmanager
@@ -80,38 +80,41 @@ class Observer:
         finally:
             handle.remove()
 
-    @property
-    def _counts(self) -> bool:
-        return self._steps + 1 >= FIRST
-
     def _sent(self) -> int:
         return bytes_sent() if self._device.type == "cpu" else self._collectives.total
 
     def _see_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._counts and next(module.children(), None) is None and next(module.parameters(), None) is not None:
-            self.values["calls"] += 1
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            self._counts["calls"] += 1
             if isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16):
-                self.values["half_outputs"] += 1
+                self._counts["half_outputs"] += 1
 
     def _see_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._counts:
-            grads = [local(p.grad).double() for p in self._params() if p.grad is not None]
-            self.values["gradient_norm"] += sum(float(g.square().sum()) for g in grads) ** 0.5
+        grads = [local(p.grad).double() for p in self._params() if p.grad is not None]
+        self._counts["gradient_norm"] += sum(float(g.square().sum()) for g in grads) ** 0.5
 
     def _params(self) -> list[Tensor]:
         return [p for p in self._model.parameters() if p.device.type != "meta"]
 
     def before(self) -> None:
         self._old = [local(p.detach()).clone() for p in self._params()]
+        self._counts = dict.fromkeys(_COUNTED, 0.0)
         self._at = self._sent()
 
     def after(self) -> None:
-        if self._counts:
-            new = [local(p.detach()) for p in self._params()]
-            moved = sum(float((a - b).double().square().sum()) for a, b in zip(new, self._old, strict=True)) ** 0.5
-            self.values["bytes_sent"] += self._sent() - self._at
-            self.values["updates"] += moved > 0
-            self.values["distance"] += moved
-            self.values["bytes_held"] = float(sum(p.nbytes for p in new))
-            self.checksums.append(sum(float(p.double().abs().sum()) for p in new))
-        self._steps += 1
+        sent = self._sent() - self._at
+        self._number += 1
+        if self._number < FIRST:
+            return
+        new = [local(p.detach()) for p in self._params()]
+        moved = sum(float((a - b).double().square().sum()) for a, b in zip(new, self._old, strict=True)) ** 0.5
+        self.steps.append(
+            self._counts
+            | {
+                "bytes_sent": float(sent),
+                "updates": float(moved > 0),
+                "distance": moved,
+                "bytes_held": float(sum(p.nbytes for p in new)),
+                "checksum": sum(float(p.double().abs().sum()) for p in new),
+            }
+        )

@@ -19,7 +19,7 @@ from fleetx.errors import FleetxError, UsageError
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import every, switch_of
 from fleetx.verify import oracle, runs
-from fleetx.verify.judge import Results, distance, observed, state
+from fleetx.verify.judge import Results, distance, observed, problems_of, state
 from fleetx.verify.oracle import Settings
 from fleetx.verify.ranks import Ranks
 
@@ -54,7 +54,7 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
     try:
         results = pool.run(_job, where, declared, list(settings), dtype)
         if "refused" in results[0]:
-            return False, [results[0]["refused"]]
+            return False, results[0]["refused"]
         right, lines = _numbers(make(where), settings, results, dtype)
         for switch in settings:
             without = {
@@ -113,4 +113,4 @@ def _job(where: str, declared: dict[str, Any], switches: Sequence[str], dtype: t
         model, x, y, loss_fn = make(where)
         return runs.train(model, [(x, y)] * STEPS, loss_fn, declared, switches, dtype)
     except FleetxError as error:
-        return {"refused": str(error)}
+        return {"refused": problems_of(error)}

@@ -98,7 +98,12 @@ class Recompute(Part):
         chain: Chain = ctx.notes["chain"]
         return chain.forward()
 
-    @at(Stage.FORWARD, replay=False, bars={Fact.PARTED, Fact.STAGED}, when=lambda self: self.memory_budget is not None)
+    @at(
+        Stage.FORWARD,
+        replay=False,
+        unbuilt={Fact.PARTED, Fact.STAGED},
+        when=lambda self: self.memory_budget is not None,
+    )
     def fit(self, ctx: StepContext) -> AbstractContextManager[Any]:
         """choose the fastest segments that fit into memory_budget, for a model that each rank holds whole"""
         if torch.is_grad_enabled():
