@@ -13,8 +13,14 @@ import torch
 
 from rank_pool import Ranks, forget
 
-hypothesis.settings.register_profile("unhurried", deadline=None)  # timings are not tests
-hypothesis.settings.load_profile("unhurried")
+UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # timings are not tests
+hypothesis.settings.register_profile("explore", **UNHURRIED)
+hypothesis.settings.register_profile("repeat", derandomize=True, **UNHURRIED)
+
+
+def pytest_configure(config):
+    """`make nightly` looks for new examples. Elsewhere they are the same in every run: a failure is about the change."""
+    hypothesis.settings.load_profile("repeat" if "not nightly" in config.option.markexpr else "explore")
 
 
 # Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.

@@ -182,12 +182,12 @@ def test_importing_fleetx_loads_nothing_heavy():
     code = (
         "import fleetx, sys; assert not {'torch', 'pydantic', 'rich', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_declaring_a_strategy_does_not_load_torch():
     code = "import fleetx.strategy, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_the_public_names_are_found():
