@@ -47,6 +47,12 @@ def ranks():
     pool.stop()
 
 
+@pytest.fixture(params=[pytest.param(60, id=""), pytest.param(3000, id="many", marks=pytest.mark.nightly)])
+def examples(request):
+    """How many random inputs a property is tried with."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     forget()
