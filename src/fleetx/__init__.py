@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fleetx import applications, data, fleet, optim, utils
-    from fleetx.errors import DataError, DownloadError, FleetxError, LaunchError, StrategyError, UsageError, WorldError
+    from fleetx.errors import (
+        CheckpointError,
+        DataError,
+        DownloadError,
+        FleetxError,
+        LaunchError,
+        StrategyError,
+        UsageError,
+        WorldError,
+    )
     from fleetx.optim import schedule
     from fleetx.paddle.train_configs import parse_train_configs
     from fleetx.paddle.trainer import MultiGPUTrainer
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "CheckpointError": "fleetx.errors",
     "DataError": "fleetx.errors",
     "DistributedStrategy": "fleetx.strategy",
     "DownloadError": "fleetx.errors",
@@ -36,6 +46,7 @@ _WHERE = {
 _MODULES = ("applications", "data", "fleet", "optim", "schedule", "utils")
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "DistributedStrategy",
     "DownloadError",

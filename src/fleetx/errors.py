@@ -6,12 +6,14 @@ FleetxError
 ├── UsageError (RuntimeError)     the training loop does something that the strategy does not support
 ├── LaunchError (RuntimeError)    fleetrun cannot start the script
 ├── DataError (ValueError)        a file or a record does not have the expected format; names the file and line
+├── CheckpointError (RuntimeError) a checkpoint is damaged, incomplete or cannot be written; names the file and reason
 └── DownloadError (RuntimeError)  a download failed; names the files
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike, fspath
 
 
 class FleetxError(Exception):
@@ -42,6 +44,17 @@ class LaunchError(FleetxError, RuntimeError):
 
 class DataError(FleetxError, ValueError):
     """A file or a record does not have the expected format; the message names the file and line."""
+
+
+class CheckpointError(FleetxError, RuntimeError):
+    """A checkpoint is damaged, incomplete or cannot be written. `file` and `reason` say which file, and why."""
+
+    def __init__(self, file: str | PathLike[str], reason: str):
+        self.file, self.reason = fspath(file), reason
+        super().__init__(self.file, reason)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
 
 
 class DownloadError(FleetxError, RuntimeError):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
-from fleetx import UsageError, fleet
+from fleetx import CheckpointError, UsageError, fleet
 from fleetx.comm.session import current
 from training import adamw
 
@@ -150,11 +150,14 @@ def test_inside_of_a_merge_window_another_layout_is_told_to_flush(ranks, tmp_pat
 
 def test_what_is_no_checkpoint_is_said(tmp_path):
     build({})
-    with pytest.raises(UsageError, match=r"nowhere is not a checkpoint of fleet.save"):
+    with pytest.raises(CheckpointError, match=r"nowhere: cannot be read: No such file"):
         fleet.load(tmp_path / "nowhere")
-    (tmp_path / "half.unfinished").mkdir()
-    with pytest.raises(UsageError, match="next to it is an unfinished one"):
-        fleet.load(tmp_path / "half")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty: has no manifest.json, so it is not a checkpoint of fleet.save"):
+        fleet.load(tmp_path / "empty")
+    (tmp_path / "empty" / "fleetx.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"empty: was written by an older fleetx"):
+        fleet.load(tmp_path / "empty")
 
 
 def test_a_checkpoint_of_another_model_is_said(tmp_path):

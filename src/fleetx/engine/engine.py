@@ -14,6 +14,7 @@ neither a parameter without a gradient nor its state. So the user's optimizer ke
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from contextlib import AbstractContextManager, ExitStack
@@ -117,6 +118,10 @@ class Engine(Windows):
         moved = self.gradients.look_again
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
+
+    def window(self) -> int:
+        """Steps per round."""
+        return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
 
     def context_of(self, part: Part) -> StepContext:
         """For what a part does outside a step."""

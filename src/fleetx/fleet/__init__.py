@@ -6,7 +6,6 @@ import atexit
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
+from fleetx.fleet.saving import checkpoints, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
     device,
@@ -53,6 +53,7 @@ __all__ = [
     "barrier_worker",
     "base",
     "batch",
+    "checkpoints",
     "device",
     "device_guard",
     "distribute",
@@ -66,6 +67,7 @@ __all__ = [
     "is_worker",
     "join",
     "largest_batch",
+    "latest",
     "load",
     "local_rank",
     "release",
@@ -280,28 +282,6 @@ def largest_batch(
         model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
         global_batch=global_batch, ranks=size, trial=trial,
     )  # fmt: skip
-
-
-def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Save model, optimizer and strategies to a folder. Every worker must call it.
-
-    Any number of workers, stages or shards can resume from it. An existing checkpoint in the folder is replaced once
-    the new one is complete.
-    """
-    from fleetx.engine import checkpoint  # torch.distributed.checkpoint takes a while to import
-
-    engine = _engine(model)
-    peers.meet("fleet.save")
-    checkpoint.save(engine, Path(folder))
-
-
-def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Resume from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
-    from fleetx.engine import checkpoint
-
-    engine = _engine(model)
-    peers.meet("fleet.load")
-    checkpoint.load(engine, Path(folder))
 
 
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:

@@ -1,0 +1,102 @@
+"""`fleet.save`, `load`, `latest` and `checkpoints`. What they need is imported when they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fleetx.comm import peers
+from fleetx.comm.roles import Place
+from fleetx.comm.session import current
+from fleetx.comm.world import World
+
+if TYPE_CHECKING:
+    from fleetx.engine.checkpoint import Checkpoints
+
+
+def save(
+    folder: str | Path,
+    *,
+    model: nn.Module | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    step: int = 0,
+) -> None:
+    """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
+
+    Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
+    existing checkpoint of that name is replaced then.
+
+    scheduler, loader: anything with state_dict and load_state_dict.
+    extra: JSON that `load` returns.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    extras = checkpoint.Extras(step, scheduler, loader, extra)
+    peers.meet("fleet.save")
+    snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
+    checkpoint.write(snapshot, Path(folder), engine.world)
+
+
+def load(
+    folder: str | Path, *, model: nn.Module | None = None, scheduler: Any = None, loader: Any = None
+) -> dict[str, Any]:
+    """Resume from a checkpoint of `fleet.save`, and return its step and extra. Every worker must call it.
+
+    Call it after `fleet.distribute`. Nothing is changed before every file has been checked.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    extras = checkpoint.Extras(0, scheduler, loader)
+    peers.meet("fleet.load")
+    checkpoint.load(engine, Path(folder), extras)
+    return {"step": extras.step, "extra": extras.extra}
+
+
+def latest(root: str | Path) -> Path | None:
+    """The newest checkpoint under a folder of which every file is as it was written, or None.
+
+    Damaged ones are named in the log. One worker can call it alone.
+    """
+    from fleetx.engine import checkpoint
+
+    return checkpoint.latest(Path(root), World(Place(), torch.device("cpu")))
+
+
+def checkpoints(
+    root: str | Path,
+    *,
+    every: int,
+    keep: int = 3,
+    steps: int | None = None,
+    model: nn.Module | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    when_busy: str = "wait",
+) -> Checkpoints:
+    """`for step in fleet.checkpoints("run", every=100)`: resume from the newest good checkpoint, save as training runs.
+
+    It resumes when it is called, after `fleet.distribute`, on every worker. It saves every `every` steps, after `steps`
+    and on SIGTERM, after which the process exits with code 143. A save inside a merge window waits for its end.
+
+    keep: how many checkpoints are kept; 0 keeps all.
+    scheduler, loader: anything with state_dict and load_state_dict.
+    extra: a dict of JSON values, saved as it is at that time and filled again by a resume.
+    asynchronous: copy at the step, and write in the background. A failure is raised in a later step.
+    when_busy: if the save before is still running, "wait" for it or "skip" this one.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    return checkpoint.Checkpoints(
+        engine, Path(root), current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,
+        extras=checkpoint.Extras(0, scheduler, loader, extra), asynchronous=asynchronous, when_busy=when_busy,
+    )  # fmt: skip
