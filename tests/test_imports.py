@@ -25,6 +25,8 @@ FRONT = {"__init__.py", "schedule.py", "static.py", "utils.py"}  # public names:
 ALLOWED = {
     # The worker process, not fleetrun itself, runs the user's script, which may be one for Paddle.
     ("launch/runner.py", "fleetx.paddle.static"),
+    # A process of its own, from which workers are forked.
+    ("launch/fork_server.py", "fleetx.fleet"),
     # The folder is searched, so that a new part needs no list.
     ("strategy/part.py", "fleetx.parts"),
 }

@@ -176,7 +176,8 @@ def test_without_either_nothing_is_found(tmp_path):
 def test_the_option_reaches_the_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    attempt = Attempt(number=0, run_id="r", master_addr="127.0.0.1", master_port=1, endpoints=("127.0.0.1:1",))
+    where = {"master_addr": "127.0.0.1", "master_port": 1, "endpoints": ("127.0.0.1:1",), "nodes": 1, "node": 0}
+    attempt = Attempt(number=0, run_id="r", slots=(0,), restarts=0, **where)
     for words, expected in (([], None), (["--paddle-api", "fleetx"], "fleetx"), (["--paddle_api", "paddle"], "paddle")):
         job = parse(["--device", "cpu", *words, "train.py"], environ={})
         found = environment.worker_environment(
