@@ -119,6 +119,16 @@ class Engine(Windows):
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
 
+    @property
+    def reduction_order(self) -> list[str] | None:
+        """The parameters in the order in which they are reduced, if it is not the first one."""
+        return self._reducer.order if self._reducer is not None else None
+
+    @reduction_order.setter
+    def reduction_order(self, order: list[str] | None) -> None:
+        if self._reducer is not None:
+            self._reducer.restore_order(order)
+
     def window(self) -> int:
         """Steps per round."""
         return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))

@@ -24,7 +24,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
-from fleetx.fleet.saving import checkpoints, latest, load, save
+from fleetx.fleet.saving import checkpoints, export, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
     device,
@@ -60,6 +60,7 @@ __all__ = [
     "distributed_model",
     "distributed_optimizer",
     "explain",
+    "export",
     "flush",
     "forward_backward",
     "init",
