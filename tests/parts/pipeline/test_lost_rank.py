@@ -58,7 +58,7 @@ def test_the_others_name_the_lost_rank(tmp_path, killed):
             if rank != killed:
                 _, errors = process.communicate(timeout=60)
                 assert process.returncode != 0
-                assert f"WorldError: rank {killed} stopped responding" in errors, errors[-2000:]
+                assert f"WorldError: rank {rank} cannot continue: rank {killed} on " in errors, errors[-2000:]
     finally:
         for process in processes:
             process.kill()
