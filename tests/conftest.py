@@ -25,13 +25,13 @@ def pytest_configure(config):
 
 # Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.
 SLOW = (
-    "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
+    "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_export", "test_auto",
     "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch", "test_child",
     "test_bert_and_gpt2", "test_lost_rank", "parts/test_pipeline", "test_static_documents", "test_static_equals_eager",
     "test_static_imports", "test_download_", "test_application_training", "test_paths", "test_cut_points",
     "test_loss_weights", "test_multi_gpu_trainer", "test_exactness", "test_guests", "test_buffers", "test_sharding",
     "test_odd_gradients", "test_complex_parameters", "test_dgc", "test_payload", "test_kernels", "test_data_loader",
-    "test_loops",
+    "test_loops", "test_lost_ranks",
 )  # fmt: skip
 NIGHTLY = ("bench/",)
 
@@ -57,6 +57,12 @@ def ranks():
     pool = Ranks(2)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(params=[pytest.param(60, id=""), pytest.param(3000, id="many", marks=pytest.mark.nightly)])
+def examples(request):
+    """How many random inputs a property is tried with."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,21 @@ class Session:
         """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
         return 2 * self.steps + self.inside
 
+    def mark(self, doing: str, *, inside: bool | None = None) -> None:
+        """This rank is doing something else now. The others can see it."""
+        if inside is not None:
+            self.inside = inside
+        if self.peers is not None:
+            self.peers.mark(self.progress, self.steps, doing)
+            self.peers.check()
+
+    def begin_step(self) -> None:
+        """optimizer.step() begins."""
+        self.steps, self.inside = self.steps + 1, False
+        if self.peers is not None:
+            self.peers.mark(self.progress, self.steps - 1, "optimizer.step")
+            self.peers.check()
+
     def here(self) -> World:
         if self.world is None:
             raise UsageError("fleet.init() has not been called: call it first")

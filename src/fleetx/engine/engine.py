@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.base.user_line import user_line
+from fleetx.comm import peers
 from fleetx.comm.session import Undone, current
 from fleetx.comm.world import World
 from fleetx.engine import state
@@ -97,7 +98,8 @@ class Engine(Windows):
         settings = self.reducer_settings or {}
         self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
         forget_compiled()
-        steps, saving = OuterStep(self._before_step, self._after_step), state.Hooks(self)
+        named = peers.naming()
+        steps, saving = OuterStep(named(self._before_step), named(self._after_step)), state.Hooks(self)
         self.handles += [
             self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
@@ -119,6 +121,16 @@ class Engine(Windows):
         moved = self.gradients.look_again
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
+
+    @property
+    def reduction_order(self) -> list[str] | None:
+        """The parameters in the order in which they are reduced, if it is not the first one."""
+        return self._reducer.order if self._reducer is not None else None
+
+    @reduction_order.setter
+    def reduction_order(self, order: list[str] | None) -> None:
+        if self._reducer is not None:
+            self._reducer.restore_order(order)
 
     def window(self) -> int:
         """Steps per round."""
@@ -151,8 +163,8 @@ class Engine(Windows):
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs = args, kwargs
-        if self.layout.reduced:
-            self._session.inside = True  # FSDP gathers in every forward
+        # FSDP gathers in every forward.
+        self._session.mark("forward", inside=self._session.inside or self.layout.reduced)
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
         if not torch.is_grad_enabled() or not outermost or not self.taps:
@@ -167,6 +179,7 @@ class Engine(Windows):
         if model is not self.model or not self._forwards:  # another hook raised before ours
             return None
         stack, finish = self._forwards.pop()
+        self._session.mark("the code after forward")
         self.step.inputs = None
         with stack:  # leaves the contexts
             for function in finish:
@@ -233,7 +246,7 @@ class Engine(Windows):
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
         self.step.tapped = True
-        self._session.inside = self._session.inside or self._opens()
+        self._session.mark("backward", inside=self._session.inside or self._opens())
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
@@ -279,7 +292,7 @@ class Engine(Windows):
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self._session.stepped = weakref.ref(self)
-        self._session.steps, self._session.inside = self._session.steps + 1, False
+        self._session.begin_step()
         self._scaler.check(self.optimizer)
         if self._watching and self.taps and not self.layout.reduced:  # the others have no hooks on parameters
             self._places.check()
@@ -314,6 +327,7 @@ class Engine(Windows):
                 call(params, ctx)
             self.merged = 0
         self.step = self.step.next()
+        self._session.mark("")
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT on the gradients of this round; False withholds the update."""

@@ -32,6 +32,10 @@ class LateReducer:
     def __init__(self, names: Mapping[nn.Parameter, str], world: World, bucket_cap_mb: float):
         self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
         self.known = frozenset(p for p in names if p.requires_grad)
+        self.order: list[str] | None = None  # of the parameters in the buckets, once they were reordered
+
+    def restore_order(self, order: list[str] | None) -> None:
+        """No-op: the order of its buckets never changes."""
 
     def check_finished(self, places: Places) -> None:
         """No-op: nothing is pending after backward."""
@@ -94,8 +98,10 @@ class Reducer(LateReducer):
             )
         self.ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
         self._prepared, self._rebuilt, self._moved = False, False, moved
-        if reduce is not None:
-            self.ddp.register_comm_hook(None, self._hook(reduce))
+        self._restores: tuple[list[str] | None] | None = None  # an order to go back to before the next reduction
+        self._comm_hook = self._hook(reduce) if reduce is not None else None
+        if self._comm_hook is not None:
+            self.ddp.register_comm_hook(None, self._comm_hook)
 
     def active(self) -> AbstractContextManager[Any]:
         """While the forward runs, have torch.compile split its graph at the buckets, to keep the overlap."""
@@ -103,12 +109,13 @@ class Reducer(LateReducer):
 
     def after_forward(self, out: Any, *, communicate: bool) -> Any:
         """Prepare here, as DDP does: backward may reach parameters before it reaches the model's output."""
-        if communicate:
+        if communicate and self._restores is None:
             self._prepare(list(_find_tensors(out)))
         return self.ddp._post_forward(out) if self.ddp.find_unused_parameters else out
 
     def begin_backward(self) -> None:
         """This backward communicates. The forward prepared for one; a second backward is prepared here."""
+        self._reorder()
         if not self._prepared:
             if self.ddp.find_unused_parameters:
                 raise UsageError(
@@ -133,10 +140,45 @@ class Reducer(LateReducer):
             return  # `check_finished` tells
         if self.ddp.reducer._rebuild_buckets():
             self._rebuilt = True
+            buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
+            self.order = [self._names[p] for bucket in buckets for p in bucket.parameters()]
             self._moved()
+
+    def restore_order(self, order: list[str] | None) -> None:
+        """Have the next reduction use the buckets of another run. Where a value is in a bucket decides in which order
+        the ranks' values are added up, so with three ranks or more another place rounds differently."""
+        fits = order is None or sorted(order) == sorted(self._names[p] for p in self.known)
+        if fits and order != self.order and not self.ddp.find_unused_parameters:
+            self._restores = (order,)
+
+    def _reorder(self) -> None:
+        """DDP fills its buckets in the order of the parameters that it is given. The ranks communicate for this."""
+        if self._restores is None:
+            return
+        (self.order,), self._restores = self._restores, None
+        params, sparse = self.ddp._build_params_for_reducer()
+        grads = [p.grad for p in params]
+        for p in params:
+            p.grad = None  # a new bucket would take the place of gradients that wait in a merge window
+        given = params
+        if self.order is not None:
+            place = {name: i for i, name in enumerate(self.order)}
+            pairs = sorted(zip(params, sparse, strict=True), key=lambda pair: place[self._names[pair[0]]])
+            params, sparse = [p for p, _ in pairs], [s for _, s in pairs]
+        self.ddp._ddp_init_helper(params, sparse, self.ddp._build_debug_param_to_name_mapping(params), False)
+        if self._comm_hook is not None:
+            self.ddp._comm_hooks.clear()
+            self.ddp.register_comm_hook(None, self._comm_hook)
+        self._prepared, self._rebuilt = False, self.order is not None
+        if self._rebuilt:
+            self.ddp.reducer._push_all_rebuilt_params()
+            self.ddp.reducer._rebuild_buckets()
+        for p, grad in zip(given, grads, strict=True):
+            p.grad = grad
 
     def join_backward(self, params: list[nn.Parameter]) -> None:
         """Take part in the reduction of a backward that only other ranks run, by a backward that adds zeros."""
+        self._reorder()
         if self.ddp.find_unused_parameters:
             params = [p for p in params if p.grad is not None]
         with torch.enable_grad():

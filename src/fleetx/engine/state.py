@@ -1,5 +1,6 @@
 """What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts},
-`weights` where `fleet.weight` is used, and `extra` of a front end.
+`weights` where `fleet.weight` is used, `order` of the parameters in the buckets of the reduction, and `extra` of a
+front end.
 
 Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
 """
@@ -56,6 +57,8 @@ def save(engine: Engine) -> dict[str, Any]:
         clock["weights"] = engine.weights.saved()
     if engine.extra:
         clock["extra"] = dict(engine.extra)
+    if (order := engine.reduction_order) is not None:
+        clock["order"] = list(order)
     return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
 
 
@@ -110,6 +113,7 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.round, engine.merged = saved["round"], saved["merged"]
     engine.weights.load(saved.get("weights"), inside=engine.merged > 0)
     engine.extra = dict(saved.get("extra", {}))
+    engine.reduction_order = saved.get("order")
     engine.step = Step()
     for key, state in saved["parts"].items():
         if key in engine.state:

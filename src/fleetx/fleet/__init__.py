@@ -24,7 +24,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
-from fleetx.fleet.saving import checkpoints, latest, load, save
+from fleetx.fleet.saving import checkpoints, export, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
     device,
@@ -60,6 +60,7 @@ __all__ = [
     "distributed_model",
     "distributed_optimizer",
     "explain",
+    "export",
     "flush",
     "forward_backward",
     "init",
@@ -115,8 +116,10 @@ def init(
         session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was already called with another role or timeout: call it once")
+    peers.start(session.here())
     if strategy is not None:
-        check_strategy(strategy, session.here())
+        with peers.naming():
+            check_strategy(strategy, session.here())
 
 
 def _here() -> World:
@@ -143,15 +146,16 @@ def distribute(
     strategy = _checked(strategy or current().strategy or DistributedStrategy())
     plan = strategy.plan()
     current().check_not_distributed(model, optimizer)
-    peers.watch(_here())
-    check_strategy(strategy, _here())
-    check_training(model, optimizer, _here())
+    peers.start(_here())
+    with peers.naming():
+        check_strategy(strategy, _here())
+        check_training(model, optimizer, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
-    engine = kind(plan, model, optimizer, _here())
-    peers.start_heartbeat()
+    with peers.naming():
+        engine = kind(plan, model, optimizer, _here())
     atexit.unregister(_close)
     atexit.register(_close)
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
@@ -220,12 +224,14 @@ def forward_backward(
     """
     engine = _engine(model)
     check_feed(engine, inputs)
-    return engine.forward_backward(inputs, target, loss_fn)
+    with peers.naming():
+        return engine.forward_backward(inputs, target, loss_fn)
 
 
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
     """`loss.backward()` for a loss that reads parameters directly, such as a penalty on weights."""
-    _engine(optimizer).backward(loss)
+    with peers.naming():
+        _engine(optimizer).backward(loss)
 
 
 def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
@@ -251,7 +257,8 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
 
     Returns whether an update was applied. Call it at the end of the data; otherwise the tail waits for the next epoch.
     """
-    return _engine(optimizer).flush()
+    with peers.naming():
+        return _engine(optimizer).flush()
 
 
 def largest_batch(

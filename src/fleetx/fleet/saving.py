@@ -1,4 +1,4 @@
-"""`fleet.save`, `load`, `latest` and `checkpoints`. What they need is imported when they are called."""
+"""`fleet.save`, `load`, `latest`, `checkpoints` and `export`. What they need is imported when they are called."""
 
 from __future__ import annotations
 
@@ -100,3 +100,15 @@ def checkpoints(
         engine, Path(root), current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,
         extras=checkpoint.Extras(0, scheduler, loader, extra), asynchronous=asynchronous, when_busy=when_busy,
     )  # fmt: skip
+
+
+def export(folder: str | Path, *, model: nn.Module | None = None) -> None:
+    """Write the model alone to `folder`/model.safetensors, under the names of torch, for other programs.
+
+    Every worker must call it. transformers' `from_pretrained(folder)` reads it: the model's `config` is written too.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    peers.meet("fleet.export")
+    checkpoint.export(engine, Path(folder))

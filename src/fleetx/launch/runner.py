@@ -180,7 +180,7 @@ def run(kind: str, target: str) -> None:
             record(error, exit_code=130)
             print_interrupted(error)
             sys.exit(130)
-        getattr(sys.excepthook, "annotate", lambda error: None)(error)  # set by fleetx.comm.peers, if loaded
+        error = getattr(sys.excepthook, "leaving", lambda error: error)(error)  # set by fleetx.comm.peers, if loaded
         record(error, exit_code=1)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)

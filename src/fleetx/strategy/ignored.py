@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fleetx.base.suggest import did_you_mean
+from fleetx.base.suggest import did_you_mean, shown
 from fleetx.errors import NOT_BUILT, StrategyError
 
 # Settings of Paddle's BuildStrategy before DistributedStrategy existed.
@@ -105,7 +105,7 @@ def checked(name: str, value: Any) -> Any:
     if isinstance(default, _RECORDS):
         return _record(name, default, value)
     if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
-        raise StrategyError(f"{name} = {value!r}: must be a {type(default).__name__} (default {default!r})")
+        raise StrategyError(f"{name} = {shown(value)}: must be a {type(default).__name__} (default {default!r})")
     return value
 
 
@@ -129,11 +129,11 @@ def _record(name: str, default: Any, value: Any) -> Any:
         given = {f: getattr(value, f) for f in fields if hasattr(value, f)}
         given |= {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
         if not given:
-            raise StrategyError(f"{name} = {value!r}: must be a dict or an object; {known}")
+            raise StrategyError(f"{name} = {shown(value)}: must be a dict or an object; {known}")
     for key, item in given.items():
         if key not in fields:
-            raise StrategyError(f"{name} has no {key!r}: {did_you_mean(key, fields, otherwise=known)}")
+            raise StrategyError(f"{name} has no {shown(key)}: {did_you_mean(key, fields, otherwise=known)}")
         kind = type(getattr(default, key))
         if type(item) is not kind:
-            raise StrategyError(f"{name}.{key} = {item!r}: must be {kind.__name__}")
+            raise StrategyError(f"{name}.{key} = {shown(item)}: must be {kind.__name__}")
     return dataclasses.replace(default, **given)

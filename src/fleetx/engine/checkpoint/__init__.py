@@ -7,16 +7,18 @@ chunks.py          any region of a tensor, from the pieces it was saved in
 loop.py            `fleet.checkpoints`
 folders.py         the checkpoints under a root
 background.py      saving in another thread
+export.py          `fleet.export`
 tensor_file.py     safetensors
 tree.py            nested plain data as JSON
 """
 
 from __future__ import annotations
 
+from fleetx.engine.checkpoint.export import export
 from fleetx.engine.checkpoint.folders import latest
 from fleetx.engine.checkpoint.loop import Checkpoints
 from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, take
 from fleetx.engine.checkpoint.write import write
 
-__all__ = ["Checkpoints", "Extras", "latest", "load", "take", "write"]
+__all__ = ["Checkpoints", "Extras", "export", "latest", "load", "take", "write"]

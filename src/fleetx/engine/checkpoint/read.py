@@ -78,6 +78,7 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     if not same:
         training = _at_boundary(training, state)
         state["fleetx"]["rank"] = -1  # of another rank, whatever its number
+        state["fleetx"].pop("order", None)
     saved = engine_state.checked(engine, state["fleetx"])
     _check_model(engine, chunks)
     _check_groups(engine, training)
