@@ -48,7 +48,7 @@ def saved(tmp_path):
     return tmp_path / "good", model, optimizer
 
 
-def refused(folder, model, optimizer, match=""):
+def refused(folder, model, optimizer, match=None):
     before = state(model, optimizer)
     with pytest.raises(CheckpointError, match=match) as caught:
         fleet.load(folder)
