@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,22 @@ from fleetx.comm.world import World
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import manifest, random_states, tree
 from fleetx.engine.checkpoint.chunks import Chunks
-from fleetx.engine.checkpoint.manifest import INDEX, TRAINING, Index, Manifest, RankState, Training, rank_json
+from fleetx.engine.checkpoint.manifest import (
+    INDEX,
+    TRAINING,
+    Boundary,
+    Clock,
+    Index,
+    Manifest,
+    RankState,
+    Training,
+    rank_json,
+)
 from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras, held, layout, params, piece
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.checkpoint.write import replaced
 from fleetx.engine.engine import Engine
-from fleetx.errors import CheckpointError, UsageError
+from fleetx.errors import CheckpointError, FleetxError, UsageError
 
 
 @dataclass
@@ -79,9 +91,11 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
         training = _at_boundary(training, state)
         state["fleetx"]["rank"] = -1  # of another rank, whatever its number
         state["fleetx"].pop("order", None)
-    saved = engine_state.checked(engine, state["fleetx"])
+    with _said(folder / rank_json(rank)):
+        saved = engine_state.checked(engine, state["fleetx"])
     _check_model(engine, chunks)
-    _check_groups(engine, training)
+    with _said(folder / TRAINING):
+        _check_groups(engine, training)
     if not same:
         _use_shared(folder, chunks, training.ranks, state)
     for name in ("scheduler", "loader"):
@@ -113,10 +127,24 @@ def _state_of(folder: Path, chunks: Chunks, rank: int) -> dict[str, Any]:
             raise CheckpointError(path, f"refers to {name[:40]!r}, which is not in its tensors")
         return chunks.file(rank).tensor(name)
 
+    with _said(path):
+        state = {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
+        manifest.checked(Clock, path, state["fleetx"])
+        if state["boundary"] is not None:
+            manifest.checked(Boundary, path, state["boundary"])
+        random_states.check(state["random"])
+    return state
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """What Python and torch say about data of another form than expected, as an error of this file."""
     try:
-        return {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(path, f"is not valid: {error}") from error
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, FleetxError):
+            raise
+        raise CheckpointError(path, f"is not valid: {type(error).__name__}: {error}") from error
 
 
 def _use_shared(folder: Path, chunks: Chunks, ranks: int, state: dict[str, Any]) -> None:
@@ -159,6 +187,11 @@ def _check_groups(engine: Engine, training: Training) -> None:
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
     if [g.params for g in training.groups] != here:
         raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
+    for group, saved in zip(engine.optimizer.param_groups, training.groups, strict=True):
+        options = tree.decode(saved.options, _no_tensor)
+        tensors = [key for key in options if isinstance(group.get(key), Tensor)]
+        if wrong := [key for key in tensors if not isinstance(options[key], int | float)]:
+            raise ValueError(f"{wrong[0]} is not a number")
 
 
 # --- changes --------------------------------------------------------------------------------------
