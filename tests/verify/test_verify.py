@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -179,15 +180,54 @@ def test_the_command(tmp_path):
         (["--model", "json:dumps", "clip"], "with --model the strategy comes from --strategy"),
         (["--model", "json:dumps", "--all"], "with --model the strategy comes from --strategy"),
         (["--model", "nowhere:none"], "--model nowhere:none: No module named 'nowhere': pass module:function"),
+        (["--model", "json"], "--model json: write module:function, such as train:example for example() in train.py"),
+        (["--model", "mine.py:two"], "--model mine.py:two: write module:function"),
+        (["--model", "json:nothing"], "has no attribute 'nothing'"),
+        (["--model", "mine:value"], "value is not a function but 3"),
+        (["--model", "mine:two"], "two() returned 2 values, but it must return (model, x, y, loss_fn)"),
+        (["--model", "mine:alone"], "alone() returned Linear, but it must return (model, x, y, loss_fn)"),
+        (["--model", "mine:lists"], "lists() returned list instead of a tensor: it must return"),
+        (["--model", "mine:named"], "named() returned 'mse' instead of a loss function"),
+        (
+            ["--model", "mine:argument"],
+            "argument() raised TypeError: argument() missing 1 required positional argument",
+        ),
+        (["--model", "mine:broken"], "broken() raised KeyError: 'train.csv' ("),
+        (["--model", "mine:shapes"], "loss_fn(model(x), y) and its backward raised RuntimeError: mat1 and mat2 shapes"),
+        (["--model", "mine:few"], "x has 1 samples and y has 1: they need equally many, at least one per rank"),
+        (["--model", "mine:dropout"], "dropout (0) draws other random numbers on each rank"),
+        (["--output", "no/such/x.html"], "there is no folder"),
         (["--model", "json:dumps", "--output", "x.html"], "--output is for the matrix of all strategies: remove it"),
         (["--output", "x.txt"], "--output x.txt: the name must end in .html, .json, .md"),
     ],
 )
-def test_mistakes_on_the_command_line(arguments, message):
+def test_mistakes_on_the_command_line(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MISTAKES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     done = CliRunner().invoke(main, ["verify", *arguments])
     assert done.exit_code == 1
     assert message in done.output
 
+
+MISTAKES = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+x, y, value = torch.zeros(4, 3), torch.zeros(4, 2), 3
+
+def two(): return nn.Linear(3, 2), x
+def alone(): return nn.Linear(3, 2)
+def lists(): return nn.Linear(3, 2), [1.0], y, mse_loss
+def named(): return nn.Linear(3, 2), x, y, "mse"
+def argument(n): return None
+def broken(): raise KeyError("train.csv")
+def shapes(): return nn.Linear(9, 2), x, y, mse_loss
+def few(): return nn.Linear(3, 2), x[:1], y[:1], mse_loss
+def dropout(): return nn.Sequential(nn.Dropout(), nn.Linear(3, 2)), x, y, mse_loss
+"""
 
 MODEL = """
 import torch
@@ -202,15 +242,39 @@ def example():
 
 @pytest.mark.slow
 def test_the_model_of_the_user(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "normed.py").write_text(MODEL)
     (tmp_path / "mine.yaml").write_text("gradient_merge: {k_steps: 2}\nclip: {clip_norm: 0.1}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = CliRunner().invoke(main, ["verify", "--model", "mine:example", "--strategy", "mine.yaml"])
+    done = CliRunner().invoke(main, ["verify", "--model", "normed:example", "--strategy", "mine.yaml"])
     assert done.exit_code == 0, done.output
     assert "clip + gradient_merge on 2 ranks equals the same training in one plain float64 process" in done.output
     assert "because BatchNorm (1) uses the statistics of each share: turn sync_batch_norm on" in done.output
     assert "gradient_merge acts: fewer steps update" in done.output
+
+
+WIDE = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+def example():
+    return nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 3)), torch.randn(16, 128), torch.randn(16, 3), mse_loss
+"""
+
+
+@pytest.mark.slow
+def test_a_lossy_strategy_on_the_model_of_the_user(tmp_path, monkeypatch):
+    """Compared at settings that lose nothing; dgc keeps the settings that it has beside lamb where lamb is left out."""
+    (tmp_path / "wider.py").write_text(WIDE)
+    (tmp_path / "mine.yaml").write_text("dgc: true\nlamb: true\ngradient_merge: {k_steps: 8}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = CliRunner().invoke(main, ["verify", "--model", "wider:example", "--strategy", "mine.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "dgc was compared with {'sparsity': [0.0]}, because it loses precision otherwise" in done.output
+    for effect in ("dgc acts", "lamb acts", "gradient_merge acts"):
+        assert effect in done.output
 
 
 def test_effects_are_sentences():
