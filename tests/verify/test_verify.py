@@ -15,7 +15,7 @@ from fleetx.errors import NOT_BUILT
 from fleetx.parts.recompute.chain import Chain
 from fleetx.strategy.part import claims, every
 from fleetx.strategy.stage import Stage
-from fleetx.verify import oracle, report
+from fleetx.verify import oracle, report, unbuilt
 from fleetx.verify.combinations import combinations, declared, refusals, switches
 from fleetx.verify.judge import Judge, Verdict, _job, observed, ranks_for
 from fleetx.verify.observe import connections, sent_since
@@ -112,6 +112,17 @@ def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be(chosen):
     reasons += ["and only one can"]
     for problem in problems:
         assert (NOT_BUILT in problem) != any(reason and reason in problem for reason in reasons), problem
+
+
+def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
+    pairs, single = list(unbuilt.beside_others()), list(unbuilt.messages())
+    assert [text.partition(": ")[0] for text in pairs] == [
+        "nccl_comm_num=2 + sharding",
+        "recompute with memory_budget='min' + pipeline",
+        "recompute with memory_budget='min' + sharding",
+    ]
+    assert "lars with dampening is not built yet: pass dampening=0 to SGD" in single
+    assert all(NOT_BUILT in text for text in (*pairs, *single))
 
 
 def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):
