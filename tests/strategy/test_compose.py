@@ -118,7 +118,7 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
         ),
         (
             [Sparse(), Rule()],
-            "`rule` with gradients that already contain momentum, which `sparse` produces, is not built yet: "
+            "`rule` together with gradients that already contain momentum, which `sparse` produces, is not built yet: "
             "turn one of them off",
         ),
         ([Hungry()], "`hungry` needs parameters sharded across ranks, which nothing in this strategy produces: turn"),

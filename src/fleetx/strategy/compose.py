@@ -98,7 +98,7 @@ def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflic
             change = " or change these settings" if _settings(act) or _settings(maker) else ""
             act_, cause = f"`{act.switch}`{_settings(act)}", f"which `{maker.switch}`{_settings(maker)} produces"
             if fact in act.claim.unbuilt:
-                statement = f"{act_} with {fact.value}, {cause}, {NOT_BUILT}"
+                statement = f"{act_} together with {fact.value}, {cause}, {NOT_BUILT}"
             else:
                 why = f", because {act.claim.because}" if act.claim.because else ""
                 statement = f"{act_} does not work with {fact.value}, {cause}{why}"

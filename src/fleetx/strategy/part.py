@@ -144,6 +144,8 @@ class Part:
     effect: ClassVar[Effect | None] = None
     # Settings at which verify's model (blocks.0 to blocks.3, a BatchNorm, two replicas) shows the effect.
     example: ClassVar[Mapping[str, Any]] = {}
+    # Settings that add conflicts with other strategies, which verify lists.
+    other_examples: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     # Settings, on top of `example`, at which the part loses nothing; None if `example` does not either.
     lossless: ClassVar[Mapping[str, Any] | None] = None
     # How far off its rounding may lead, as a share of the distance trained.

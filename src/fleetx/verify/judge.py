@@ -165,14 +165,16 @@ def observed(switch: str, on: Results, off: Results) -> Seen:
     if "refused" in off[0]:
         raise RankError(f"without `{switch}` it raises an error: {'; '.join(off[0]['refused'])}")
     half = len(on[0]["steps"]) // 2
-    early, late, (with_it, without) = (
-        [quantities(results, part)[effect.quantity] for results in (on, off)]
+    early, late, total = (
+        tuple(quantities(results, part)[effect.quantity] for results in (on, off))
         for part in (slice(half), slice(half, None), slice(None))
     )
     acts = None
     if 1 + max(r["replica"] for r in on) >= effect.replicas:
-        acts = effect.acts(*early) and effect.acts(*late)  # it may stop acting in the middle
-    return Seen(effect.sentence, effect.quantity, with_it, without, acts)
+        # It may stop acting in the middle. A half in which nothing is sent anyway shows nothing.
+        halves = [pair for pair in (early, late) if pair[1] >= total[1] / 10]
+        acts = all(effect.acts(*pair) for pair in (total, *halves))
+    return Seen(effect.sentence, effect.quantity, total[0], total[1], acts)
 
 
 def quantities(results: Results, part: slice) -> dict[str, float]:

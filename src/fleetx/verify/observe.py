@@ -28,19 +28,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def bytes_sent() -> int:
-    """Bytes that this process has sent over its open TCP connections, as the kernel counts them."""
-    total = 0
+def connections() -> dict[str, int]:
+    """Bytes that this process has sent over each of its open TCP connections, as the kernel counts them."""
+    found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if (inode := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+                        found[inode] = struct.unpack_from("Q", info, _BYTES_SENT)[0]
         except OSError:  # closed meanwhile
             continue
-    return total
+    return found
+
+
+def sent_since(before: dict[str, int]) -> int:
+    """By connection: those of an earlier training may be closed meanwhile."""
+    return sum(sent - before.get(inode, 0) for inode, sent in connections().items())
 
 
 class _Collectives(TorchDispatchMode):
@@ -80,9 +85,6 @@ class Observer:
         finally:
             handle.remove()
 
-    def _sent(self) -> int:
-        return bytes_sent() if self._device.type == "cpu" else self._collectives.total
-
     def _see_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if next(module.children(), None) is None and next(module.parameters(), None) is not None:
             self._counts["calls"] += 1
@@ -99,10 +101,11 @@ class Observer:
     def before(self) -> None:
         self._old = [local(p.detach()).clone() for p in self._params()]
         self._counts = dict.fromkeys(_COUNTED, 0.0)
-        self._at = self._sent()
+        self._before = connections() if self._device.type == "cpu" else {}
+        self._collectives.total = 0
 
     def after(self) -> None:
-        sent = self._sent() - self._at
+        sent = sent_since(self._before) if self._device.type == "cpu" else self._collectives.total
         self._number += 1
         if self._number < FIRST:
             return

@@ -55,6 +55,7 @@ class Recompute(Part):
     neutral: ClassVar[dict[str, list[str]]] = {"checkpoints": ["*"]}
     effect: ClassVar[Effect] = more("calls", "modules run twice", by=0.5)
     example: ClassVar[dict[str, Any]] = {"checkpoints": ["blocks.*"]}
+    other_examples: ClassVar[tuple[dict[str, Any], ...]] = ({"memory_budget": "min"},)
     costs: ClassVar[str] = "time: a second forward up to the last named module; memory: only their outputs are kept"
 
     def problems(self) -> Iterator[str]:
