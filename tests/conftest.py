@@ -19,7 +19,7 @@ hypothesis.settings.register_profile("repeat", derandomize=True, **UNHURRIED)
 
 
 def pytest_configure(config):
-    """`make nightly` looks for new examples. Elsewhere they are always the same, so a failure is about the change."""
+    """`make nightly` looks for new examples. Elsewhere they never change, so that a failure is about the change."""
     hypothesis.settings.load_profile("repeat" if "not nightly" in config.option.markexpr else "explore")
 
 

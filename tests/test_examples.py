@@ -1,6 +1,6 @@
 """Every example runs, as its first lines say.
 
-One is started with fleetrun, and all of them nightly. Others run in the pool of ranks, where torch is imported already.
+All are started with fleetrun nightly, and some run in the pool of ranks always: torch is imported already there.
 """
 
 from __future__ import annotations
@@ -65,8 +65,16 @@ def test_each_says_what_it_takes(name, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_digits_trains_with_two_workers_and_reports_its_accuracy(tmp_path):
-    said = fleetrun(EXAMPLES / "digits.py", "--epochs", 1, cwd=tmp_path)
+def test_digits_trains_with_two_workers_and_reports_its_accuracy(ranks, tmp_path):
+    check_digits(in_ranks(ranks, "digits", "--epochs", 1, cwd=tmp_path))
+
+
+@pytest.mark.nightly
+def test_digits_under_fleetrun(tmp_path):
+    check_digits(fleetrun(EXAMPLES / "digits.py", "--epochs", 1, cwd=tmp_path))
+
+
+def check_digits(said):
     assert "requested: clip, gradient_merge, recompute, sync_batch_norm" in said
     assert numbers(r"test accuracy (\S+)%", said)[0] > 80
 

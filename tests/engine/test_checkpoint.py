@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
+from covering import covering
 from fleetx import CheckpointError, UsageError, fleet
 from fleetx.comm.session import current
 from training import adamw
@@ -111,7 +112,7 @@ def test_from_any_layout_to_any_other(ranks, written, before, after):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(ON_FOUR, ["two stages", "two shards"])])
+@pytest.mark.parametrize(("before", "after"), covering(list(ON_FOUR), ["two stages", "two shards"], strength=1))
 def test_from_four_ranks_to_two_and_back(ranks, four, written, before, after):
     there, want = written(4, before)
     found = joined(ranks.run(go_on, LAYOUTS[after], there))
