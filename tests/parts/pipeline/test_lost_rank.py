@@ -22,7 +22,7 @@ def train(rank, port, pipe):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4"}
     os.environ.update(where | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
-    fleet.init(timeout=timedelta(seconds=60))
+    fleet.init(timeout=timedelta(seconds=SECONDS))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
