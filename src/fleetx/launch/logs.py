@@ -44,7 +44,7 @@ class Logs:
         return self.directory / f"workerlog.{local_rank}"
 
     def write_separator(self, title: str) -> None:
-        """Mark in every log where a new attempt begins. A full disk or a script that deleted its logs does not matter."""
+        """Mark in every log where a new attempt begins, unless the disk is full. A script may have deleted its logs."""
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
         for local_rank in range(self._workers):
