@@ -311,6 +311,10 @@ def _node_layout(
 def _host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         raise LaunchError(f"--master {text}: must be HOST:PORT, with a port from 1 to 65535")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise LaunchError(f"--master {text!r}: {host!r} cannot be the name of a host") from None
     return host, int(port)
