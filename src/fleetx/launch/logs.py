@@ -44,7 +44,7 @@ class Logs:
         return self.directory / f"workerlog.{local_rank}"
 
     def write_separator(self, title: str) -> None:
-        """Mark in every log where a new attempt begins, unless the disk is full or the script deleted its logs."""
+        """Mark in every log where a new attempt begins, unless the disk is full. A script may have deleted its logs."""
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
         for local_rank in range(self._workers):
