@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fleetx import applications, data, fleet, optim, utils
-    from fleetx.errors import DataError, DownloadError, FleetxError, LaunchError, StrategyError, UsageError, WorldError
+    from fleetx.errors import (
+        DataError,
+        DownloadError,
+        FleetxError,
+        LaunchError,
+        NumbersError,
+        StrategyError,
+        UsageError,
+        WorldError,
+    )
     from fleetx.optim import schedule
     from fleetx.paddle.train_configs import parse_train_configs
     from fleetx.paddle.trainer import MultiGPUTrainer
@@ -26,6 +35,7 @@ _WHERE = {
     "DownloadError": "fleetx.errors",
     "FleetxError": "fleetx.errors",
     "LaunchError": "fleetx.errors",
+    "NumbersError": "fleetx.errors",
     "MultiGPUTrainer": "fleetx.paddle.trainer",
     "StrategyError": "fleetx.errors",
     "UsageError": "fleetx.errors",
@@ -42,6 +52,7 @@ __all__ = [
     "FleetxError",
     "LaunchError",
     "MultiGPUTrainer",
+    "NumbersError",
     "StrategyError",
     "UsageError",
     "WorldError",
