@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,13 @@ def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
     ]
     assert "lars with dampening is not built yet: pass dampening=0 to SGD" in single
     assert all(NOT_BUILT in text for text in (*pairs, *single))
+
+
+def test_the_page_in_the_docs_lists_every_error_as_it_is_now():
+    page = (Path(__file__).parent.parent.parent / "docs/results/verify.md").read_text()
+    pairs = [f"{' + '.join(c)}: {'; '.join(refusals(declared(c)))}" for c in PAIRS if refusals(declared(c))]
+    for text in (*pairs, *unbuilt.beside_others(), *unbuilt.messages()):
+        assert f"- {text}\n" in page, "run fleetx verify --all --output docs/results/verify.md"
 
 
 def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):

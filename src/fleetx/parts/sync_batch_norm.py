@@ -30,7 +30,7 @@ class SyncBatchNorm(Part):
     """
 
     neutral: ClassVar[dict[str, str]] = {}
-    effect: ClassVar[Effect] = more("bytes_sent", "statistics are sent", by=2500)
+    effect: ClassVar[Effect] = more("bytes_sent", "statistics are sent", by=6000)
     costs: ClassVar[str] = "network: two small collectives per BatchNorm, one in forward and one in backward"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:

@@ -88,6 +88,7 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     lines += ["", "; ".join(LEGEND) + ".", ""]
     if triples := [v for v in verdicts if len(v.switches) > 2]:
         lines += [f"Of these, {len(triples)} are triples: {summary(triples)}.", ""]
+    lines += [f"- FAILED {_name(v)}: {v.reason.strip()}" for v in verdicts if not v.ok]
     lines += ["## How each strategy is observed", ""]
     lines += ["| strategy | seen | with it | without it |", "| --- | --- | --- | --- |"]
     for v in (v for v in verdicts if len(v.switches) == 1):
