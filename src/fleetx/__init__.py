@@ -40,6 +40,7 @@ _WHERE = {
     "NumbersError": "fleetx.errors",
     "MultiGPUTrainer": "fleetx.paddle.trainer",
     "StrategyError": "fleetx.errors",
+    "Trainer": "fleetx.paddle.trainer",
     "UsageError": "fleetx.errors",
     "WorldError": "fleetx.errors",
     "parse_train_configs": "fleetx.paddle.train_configs",
@@ -74,6 +75,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fleetx.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in ("CPUTrainer", "CPUDatasetTrainer"):
+        raise AttributeError(f"fleetx has no {name}: it trains with parameter servers, which fleetx does not support")
     raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
 
 

@@ -41,7 +41,7 @@ class BertOptions(LoaderOptions, total=False):
     generate_neg_sample: for each line, add a sample with label 0 whose second sentence is from another line. The
     default is True for "ch".
     masked: the form of `mask_pos` and `mask_label`, see above.
-    vocab_size: the model's vocabulary size, if smaller than the vocabulary.
+    vocab_size: the model's vocabulary size, if smaller than the vocabulary. With it, "en" needs no vocabulary.
     cache_dir: a folder for parsed data, to reuse it later and to share it among all processes of a machine. Without it,
     each process holds the data in its own memory, about half the size of the text.
     """
@@ -155,9 +155,12 @@ def _load(
             f"{missing[0]} does not exist; it is one of {len(paths)} files in {origin}. If a download with shard_num "
             "left it out, list only the files of this node and pass replica=(fleet.local_rank(), workers on this node)"
         )
-    vocabulary = read_vocabulary(vocab_path, vocab_size)
     lang = bert_lines.detect_language(paths) if lang is None else lang
     check_choice("lang", lang, tuple(FIELDS))
+    if lang == "en" and vocab_size is not None:  # masked already: only the range of the ids matters
+        vocabulary = Vocabulary(vocab_size, pad=0, cls=-1, sep=-1, mask=-1)
+    else:
+        vocabulary = read_vocabulary(vocab_path, vocab_size)
     if generate_neg_sample and lang == "en":
         raise UsageError(
             "generate_neg_sample=True is not supported for lines of 7 fields, which are masked already and have their "

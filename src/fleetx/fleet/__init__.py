@@ -110,7 +110,8 @@ def init(
     collective = role_maker.is_collective if role_maker is not None else is_collective
     if not collective:
         raise StrategyError(
-            "is_collective=False asks for parameter servers, which fleetx does not support: pass is_collective=True"
+            "fleetx does not support parameter servers, which is_collective=False asks for: it trains collectively "
+            "(is_collective=True)"
         )
     if strategy is not None:
         _checked(strategy).plan()  # before any process group exists

@@ -235,6 +235,7 @@ class UnboundSchedule:
 
     peak: float
     curve: Any
+    name: str = "scheduled_learning_rate"  # of the variable that it was in FleetX
 
     def __call__(self, t: int) -> float:
         """The rate after t updates."""
