@@ -10,17 +10,19 @@ The first rank to find others lost writes it down for all, because ranks that ga
 from __future__ import annotations
 
 import atexit
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from fleetx.comm.session import current
-from fleetx.comm.world import World, listed
+from fleetx.comm.world import World
 from fleetx.errors import FleetxError, UsageError, WorldError
 
 BEAT = 0.5  # seconds between two heartbeats
@@ -41,10 +43,14 @@ def start_heartbeat() -> None:
         peers.start_heartbeat()
 
 
-def meet(call: str) -> None:
-    """Wait until every rank makes this call; raise an error within seconds if one does something else."""
+def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) -> None:
+    """Wait until every rank, or each of these, makes this call; raise an error within seconds if one does not.
+
+    otherwise: what to do if another rank trains on.
+    """
     if (peers := current().peers) is not None:
-        peers.meet(call)
+        otherwise = otherwise or f"every rank must call {call}, so do not call it under `if fleet.is_first_worker()`"
+        peers.meet(call, otherwise, ranks)
 
 
 def lost() -> list[int]:
@@ -60,10 +66,12 @@ class Peers:
         self._world = world
         self._store = dist.distributed_c10d._get_default_store()
         self._failed: list[BaseException] = []
-        self._calls = 0  # of `meet`
+        self._calls: dict[str, int] = {}  # of `meet`, by who meets
+        self._last: dict[str, str] = {}  # the counter of the last meeting, by who meets
         # What another training wrote into the same store is out of date.
         self._store.set(f"fleetx/beat/{world.rank}", "0 0")
-        self._store.set(f"fleetx/call/{world.rank}", "0 none")
+        if world.rank == 0:
+            self._store.set("fleetx/session", secrets.token_hex(4))
         self.heartbeat: Heartbeat | None = None
         self._excepthook = sys.excepthook
         sys.excepthook = self
@@ -102,42 +110,57 @@ class Peers:
             self.annotate(error)
         self._excepthook(kind, error, traceback)
 
-    def meet(self, call: str) -> None:
-        self._calls += 1
-        self._store.set(f"fleetx/call/{self._world.rank}", f"{self._calls} {call}")
+    def meet(self, call: str, otherwise: str, ranks: Sequence[int] | None) -> None:
+        who = "all" if ranks is None else f"{ranks[0]}+{len(ranks)}"
+        ranks = range(self._world.size) if ranks is None else ranks
+        number = self._calls[who] = self._calls.get(who, 0) + 1
+        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{number} {call}")
+        count = f"{self._session}/met/{who}/{number}/{call}"  # one number to ask for, whatever the size of the world
+        self._store.add(count, 1)
         try:
-            self._wait_for_all(call)
+            self._wait_for_all(call, otherwise, ranks, who, count)
         except FleetxError:
-            self._calls -= 1  # this one does not take place
+            self._store.add(count, -1)
+            self._calls[who] -= 1  # this one does not take place
             raise
-        self._world.barrier()  # until all have read it
+        if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last one
+            self._store.delete_key(self._last[who])
+        self._last[who] = count
 
-    def _wait_for_all(self, call: str) -> None:
-        here = self._world.rank
-        waiting = [rank for rank in range(self._world.size) if rank != here]
-        end = time.monotonic() + self._world.timeout.total_seconds()
-        while waiting := [rank for rank in waiting if not self._arrived(rank, call)]:
-            if time.monotonic() > end:
+    @cached_property
+    def _session(self) -> str:
+        """Distinguishes this training from others in the same store. Rank 0 has written it before `distribute` ends."""
+        return f"fleetx/{self._store.get('fleetx/session').decode()}"
+
+    def _wait_for_all(self, call: str, otherwise: str, ranks: Sequence[int], who: str, count: str) -> None:
+        start, pause, here = time.monotonic(), 0.0002, self._world.rank
+        while self._store.add(count, 0) < len(ranks):
+            waited = time.monotonic() - start
+            if waited > self._world.timeout.total_seconds():
                 raise WorldError(
-                    f"rank {here} waited {self._world.timeout} in {call} for {listed(waiting)}: every rank must call it"
+                    f"rank {here} waited {self._world.timeout} in {call} for the others: every rank must call it"
                 )
-            time.sleep(POLL)
+            if waited > BEAT:  # all is well in most cases: look at each rank only now
+                problem = next(filter(None, (self._elsewhere(rank, call, otherwise, who) for rank in ranks)), "")
+                if problem and self._store.add(count, 0) < len(ranks):  # they have not come meanwhile
+                    raise UsageError(problem)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL)
 
-    def _arrived(self, rank: int, call: str) -> bool:
-        number, name = self._store.get(f"fleetx/call/{rank}").decode().split()
+    def _elsewhere(self, rank: int, call: str, otherwise: str, who: str) -> str:
+        """What another rank does instead of making this call; empty while it may still come."""
+        key = f"{self._session}/call/{who}/{rank}"
+        number, _, name = (self._store.get(key).decode() if self._store.check([key]) else "0 none").partition(" ")
         where = f"rank {self._world.rank} is in {call}, but rank {rank}"
-        if int(number) == self._calls and name != call:
-            raise UsageError(f"{where} is in {name}: every rank must make the same calls in order")
-        if int(number) >= self._calls:
-            return True
+        if int(number) == self._calls[who] and name != call:
+            return f"{where} is in {name}: every rank must make the same calls in order"
+        if int(number) >= self._calls[who]:
+            return ""
         if self._store.check([f"fleetx/left/{rank}"]):
-            raise UsageError(f"{where} has ended: every rank must call {call}")
+            return f"{where} has ended: every rank must call {call}"
         if int(self._store.get(f"fleetx/beat/{rank}").split()[1]) > current().progress:
-            raise UsageError(
-                f"{where} trains on without calling it: every rank must call {call}, so do not call it under "
-                "`if fleet.is_first_worker()`"
-            )
-        return False
+            return f"{where} trains on without calling it: {otherwise}"
+        return ""
 
     def _say_farewell(self) -> None:
         if not self._failed:

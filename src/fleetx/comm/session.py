@@ -44,14 +44,14 @@ class Session:
     pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
     stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
     steps: int = 0  # of all optimizers: the same number on all ranks
-    inside: bool = False  # has this rank begun a backward since, in which the ranks communicate?
+    inside: int = 0  # forwards and backwards since, in which the ranks communicate
     unfinished: list[Undone] = field(default_factory=list)  # by models that are gone
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
 
     @property
     def progress(self) -> int:
         """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
-        return 2 * self.steps + self.inside
+        return (self.steps << 20) + self.inside
 
     def here(self) -> World:
         if self.world is None:

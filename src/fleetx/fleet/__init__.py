@@ -249,7 +249,10 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
 
     Returns whether an update was applied. Call it at the end of the data; otherwise the tail waits for the next epoch.
     """
-    return _engine(optimizer).flush()
+    engine = _engine(optimizer)
+    if engine.flushes:
+        peers.meet("fleet.flush")
+    return engine.flush()
 
 
 def largest_batch(
