@@ -51,14 +51,10 @@ class WholeReader:
         self._p, self._expected = weakref.ref(p), False
         p.full_tensor = self  # found before the method of the class
 
-    @property
-    def parameter(self) -> Any:
-        return self._p()
-
     def __call__(self, *, grad_placements: Any = None) -> Tensor:
         from torch.distributed.tensor import Partial
 
-        p = self.parameter
+        p: Any = self._p()
         if grad_placements is not None or not p.requires_grad or not torch.is_grad_enabled():
             return cast("Tensor", type(p).full_tensor(p, grad_placements=grad_placements))
         mesh = p.device_mesh
@@ -75,7 +71,7 @@ class WholeReader:
         self._expected = False
 
     def remove(self) -> None:
-        if (p := self.parameter) is not None:
+        if (p := self._p()) is not None:
             vars(p).pop("full_tensor", None)
 
 

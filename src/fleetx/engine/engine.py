@@ -118,8 +118,9 @@ class Engine(Windows):
             self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
             before = Hook(self._before_gathering)
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
-            for reader in [WholeReader(p) for p in self.names if p.requires_grad]:
-                self.handles += [reader, reader.parameter.register_hook(reader.check)]
+            readers = [(p, WholeReader(p)) for p in self.names]
+            self.handles += [reader for _, reader in readers]
+            self.handles += [p.register_hook(reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
         alone = self.layout.reduced or self.layout.replica_group.size == 1
