@@ -65,6 +65,18 @@ def test_each_says_what_it_takes(name, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("name", "package"), [("digits", "sklearn"), ("resnet", "sklearn"), ("resnet", "PIL")])
+def test_an_example_without_its_extra_says_which_to_install(tmp_path, name, package):
+    script = str(EXAMPLES / f"{name}.py")
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); sys.modules[{package!r}] = None; "
+        f"runpy.run_path({script!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "pip install fleetx[applications]" in done.stderr.splitlines()[-1]
+
+
 def test_digits_trains_with_two_workers_and_reports_its_accuracy(ranks, tmp_path):
     check_digits(in_ranks(ranks, "digits", "--epochs", 1, cwd=tmp_path))
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from fleetx.comm import alarm, watch
 from fleetx.comm.session import current
-from fleetx.comm.world import World, listed
+from fleetx.comm.world import World
 from fleetx.errors import FleetxError, UsageError, WorldError
 
 POLL = 0.02  # seconds between two looks at where the others are
@@ -36,10 +38,14 @@ def start(world: World) -> None:
         session.peers = Peers(world)
 
 
-def meet(call: str) -> None:
-    """Wait until every rank makes this call; raise an error within seconds if one does something else."""
+def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) -> None:
+    """Wait until every rank, or each of these, makes this call; raise an error within seconds if one does not.
+
+    otherwise: what to do if another rank trains on.
+    """
     if (peers := current().peers) is not None:
-        peers.meet(call)
+        otherwise = otherwise or f"every rank must call {call}, so do not call it under `if fleet.is_first_worker()`"
+        peers.meet(call, otherwise, ranks)
 
 
 @contextmanager
@@ -65,8 +71,10 @@ class Peers:
         self._watch = watch.of(world)
         self._store = watch.default_store()
         self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
-        self._calls = 0  # of `meet`
-        self._store.set(f"fleetx/call/{world.rank}", "0 none")  # what another training wrote is out of date
+        self._calls: dict[str, int] = {}  # of `meet`, by who meets
+        self._last: dict[str, str] = {}  # the counter of the last meeting, by who meets
+        if world.rank == 0:
+            self._store.set("fleetx/session", secrets.token_hex(4))  # what another training wrote is out of date
         self._excepthook, self._pid = sys.excepthook, os.getpid()
         sys.excepthook = self
         # After the process group was made, so that it runs before the group is destroyed.
@@ -136,52 +144,62 @@ class Peers:
             self._watch.close()
 
     # --- meetings ---------------------------------------------------------------------------------
-    def meet(self, call: str) -> None:
-        self._calls += 1
-        self._store.set(f"fleetx/call/{self._world.rank}", f"{self._calls} {call}")
+    def meet(self, call: str, otherwise: str, ranks: Sequence[int] | None) -> None:
+        who = "all" if ranks is None else f"{ranks[0]}+{len(ranks)}"
+        ranks = range(self._world.size) if ranks is None else ranks
+        number = self._calls[who] = self._calls.get(who, 0) + 1
+        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{number} {call}")
+        count = f"{self._session}/met/{who}/{number}/{call}"  # one number to ask for, whatever the size of the world
+        self._store.add(count, 1)
         current().mark(call)
         try:
-            self._wait_for_all(call)
+            self._wait_for_all(call, otherwise, ranks, who, count)
         except FleetxError:
-            self._calls -= 1  # this one does not take place
+            self._store.add(count, -1)
+            self._calls[who] -= 1  # this one does not take place
             raise
-        with naming():
-            self._world.barrier()  # until all have read it
+        if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last one
+            self._store.delete_key(self._last[who])
+        self._last[who] = count
 
-    def _wait_for_all(self, call: str) -> None:
-        here = self._world.rank
-        waiting = [rank for rank in range(self._world.size) if rank != here]
-        end = time.monotonic() + self._world.timeout.total_seconds()
-        asked = 0.0
-        while waiting := [rank for rank in waiting if not self._arrived(rank, call)]:
+    @cached_property
+    def _session(self) -> str:
+        """Distinguishes this training from others in the same store. Rank 0 has written it before `distribute` ends."""
+        return f"fleetx/{self._store.get('fleetx/session').decode()}"
+
+    def _wait_for_all(self, call: str, otherwise: str, ranks: Sequence[int], who: str, count: str) -> None:
+        start, pause, here, asked = time.monotonic(), 0.0002, self._world.rank, 0.0
+        while self._store.add(count, 0) < len(ranks):
             self.check()
-            now = time.monotonic()
-            if now > end:
+            waited = time.monotonic() - start
+            if waited > self._world.timeout.total_seconds():
                 raise WorldError(
-                    f"rank {here} waited {self._world.timeout} in {call} for {listed(waiting)}: every rank must call it"
+                    f"rank {here} waited {self._world.timeout} in {call} for the others: every rank must call it"
                 )
-            if self._watch is not None and now - asked > ASK:
-                asked = now
-                self._watch.say({"ask": True})
-            time.sleep(POLL)
+            if waited > ASK:  # all is well in most cases: look at each rank only now
+                problem = next(filter(None, (self._elsewhere(rank, call, otherwise, who) for rank in ranks)), "")
+                if problem and self._store.add(count, 0) < len(ranks):  # they have not come meanwhile
+                    raise UsageError(problem)
+                if self._watch is not None and waited - asked > ASK:
+                    asked = waited
+                    self._watch.say({"ask": True})
+            time.sleep(pause)
+            pause = min(2 * pause, POLL)
 
-    def _arrived(self, rank: int, call: str) -> bool:
-        number, name = self._store.get(f"fleetx/call/{rank}").decode().split()
+    def _elsewhere(self, rank: int, call: str, otherwise: str, who: str) -> str:
+        """What another rank does instead of making this call; empty while it may still come."""
+        key = f"{self._session}/call/{who}/{rank}"
+        number, _, name = (self._store.get(key).decode() if self._store.check([key]) else "0 none").partition(" ")
         where = f"rank {self._world.rank} is in {call}, but rank {rank}"
-        if int(number) == self._calls and name != call:
-            raise UsageError(f"{where} is in {name}: every rank must make the same calls in order")
-        if int(number) >= self._calls:
-            return True
-        if self._watch is None:
-            return False
+        if int(number) == self._calls[who] and name != call:
+            return f"{where} is in {name}: every rank must make the same calls in order"
+        if int(number) >= self._calls[who] or self._watch is None:
+            return ""
         if rank in self._watch.left:
-            raise UsageError(f"{where} has ended: every rank must call {call}")
+            return f"{where} has ended: every rank must call {call}"
         if self._watch.table.get(rank, 0) > current().progress:
-            raise UsageError(
-                f"{where} trains on without calling it: every rank must call {call}, so do not call it under "
-                "`if fleet.is_first_worker()`"
-            )
-        return False
+            return f"{where} trains on without calling it: {otherwise}"
+        return ""
 
 
 def _following(text: str) -> WorldError:

@@ -44,7 +44,7 @@ class Session:
     pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
     stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
     steps: int = 0  # of all optimizers: the same number on all ranks
-    inside: bool = False  # has this rank begun a backward since, in which the ranks communicate?
+    inside: int = 0  # forwards and backwards since, in which the ranks communicate
     unfinished: list[Undone] = field(default_factory=list)  # by models that are gone
     checks: Any = None  # what `fleet.init` was given, or the defaults: `engine.numbers.Checks`
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
@@ -52,19 +52,18 @@ class Session:
     @property
     def progress(self) -> int:
         """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
-        return 2 * self.steps + self.inside
+        return (self.steps << 20) + self.inside
 
-    def mark(self, doing: str, *, inside: bool | None = None) -> None:
-        """This rank is doing something else now. The others can see it."""
-        if inside is not None:
-            self.inside = inside
+    def mark(self, doing: str, *, inside: bool = False) -> None:
+        """This rank is doing something else now, in which the ranks communicate (`inside`). The others can see it."""
+        self.inside += inside
         if self.peers is not None:
             self.peers.mark(self.progress, self.steps, doing)
             self.peers.check()
 
     def begin_step(self) -> None:
         """optimizer.step() begins."""
-        self.steps, self.inside = self.steps + 1, False
+        self.steps, self.inside = self.steps + 1, 0
         if self.peers is not None:
             self.peers.mark(self.progress, self.steps - 1, "optimizer.step")
             self.peers.check()

@@ -32,9 +32,9 @@ from fleetx.comm.world import World
 from fleetx.engine import state
 from fleetx.engine.checks import check
 from fleetx.engine.context import Bucket, SetupContext, StepContext
-from fleetx.engine.dtensors import local, renamed
+from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
-from fleetx.engine.guests import Places, Scaler, check_not_wrapped, inner_optimizers
+from fleetx.engine.guests import Measuring, Places, Scaler, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
 from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
@@ -47,6 +47,10 @@ from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Stage
 
+EVALUATE_TOGETHER = (
+    "a rank has only part of the model, so every rank must evaluate, with the same number of batches "
+    "(`for batch in fleet.join(loader)` stops all ranks together)"
+)
 _SETUP = (Stage.MODEL, Stage.UPDATE)
 
 
@@ -102,6 +106,8 @@ class Engine(Windows):
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
         settings = self.reducer_settings or {}
         self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
+        if self._owns_grad:
+            self.handles.append(Measuring(self.gradients))
         forget_compiled()
         named = peers.naming()
         steps, saving = OuterStep(named(self._before_step), named(self._after_step)), state.Hooks(self)
@@ -117,10 +123,15 @@ class Engine(Windows):
             self.handles.append(optimizer.register_step_post_hook(steps.leave))
         if self.layout.reduced:
             self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
+            before = Hook(self._before_gathering)
+            self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
+            readers = [(p, WholeReader(p)) for p in self.names]
+            self.handles += [reader for _, reader in readers]
+            self.handles += [p.register_hook(reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
         alone = self.layout.reduced or self.layout.replica_group.size == 1
-        if alone or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
+        if alone or self.reducer_settings is None or not self.names:
             return None
         hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
         moved = self.gradients.look_again
@@ -159,6 +170,15 @@ class Engine(Windows):
         self.network.close()
 
     # --- model(x) ---------------------------------------------------------------------------------
+    def _before_gathering(self, model: nn.Module, args: Any) -> None:
+        """FSDP gathers in every forward, in which a rank alone would wait, or take part in another forward."""
+        if model is not self.model or self._forwards:
+            return
+        if not model.training or not torch.is_grad_enabled():
+            peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
+        else:
+            self._session.inside += 1
+
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
             return None
@@ -168,8 +188,7 @@ class Engine(Windows):
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs = args, kwargs
-        # FSDP gathers in every forward.
-        self._session.mark("forward", inside=self._session.inside or self.layout.reduced)
+        self._session.mark("forward")
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
         if not torch.is_grad_enabled() or not outermost or not self.taps:
@@ -251,7 +270,9 @@ class Engine(Windows):
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
         self.step.tapped = True
-        self._session.mark("backward", inside=self._session.inside or self._opens())
+        if self._reducer is not None and self._opens():
+            self._reducer.agree()
+        self._session.mark("backward", inside=self._opens() or self.layout.reduced)
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
@@ -303,9 +324,8 @@ class Engine(Windows):
             self._places.check()
         changed = run_closure(self.optimizer, args, kwargs) if self._active else None
         step, self.updated = self.step, False
-        known = self.names if self._reducer is None else self._reducer.known
         watching = self._watching or (self.weights.used and self._tapping)
-        if watching and not self.gradients.check_before_step(known, tapped=step.tapped):
+        if watching and not self.gradients.check_before_step(tapped=step.tapped):
             step.opens = False  # this step does not count: see check_before_step
             return changed
         opens = self._opens()

@@ -265,8 +265,11 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
 
     Returns whether an update was applied. Call it at the end of the data; otherwise the tail waits for the next epoch.
     """
+    engine = _engine(optimizer)
+    if engine.flushes:
+        peers.meet("fleet.flush")
     with peers.naming():
-        return _engine(optimizer).flush()
+        return engine.flush()
 
 
 def largest_batch(

@@ -215,6 +215,8 @@ class DGC(Part):
         if not _compressed(p):
             return g
         for kept in (ctx.state["u"], ctx.state["v"]):
+            if name not in kept:  # it was frozen until now
+                kept[name] = torch.zeros_like(p)
             if kept[name].stride() != p.stride():  # saved by a model in another memory format
                 kept[name] = torch.zeros_like(p).copy_(kept[name])
         u, v = ctx.state["u"][name], ctx.state["v"][name]
