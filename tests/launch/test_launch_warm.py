@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 
 import pytest
-from launching import PACKAGES, SECONDS
+from launching import PACKAGES, SECONDS, until
 
 # For each script: start a worker by `python runner.py` (cold), and two by the fork server (warm).
 HARNESS = """
@@ -147,6 +148,26 @@ def test_a_module_next_to_the_script_comes_before_an_installed_one(outcome):
 
 def test_a_server_that_is_gone_forks_nothing(folder):
     assert not (folder / "like" / "late.log").exists()
+
+
+def test_kill_9_of_fleetrun_also_ends_what_a_warm_worker_has_forked(fleetrun):
+    run = fleetrun(
+        """
+        import os, sys, time
+        if not sys.orig_argv[2].endswith("fork_server.py"):
+            time.sleep(0.5)
+            os._exit(3)
+        if os.fork() == 0:
+            os.setsid()
+            print("up", file=open("up", "w"))
+        time.sleep(1000)
+        """,
+        options="--max_restarts 1000 --restart_delay 0",
+    )
+    run.wait_for("up")
+    run.signal(signal.SIGKILL)
+    run.finish()
+    until(lambda: run.survivors() == [], what="everything to be gone")
 
 
 def test_restarts_become_warm_as_soon_as_the_fork_server_is_ready(fleetrun):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import psutil  # noqa: F401  # workers.py needs it at the first restart, which should not wait for the import
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -100,7 +100,9 @@ class Launch:
         job, server = self.job, self.server
         if not job.warm or (server and (server.alive() or server.refusal)):
             return
-        self.server = ForkServer(environ=common_environment(job, environ=self.environ), modules=job.preload)
+        # The kernel shows this environment for the workers too, and for what they fork.
+        environ = {**common_environment(job, environ=self.environ), **self.killer.mark("fork_server")}
+        self.server = ForkServer(environ=environ, modules=job.preload)
         self.helpers.add(self.server.pid)
         self.killer.register([self.server.pid])
 

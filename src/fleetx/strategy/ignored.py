@@ -85,7 +85,7 @@ _QUANTIZATION = f"quantization {NOT_BUILT}: remove it"
 UNSUPPORTED: dict[str, str] = {
     "a_sync": _SERVER,
     "a_sync_configs": _SERVER,
-    "elastic": "restarts are an option of the launcher: use fleetrun --max_restarts",
+    "elastic": "restarts are an option of the launcher: use fleetrun --max_restarts or --elastic",
     "tensor_parallel": _TENSOR_PARALLEL,
     "tensor_parallel_configs": _TENSOR_PARALLEL,
     "hybrid_configs": "set the pipeline and sharding switches; data parallelism uses the remaining ranks",
