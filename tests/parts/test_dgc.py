@@ -266,8 +266,8 @@ def test_little_is_sent_and_explain_reports_it(ranks):
         assert re.search(r"this rank sends \S+ MB per round", text)
 
 
-def resumed(amp):
-    declared = {"dgc": {"sparsity": [0.5, 0.99], "rampup_begin_step": 2, "rampup_step": 4}} | amp
+def resumed(others):
+    declared = {"dgc": {"sparsity": [0.5, 0.99], "rampup_begin_step": 2, "rampup_step": 4}} | others
     model, optimizer = build(declared)
     batches = share(data(8), fleet.worker_index(), 2)
     for i, (x, y) in enumerate(batches):
@@ -285,9 +285,14 @@ def resumed(amp):
     return weights(model), weights(again)
 
 
-@pytest.mark.parametrize("amp", [{}, {"amp": {"init_loss_scaling": 1024.0}}], ids=["fp32", "fp16"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks, amp):
-    for uninterrupted, again in ranks.run(resumed, amp):
+FP16 = {"amp": {"init_loss_scaling": 1024.0}}
+
+
+@pytest.mark.parametrize(
+    "others", [{}, FP16, {"lars": LARS}, {"lars": LARS} | FP16], ids=lambda o: "-".join(o) or "alone"
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks, others):
+    for uninterrupted, again in ranks.run(resumed, others):
         assert_equal(uninterrupted, again)
 
 
