@@ -75,6 +75,11 @@ def verify(folder: Path, world: World) -> Manifest:
     return found[0]
 
 
+def described(folder: Path) -> SavedTraining:
+    """What the ranks of a checkpoint had in common. Its files must have been checked."""
+    return manifest.parsed(SavedTraining, _found(folder), TRAINING)
+
+
 def _found(folder: Path) -> Path:
     """A run that was killed while it replaced a checkpoint may have left only the old one, under another name."""
     aside = replaced(folder)
@@ -89,6 +94,7 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     rank = engine.world.rank if same else 0
     state = _state_of(folder, chunks, rank)
     if not same:
+        _use_shared(folder, chunks, training.ranks, state)
         training = _at_boundary(training, state)
         state["fleetx"]["rank"] = -1  # of another rank, whatever its number
         state["fleetx"].pop("order", None)
@@ -101,8 +107,6 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     _check_model(engine, chunks)
     with _said(folder / TRAINING):
         _check_groups(engine, training)
-    if not same:
-        _use_shared(folder, chunks, training.ranks, state)
     for name in ("scheduler", "loader"):
         if getattr(extras, name) is not None and state[name] is None:
             raise UsageError(f"the checkpoint has no state of a {name}: it was saved without {name}=...")
