@@ -60,7 +60,7 @@ class Group(Strict):
     options: dict[str, Any]
 
 
-class Training(Strict):
+class SavedTraining(Strict):
     step: Count
     round: Count
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -82,14 +82,14 @@ class Chunk(Strict):
     holders: list[Rank]
 
 
-class Entry(Strict):
+class SavedTensor(Strict):
     dtype: str
     shape: Sizes
     chunks: Annotated[list[Chunk], Field(min_length=1)]
 
 
 class Index(Strict):
-    tensors: dict[str, Entry]
+    tensors: dict[str, SavedTensor]
 
 
 class RankState(Strict):
@@ -118,7 +118,7 @@ class Clock(Strict):
     extra: dict[str, Any] = {}
 
 
-class Boundary(Strict):
+class WindowStart(Strict):
     """Where a merge window began."""
 
     step: Count
