@@ -67,4 +67,7 @@ def watched(run: Run) -> Sides:
 
         return timed
 
-    return run.compare(beside(False), beside(True))
+    try:
+        return run.compare(beside(False), beside(True))
+    finally:
+        os.kill(pid, signal.SIGCONT)

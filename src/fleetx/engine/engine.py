@@ -352,7 +352,7 @@ class Engine(Windows):
             for call, ctx in self._calls[Stage.PARAMETER]:
                 call(params, ctx)
             self.merged = 0
-            if self._compares and self.round % self._compares == 0:
+            if self._compares and self.round % self._compares == 0 and not self.layout.reduced:  # shards all differ
                 compare(self.names, params, self.layout.replica_group, round=self.round)
         self.step = self.step.next()
         self._session.mark("")

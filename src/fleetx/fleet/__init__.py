@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.comm import peers
+from fleetx.comm import debug, peers
 from fleetx.comm import world as _world_module
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.comm.session import Entry, current
@@ -125,6 +125,7 @@ def init(
     if checks is not None:
         session.checks = checks
     peers.start(session.here())
+    debug.start(session.here().timeout)
     if strategy is not None:
         with peers.naming():
             check_strategy(strategy, session.here())
