@@ -175,3 +175,16 @@ def test_a_node_finds_itself_in_ips():
 def test_the_version_is_printed(capsys):
     assert parse(["--version"], environ={}) is None
     assert capsys.readouterr().out == f"fleetrun, version {fleetx.__version__}\n"
+
+
+def test_paddles_older_options_are_understood(script, monkeypatch):
+    monkeypatch.setenv("FLAGS_START_PORT", "7000")
+    words = (
+        "--device cpu --cluster_node_ips 10.0.0.1,10.0.0.2 --node_ip 10.0.0.2 --started_port 7100 --run_mode collective"
+    )
+    job = parse([*words.split(), "train.py"], environ={})
+    assert (job.nodes, job.rank, job.address, job.master) == (2, 1, "10.0.0.2", ("10.0.0.1", 7099))
+    with pytest.raises(LaunchError, match=r"--node_ip 10\.0\.0\.3 is not one of --ips 10\.0\.0\.1"):
+        parse(["--ips", "10.0.0.1", "--node_ip", "10.0.0.3", "train.py"], environ={})
+    with pytest.raises(LaunchError, match="--run_mode"):
+        parse(["--run_mode", "ps", "train.py"], environ={})

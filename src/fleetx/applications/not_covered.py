@@ -108,9 +108,9 @@ def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None
 def sentence(owner: str, name: str, known: Sequence[str], *, for_all: str = "") -> str:
     wanted = f"{owner}.{name}"
     hint, reason = did_you_mean(name, known), INSTEAD.get(wanted, for_all)
-    if wanted in WHOLE or not (hint or reason):  # a name of its own is no misspelling of another
-        if whole := _whole(wanted):
-            return whole
+    # A name of its own is no misspelling of another.
+    if (wanted in WHOLE or not (hint or reason)) and (whole := _whole(wanted)):
+        return whole
     return (
         f"fleetx does not support {wanted}: {hint + ' ' if hint else ''}{reason + '. ' if reason else ''}"
         f"{owner} has {', '.join(known)}"

@@ -21,7 +21,7 @@ from fleetx.launch.job import Job
 _positive, _not_negative = click.IntRange(min=1), click.IntRange(min=0)
 
 # Also accepted: dashes instead of underscores, and these older names.
-ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts"}
+ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts", "cluster_node_ips": "ips"}
 
 OPTIONS = {
     "Workers": [
@@ -46,6 +46,10 @@ OPTIONS = {
             "Address of node 0, where the nodes rendezvous. [default with --ips: the first of them, port 6069]")),
         click.Option(["--rank"], type=_not_negative, metavar="R", help=(
             "Rank of this node, from 0. [default with --ips: the position of its address]")),
+        click.Option(["--node_ip"], metavar="a", help="Address of this node, one of --ips. [default: found]"),
+        click.Option(["--started_port"], type=click.IntRange(1025, 65535), metavar="P", help=(
+            "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
+        click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's modes; there is one."),
         click.Option(["--join_timeout"], type=_positive, default=600, show_default=True, metavar="S", help=(
             "Seconds to wait for the other nodes.")),
     ],
@@ -144,6 +148,8 @@ def _unknown(name: str) -> str:
 def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...], module: bool, **options: Any) -> Job:
     if not module:
         _check_script(script)
+    if options["started_port"] is not None:
+        os.environ["FLAGS_START_PORT"] = str(options["started_port"])
     environment.first_port()  # report a bad $FLAGS_START_PORT before anything starts
     gpus = None if options["gpus"] is None else _gpu_names(options["gpus"])
     nproc: int | None = options["nproc_per_node"]
@@ -225,7 +231,7 @@ def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tupl
             )
         nnodes = len(ips)
     elif nnodes is None:
-        for option in ("rank", "master"):
+        for option in ("rank", "master", "node_ip"):
             if options[option] is not None:
                 raise LaunchError(f"--{option} is for several nodes and requires --nnodes or --ips")
         nnodes = 1
@@ -236,8 +242,10 @@ def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tupl
         if nnodes > 1 and missing:
             raise LaunchError(f"--nnodes {nnodes} requires {' and '.join(missing)} (or list all nodes with --ips)")
         return nnodes, rank or 0, None, master if nnodes > 1 else None
+    if options["node_ip"] is not None and options["node_ip"] not in ips:
+        raise LaunchError(f"--node_ip {options['node_ip']} is not one of --ips {','.join(ips)}")
     if rank is None:
-        rank = nodes.rank_in(ips)
+        rank = nodes.rank_in(ips) if options["node_ip"] is None else ips.index(options["node_ip"])
     default_port = (environment.first_port() or environment.FIRST_PORT) - 1
     return nnodes, rank, ips[rank], (master or (ips[0], default_port)) if nnodes > 1 else None
 
