@@ -91,6 +91,7 @@ def test_a_script_of_fleet_1_trains_a_transformer_under_fleetrun(tmp_path):
     assert len(printed) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fit_benchmark_and_val_of_every_application(ranks, tmp_path, name):
     if name == "transformer":
