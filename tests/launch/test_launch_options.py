@@ -246,3 +246,16 @@ def test_the_secret_is_not_shown_with_the_job(script):
     job = parse(words.split(), environ={"FLEETX_JOB_SECRET": "0123456789abcdef"})
     assert job.secret == b"0123456789abcdef"
     assert "0123456789abcdef" not in repr(job) + str(job)
+
+
+def test_paddles_older_options_are_understood(script, monkeypatch):
+    monkeypatch.setenv("FLAGS_START_PORT", "7000")
+    words = (
+        "--device cpu --cluster_node_ips 10.0.0.1,10.0.0.2 --node_ip 10.0.0.2 --started_port 7100 --run_mode collective"
+    )
+    job = parse([*words.split(), "train.py"], environ={})
+    assert (job.nodes, job.rank, job.address, job.master) == (2, 1, "10.0.0.2", ("10.0.0.1", 7099))
+    with pytest.raises(LaunchError, match=r"--node_ip 10\.0\.0\.3 is not one of --ips 10\.0\.0\.1"):
+        parse(["--ips", "10.0.0.1", "--node_ip", "10.0.0.3", "train.py"], environ={})
+    with pytest.raises(LaunchError, match="--run_mode"):
+        parse(["--run_mode", "ps", "train.py"], environ={})

@@ -68,7 +68,6 @@ UNSUPPORTED = {
     ),
     **dict.fromkeys(("tee", "redirects", "local_ranks_filter"), _STREAMS),
     **dict.fromkeys(("xpus", "selected_xpus"), _XPU),
-    "run_mode": "collective is the only mode; remove this option",
     "standalone": "a single node is the default; remove this option",
     "backend": "the backend depends on the device: gloo on cpu, nccl on cuda",
     "start_port": "set FLAGS_START_PORT instead",

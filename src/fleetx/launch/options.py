@@ -23,7 +23,7 @@ _MOST = 4096  # workers of one node
 _positive, _not_negative = click.IntRange(1, 1_000_000), click.IntRange(0, 1_000_000)
 
 # Also accepted: dashes instead of underscores, and these older names.
-ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts"}
+ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts", "cluster_node_ips": "ips"}
 
 OPTIONS = {
     "Workers": [
@@ -51,6 +51,10 @@ OPTIONS = {
         click.Option(["--secret_file"], metavar="FILE", help=(
             "File with the job secret, by which the nodes recognise each other; only you may read it (chmod 600). "
             "[default: $FLEETX_JOB_SECRET]")),
+        click.Option(["--node_ip"], metavar="a", help="Address of this node, one of --ips. [default: found]"),
+        click.Option(["--started_port"], type=click.IntRange(1025, 65535), metavar="P", help=(
+            "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
+        click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's modes; there is one."),
         click.Option(["--join_timeout"], type=_positive, default=600, show_default=True, metavar="S", help=(
             "Seconds to wait for the other nodes.")),
     ],
@@ -166,6 +170,8 @@ def _unknown(name: str) -> str:
 def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...], module: bool, **options: Any) -> Job:
     if not module:
         _check_script(script)
+    if options["started_port"] is not None:
+        os.environ["FLAGS_START_PORT"] = str(options["started_port"])
     environment.first_port()  # report a bad $FLAGS_START_PORT before anything starts
     gpus = None if options["gpus"] is None else _gpu_names(options["gpus"])
     nproc: int | None = options["nproc_per_node"]
@@ -289,7 +295,7 @@ def _node_layout(
             )
         nnodes = len(ips)
     elif nnodes is None:
-        for option in ("rank", "master"):
+        for option in ("rank", "master", "node_ip"):
             if options[option] is not None:
                 raise LaunchError(f"--{option} is for several nodes and requires --nnodes or --ips")
         nnodes = 1
@@ -302,8 +308,10 @@ def _node_layout(
         if nnodes > 1 and missing:
             raise LaunchError(f"--nnodes {nnodes} requires {' and '.join(missing)} (or list all nodes with --ips)")
         return nnodes, rank or 0, None, master if nnodes > 1 else None
+    if options["node_ip"] is not None and options["node_ip"] not in ips:
+        raise LaunchError(f"--node_ip {options['node_ip']} is not one of --ips {','.join(ips)}")
     if rank is None:
-        rank = nodes.rank_in(ips)
+        rank = nodes.rank_in(ips) if options["node_ip"] is None else ips.index(options["node_ip"])
     default_port = (environment.first_port() or environment.FIRST_PORT) - 1
     return nnodes, rank, ips[rank], (master or (ips[0], default_port)) if nnodes > 1 else None
 

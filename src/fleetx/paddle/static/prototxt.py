@@ -55,11 +55,10 @@ def _fields(tokens: Iterator[str], *, nested: bool) -> Iterator[tuple[str, Any]]
             nested = False
             break
         sign = next(tokens, "")
-        if sign == ":":
-            sign = value = next(tokens, "")
-        if sign == "{":
+        value = next(tokens, "") if sign == ":" else sign
+        if value == "{":
             fields.setdefault(name, []).append(dict(_fields(tokens, nested=True)))
-        elif name in ":{}" or sign in (":", "}", "") or sign is not value:
+        elif sign != ":" or name in (":", "{", "}") or value in ("", ":", "}"):
             raise StrategyError(f"{name}: must be followed by a value, or by settings in braces")
         else:
             fields.setdefault(name, []).append(_value(name, value))
