@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -42,6 +43,7 @@ class Forked:
         os.dup2(out, 2)
         sys.stdout, sys.stderr = (os.fdopen(file, "w", buffering=1, closefd=False) for file in (1, 2))
         faulthandler.disable()  # pytest's would write to its own output
+        multiprocessing.process._children.clear()  # the ranks of the pools, which this process would end when it ends
         # In a thread without OpenMP's pool, which does not survive a fork. It takes the place of the main thread.
         thread = threading.Thread(target=_work, args=(job, args))
         threading.main_thread = lambda: thread

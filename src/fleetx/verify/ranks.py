@@ -58,6 +58,8 @@ class Ranks:
         self._collect(START_SECONDS)
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        if not all(process.is_alive() for process in self._processes):
+            self._renew()
         for pipe in self._pipes:
             pipe.send((job, args))
         return self._collect(self._job_seconds)
