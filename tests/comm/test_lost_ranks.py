@@ -18,6 +18,7 @@ from torch import nn
 
 from fleetx import WorldError, fleet
 from fleetx.comm import alarm, watcher
+from fleetx.comm.lines import Lines
 from forked_ranks import forked
 from training import net, sgd
 
@@ -54,6 +55,7 @@ def kill():
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # another thread may take the signal, and this one run on for a moment
 
 
 def pause():
@@ -254,7 +256,7 @@ def test_strangers_are_not_let_in():
     made.ranks = {0: made.ranks[0]}
     for line in (b'{"token": "wrong", "rank": 1, "host": "x"}\n', b"GET / HTTP/1.0\r\n\n", b"[1]\n", b'{"rank": 1}\n'):
         ours, theirs = socket.socketpair()
-        client = watcher.Lines(ours)
+        client = Lines(ours)
         made.clients[client] = None
         theirs.sendall(line)
         made.from_client(client)

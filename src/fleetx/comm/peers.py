@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from fleetx.comm import alarm, watch
+from fleetx.comm import alarm, debug, watch
 from fleetx.comm.session import current
 from fleetx.comm.world import World, listed
 from fleetx.errors import FleetxError, UsageError, WorldError
@@ -34,6 +34,7 @@ def start(world: World) -> None:
     session = current()
     if session.peers is None and world.size > 1:
         session.peers = Peers(world)
+    debug.start(world.timeout)
 
 
 def meet(call: str) -> None:
@@ -63,6 +64,8 @@ class Peers:
     def __init__(self, world: World):
         self._world = world
         self._watch = watch.of(world)
+        # What the others still know from an earlier session is behind everything in this one.
+        self._base = watch.next_session() << 40
         self._store = watch.default_store()
         self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
         self._calls = 0  # of `meet`
@@ -74,7 +77,7 @@ class Peers:
 
     def mark(self, progress: int, steps: int, doing: str) -> None:
         if self._watch is not None:
-            self._watch.mark(progress, steps, doing)
+            self._watch.mark(self._base + progress, steps, doing)
 
     def stop(self) -> None:
         """Undo everything: for `fleet.release` of the last model. Only the watcher stays until the process ends."""
@@ -176,7 +179,7 @@ class Peers:
             return False
         if rank in self._watch.left:
             raise UsageError(f"{where} has ended: every rank must call {call}")
-        if self._watch.table.get(rank, 0) > current().progress:
+        if self._watch.table.get(rank, 0) > self._base + current().progress:
             raise UsageError(
                 f"{where} trains on without calling it: every rank must call {call}, so do not call it under "
                 "`if fleet.is_first_worker()`"
