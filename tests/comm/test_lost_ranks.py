@@ -113,7 +113,9 @@ def test_every_other_rank_names_the_lost_one(tmp_path, fault):
 
 
 @pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "plain"])
-@pytest.mark.parametrize("fault", [kill, stop], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [kill, pytest.param(stop, marks=pytest.mark.nightly)], ids=lambda fault: getattr(fault, "__name__", "stop")
+)
 def test_under_every_kind_of_strategy(tmp_path, fault, name):
     with forked(tmp_path, 2, train, fault, STRATEGIES[name]) as ranks:
         ranks.wait(0)
@@ -148,7 +150,7 @@ def test_a_pause_of_four_seconds_or_a_held_interpreter_is_no_fault(tmp_path, fau
 
 
 def test_a_rank_that_others_wait_for_is_named_while_it_lives_and_when_the_time_is_up(tmp_path):
-    with forked(tmp_path, 2, train, sleep, None, 20.0) as ranks:
+    with forked(tmp_path, 2, train, sleep, None, 13.0) as ranks:
         ranks.wait(0)
         late = f"rank 1 on {HERE}, which is alive, after step 10 (test_lost_ranks.py:"
         assert f"s in backward for {late}" in ranks.log(0)
