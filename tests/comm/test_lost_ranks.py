@@ -18,6 +18,7 @@ from torch import nn
 
 from fleetx import WorldError, fleet
 from fleetx.comm import alarm, watcher
+from fleetx.comm.lines import Lines
 from forked_ranks import forked
 from training import net, sgd
 
@@ -54,6 +55,7 @@ def kill():
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # another thread may take the signal, and this one run on for a moment
 
 
 def pause():
@@ -111,7 +113,9 @@ def test_every_other_rank_names_the_lost_one(tmp_path, fault):
 
 
 @pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "plain"])
-@pytest.mark.parametrize("fault", [kill, stop], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [kill, pytest.param(stop, marks=pytest.mark.nightly)], ids=lambda fault: getattr(fault, "__name__", "stop")
+)
 def test_under_every_kind_of_strategy(tmp_path, fault, name):
     with forked(tmp_path, 2, train, fault, STRATEGIES[name]) as ranks:
         ranks.wait(0)
@@ -146,7 +150,7 @@ def test_a_pause_of_four_seconds_or_a_held_interpreter_is_no_fault(tmp_path, fau
 
 
 def test_a_rank_that_others_wait_for_is_named_while_it_lives_and_when_the_time_is_up(tmp_path):
-    with forked(tmp_path, 2, train, sleep, None, 20.0) as ranks:
+    with forked(tmp_path, 2, train, sleep, None, 13.0) as ranks:
         ranks.wait(0)
         late = f"rank 1 on {HERE}, which is alive, after step 10 (test_lost_ranks.py:"
         assert f"s in backward for {late}" in ranks.log(0)
@@ -254,7 +258,7 @@ def test_strangers_are_not_let_in():
     made.ranks = {0: made.ranks[0]}
     for line in (b'{"token": "wrong", "rank": 1, "host": "x"}\n', b"GET / HTTP/1.0\r\n\n", b"[1]\n", b'{"rank": 1}\n'):
         ours, theirs = socket.socketpair()
-        client = watcher.Lines(ours)
+        client = Lines(ours)
         made.clients[client] = None
         theirs.sendall(line)
         made.from_client(client)

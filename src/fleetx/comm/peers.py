@@ -21,7 +21,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from fleetx.comm import alarm, watch
+from fleetx.comm import alarm, debug, watch
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import FleetxError, UsageError, WorldError
@@ -36,6 +36,7 @@ def start(world: World) -> None:
     session = current()
     if session.peers is None and world.size > 1:
         session.peers = Peers(world)
+    debug.start(world.timeout)
 
 
 def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) -> None:
@@ -69,6 +70,8 @@ class Peers:
     def __init__(self, world: World):
         self._world = world
         self._watch = watch.of(world)
+        # What the others still know from an earlier session is behind everything in this one.
+        self._base = watch.next_session() << 40
         self._store = watch.default_store()
         self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
         self._calls: dict[str, int] = {}  # of `meet`, by who meets
@@ -82,7 +85,7 @@ class Peers:
 
     def mark(self, progress: int, steps: int, doing: str) -> None:
         if self._watch is not None:
-            self._watch.mark(progress, steps, doing)
+            self._watch.mark(self._base + progress, steps, doing)
 
     def stop(self) -> None:
         """Undo everything: for `fleet.release` of the last model. Only the watcher stays until the process ends."""
@@ -197,7 +200,7 @@ class Peers:
             return ""
         if rank in self._watch.left:
             return f"{where} has ended: every rank must call {call}"
-        if self._watch.table.get(rank, 0) > current().progress:
+        if self._watch.table.get(rank, 0) > self._base + current().progress:
             return f"{where} trains on without calling it: {otherwise}"
         return ""
 

@@ -143,6 +143,11 @@ def current() -> Session:
     return _session
 
 
+def close() -> None:
+    """At exit."""
+    _session.close()
+
+
 def reset() -> None:
     """Forget everything, without leaving the process group. For tests and for processes that were forked."""
     global _session

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import alarm
-from fleetx.comm.watcher import PLACE, Lines
+from fleetx.comm import alarm, kernel
+from fleetx.comm.lines import Lines
+from fleetx.comm.watcher import PLACE
 from fleetx.comm.world import World
 from fleetx.errors import WorldError
 
@@ -241,7 +242,7 @@ def _cut(ports: set[int], store: Any) -> None:
         with contextlib.suppress(Exception):
             group.abort()
     keep = {getattr(_innermost(store), "port", None)}
-    for number, local, remote in _connections():
+    for number, local, remote in kernel.connections():
         if (local in ports or remote in ports) and not {local, remote} & keep:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -253,26 +254,15 @@ def _innermost(store: Any) -> Any:
     return store
 
 
-def _connections() -> list[tuple[int, int, int]]:
-    """(file, local port, remote port) of the TCP connections of this process."""
-    rows: dict[str, tuple[int, int]] = {}
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] != "0A":
-                    local, remote = (int(fields[i].rpartition(":")[2], 16) for i in (1, 2))
-                    rows[fields[9]] = local, remote
-    found = []
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:[") and target[8:-1] in rows:
-                found.append((int(name), *rows[target[8:-1]]))
-    return found
-
-
 _watch: Watch | None = None
+_sessions = 0
+
+
+def next_session() -> int:
+    """Number the sessions of this process. Every rank has the same number of them."""
+    global _sessions
+    _sessions += 1
+    return _sessions
 
 
 def default_store() -> Any:

@@ -7,14 +7,11 @@ stopped process cannot say that it is stopped. The watcher of rank 0 is the hub:
     left, raised, follows, killed        how the rank ended
 
 The hub writes down the first rank that was lost and tells everybody. Messages are lines of JSON. This file is run by
-its path with `python -I -S`, so it imports only what costs nothing, and nothing from fleetx.
+its path with `python -I -S`: it imports only what costs nothing, and from fleetx only two files beside it.
 """
 
-import contextlib
-import json
 import mmap
 import os
-import select
 import signal
 import socket
 import struct
@@ -22,45 +19,22 @@ import sys
 import time
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import kernel  # type: ignore[import-not-found]
+    from lines import Lines  # type: ignore[import-not-found]
+
+    del sys.path[0]
+else:
+    from fleetx.comm import kernel
+    from fleetx.comm.lines import Lines
+
 BEAT = 0.5  # seconds between two heartbeats
 PATIENCE = 4.5  # seconds that a rank may be stopped or silent
 WAITING = 5.0  # seconds after which a rank that others wait for is named
 CONNECT = 30.0  # seconds to reach the hub
 PLACE = struct.Struct("<qqd32s")  # progress, steps, since when (monotonic), what the rank is doing
 SCAN = 10  # beats between two looks at the ports of the rank
-
-
-class Lines:
-    """A socket that carries lines of JSON."""
-
-    def __init__(self, connection):
-        self.socket, self._rest = connection, b""
-        connection.setblocking(True)
-        connection.settimeout(2.0)  # for sending: who does not read for that long is lost
-
-    def fileno(self):
-        return self.socket.fileno()
-
-    def send(self, message):
-        with contextlib.suppress(OSError):  # reading finds out
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self):
-        """The messages that have arrived; None at the end of the connection."""
-        try:
-            data = self.socket.recv(1 << 16)
-        except TimeoutError:
-            return []
-        except OSError:
-            data = b""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > 1 << 20 or not data:
-            return None
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
 class Rank:
@@ -89,7 +63,7 @@ class Watcher:
         self.parent, self.memory = parent, memory  # the socket to the rank, and the memory shared with it
         self.rank, self.size, self.pid, self.host = start["rank"], start["size"], start["pid"], start["host"]
         self.token = start["token"]
-        self.pidfd = _pidfd(self.pid)
+        self.pidfd = kernel.pidfd(self.pid)
         self.ended = False  # has the rank said how it ends?
         self.stopped = 0.0  # seconds that the rank has been stopped by a signal
         self.silent = 0.0  # seconds without a word from the hub
@@ -100,7 +74,7 @@ class Watcher:
         self.verdict: Any = None
         self.noticed = {}  # on the hub: which ranks were named as late, and when they are named again
         self.hub_host, self.hub_left = "?", False
-        self.memory_kills = _memory_kills()
+        self.memory_kills = kernel.memory_kills()
         self.ports, self.beats = [], 0
         self.at, self.asked = None, None  # the line of the user's code that the rank is in, if it stays there
 
@@ -121,7 +95,7 @@ class Watcher:
                 made = socket.create_connection((address, port), timeout=5)
                 break
             except OSError as error:
-                if time.monotonic() > end or not _alive(self.pid):
+                if time.monotonic() > end or not kernel.parent_alive(self.pid, self.pidfd):
                     return self.parent.send(
                         {"failed": f"it cannot reach the one of rank 0 at {address}:{port}: {error}"}
                     )
@@ -135,7 +109,7 @@ class Watcher:
     def run(self):
         last = beaten = time.monotonic()
         while True:
-            for one in _readable([self.parent, self.pidfd, self.hub, self.listener, *self.clients], BEAT / 2):
+            for one in kernel.readable([self.parent, self.pidfd, self.hub, self.listener, *self.clients], BEAT / 2):
                 if one is self.parent:
                     if not self.from_parent():
                         return
@@ -146,12 +120,12 @@ class Watcher:
                     self.accept()
                 elif one in self.clients:
                     self.from_client(one)
-            if not _alive(self.pid, self.pidfd):
+            if not kernel.parent_alive(self.pid, self.pidfd):
                 self.parent_died()
                 return
             now = time.monotonic()
             passed, last = min(now - last, BEAT), now  # while this process was stopped itself, nobody was silent
-            self.stopped = self.stopped + passed if _stopped(self.pid) else 0.0
+            self.stopped = self.stopped + passed if kernel.stopped(self.pid) else 0.0
             self.silent += passed
             for rank in self.ranks.values():
                 rank.silent += passed
@@ -167,7 +141,7 @@ class Watcher:
 
     def beat(self):
         message = {"beat": self.rank, "stopped": self.stopped, **self.place()}
-        if self.beats % SCAN == 0 and (ports := _listening(self.pid)) != self.ports:
+        if self.beats % SCAN == 0 and (ports := kernel.listening(self.pid)) != self.ports:
             self.ports = message["ports"] = ports
         self.beats += 1
         if message["for"] > WAITING - 4 * BEAT and self.asked != message["progress"]:
@@ -226,7 +200,7 @@ class Watcher:
         messages = self.hub.read()
         if messages is None:
             self.hub = None
-            if not self.hub_left and self.verdict is None and _alive(self.pid, self.pidfd):
+            if not self.hub_left and self.verdict is None and kernel.parent_alive(self.pid, self.pidfd):
                 self.tell_parent({"rank": 0, "how": "vanished", "ports": [], **self.hub_place()})
             return True
         self.silent = 0.0
@@ -248,7 +222,7 @@ class Watcher:
 
     def parent_died(self):
         if not self.ended:
-            killed = _memory_kills() > self.memory_kills
+            killed = kernel.memory_kills() > self.memory_kills
             self.tell_hub({"killed": self.rank, "memory": killed, **self.place()})
         time.sleep(0.05)  # until what was sent is on its way
 
@@ -344,71 +318,6 @@ class Watcher:
                 client.send(message)
         if "verdict" not in message:
             self.parent.send(message)
-
-
-def _readable(files, seconds):
-    poll, known = select.poll(), {}
-    for one in files:
-        if one is not None:
-            number = one if isinstance(one, int) else one.fileno()
-            known[number] = one
-            poll.register(number, select.POLLIN)
-    return [known[number] for number, _ in poll.poll(1000 * seconds)]
-
-
-# --- what the kernel knows ----------------------------------------------------------------------------
-def _pidfd(pid):
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
-def _alive(pid, pidfd=None):
-    if pidfd is not None:
-        return not _readable([pidfd], 0)
-    return os.getppid() == pid
-
-
-def _stopped(pid):
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
-
-
-def _memory_kills():
-    """How many processes the kernel has killed for lack of memory."""
-    try:
-        with open("/proc/vmstat", "rb") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith(b"oom_kill ")), 0)
-    except OSError:
-        return 0
-
-
-def _listening(pid):
-    """The ports on which a process listens on one address, as gloo does."""
-    try:
-        inodes = set()
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{name}")
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-        found = set()
-        for table in ("tcp", "tcp6"):
-            with open(f"/proc/{pid}/net/{table}") as file:
-                for line in file.readlines()[1:]:
-                    fields = line.split()
-                    host, _, port = fields[1].rpartition(":")
-                    if fields[3] == "0A" and fields[9] in inodes and int(host, 16):
-                        found.add(int(port, 16))
-        return sorted(found)
-    except OSError:
-        return []
 
 
 def main():

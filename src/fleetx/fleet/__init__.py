@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.comm import debug, peers
+from fleetx.comm import peers
 from fleetx.comm import world as _world_module
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
-from fleetx.comm.session import Entry, current
+from fleetx.comm.session import Entry, close, current
 from fleetx.comm.world import TIMEOUT, World
 from fleetx.engine.engine import Engine
 from fleetx.engine.numbers import Checks
@@ -92,6 +92,7 @@ updated: bool  # did the last optimizer.step() apply an update? (found by __geta
 
 
 # --- the world ------------------------------------------------------------------------------------
+@peers.naming()
 def init(
     role_maker: PaddleCloudRoleMaker | UserDefinedRoleMaker | None = None,
     is_collective: bool = True,
@@ -122,13 +123,10 @@ def init(
         session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was already called with another role or timeout: call it once")
-    if checks is not None:
-        session.checks = checks
+    session.checks = checks or session.checks
     peers.start(session.here())
-    debug.start(session.here().timeout)
     if strategy is not None:
-        with peers.naming():
-            check_strategy(strategy, session.here())
+        check_strategy(strategy, session.here())
 
 
 def _here() -> World:
@@ -136,6 +134,7 @@ def _here() -> World:
 
 
 # --- the strategy ---------------------------------------------------------------------------------
+@peers.naming()
 def distribute(
     model: Model,
     optimizer: Optim,
@@ -156,18 +155,16 @@ def distribute(
     plan = strategy.plan()
     current().check_not_distributed(model, optimizer)
     peers.start(_here())
-    with peers.naming():
-        check_versions(current().checks, _here())
-        check_strategy(strategy, _here())
-        check_training(model, optimizer, _here())
+    check_versions(current().checks, _here())
+    check_strategy(strategy, _here())
+    check_training(model, optimizer, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
-    with peers.naming():
-        engine = kind(plan, model, optimizer, _here())
-    atexit.unregister(_close)
-    atexit.register(_close)
+    engine = kind(plan, model, optimizer, _here())
+    atexit.unregister(close)
+    atexit.register(close)
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
     if found is not None:
         watch_feed(engine, found)
@@ -329,10 +326,6 @@ def batch(*, model: nn.Module | None = None) -> BatchPlan:
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
     found: Engine = current().find(which)
     return found
-
-
-def _close() -> None:
-    current().close()
 
 
 def __getattr__(name: str) -> Any:
