@@ -197,9 +197,10 @@ class Reducer(LateReducer):
             return  # `check_finished` tells
         if self.ddp.reducer._rebuild_buckets():
             self._rebuilt = True
-            buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
-            params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
-            self.order = [self._names[p] for p in params]
+            if not any(self.ddp._build_params_for_reducer()[1]):  # torch does not tell the buckets of sparse gradients
+                buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
+                params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
+                self.order = [self._names[p] for p in params]
             self._moved()
 
     def restore_order(self, order: list[str] | None) -> None:

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100 * 1024 * 1024  # bytes; the limit of safetensors' own library
-_PIECE = 8 * 1024 * 1024  # bytes that are written while the piece before is hashed
+_PIECE = 8 * 1024 * 1024  # bytes that are written and hashed at a time
+_AHEAD = 48  # pieces that may be written before they are hashed
 _ALIGN = 64
 
 
@@ -57,26 +59,24 @@ class HashingFile:
         self._sha = hashlib.sha256()
         self._size = 0
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="fleetx-hash")
-        self._last: Future[None] | None = None
+        self._pending: deque[Future[None]] = deque()
 
     def write(self, data: memoryview | bytes) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
-            self._wait()
-            self._last = self._hasher.submit(self._sha.update, piece)
+            if len(self._pending) == _AHEAD:  # what waits to be hashed may be a copy
+                self._pending.popleft().result()
+            self._pending.append(self._hasher.submit(self._sha.update, piece))
             done = 0
             while done < len(piece):
                 done += os.write(self._fd, piece[done:])
             self._size += len(piece)
 
-    def _wait(self) -> None:
-        if self._last is not None:
-            self._last.result()
-
     def finish(self) -> Written:
-        self._wait()
         os.fsync(self._fd)
+        while self._pending:
+            self._pending.popleft().result()
         return Written(self._size, self._sha.hexdigest())
 
     def __enter__(self) -> HashingFile:
