@@ -129,7 +129,13 @@ def _damage(kind: str, work: Path, other: Path, chance: random.Random) -> None:
     elif kind == "missing":
         path.unlink()
     elif kind == "ranks swapped":
-        _swap(*(work / f"rank-0000{rank}.{suffix}" for suffix in [chance.choice(["json", "safetensors"])] for rank in (0, 1)))
+        _swap(
+            *(
+                work / f"rank-0000{rank}.{suffix}"
+                for suffix in [chance.choice(["json", "safetensors"])]
+                for rank in (0, 1)
+            )
+        )
     elif kind == "names swapped":
         _swap(path, chance.choice([p for p in files if p.name != path.name]))
     elif kind == "of another step":
