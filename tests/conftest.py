@@ -18,8 +18,9 @@ hypothesis.settings.load_profile("unhurried")
 
 # Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.
 SLOW = (
-    "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_export", "test_auto",
-    "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch", "test_child",
+    "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
+    "test_export", "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch",
+    "test_child",
     "test_bert_and_gpt2", "test_lost_rank", "parts/test_pipeline", "test_static_documents", "test_static_equals_eager",
     "test_static_imports", "test_download_", "test_application_training", "test_paths", "test_cut_points",
     "test_loss_weights", "test_multi_gpu_trainer", "test_exactness", "test_guests", "test_buffers", "test_sharding",

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from torch.nn.functional import mse_loss
 
 from fleetx import CheckpointError, UsageError, fleet
 from fleetx.comm.session import current
+from fleetx.data.arrays import ArraySource
+from fleetx.data.loader import Loader
+from fleetx.data.sharding_plan import MaxSamples
 from training import net
 
 STEPS = 12
@@ -167,3 +171,39 @@ def test_a_failure_in_the_background_is_raised_in_a_later_step(tmp_path):
     with pytest.raises(CheckpointError, match="root"):
         checkpoints.close()
     checkpoints.close()
+
+
+def samples(root, until, *, k_steps=1, term_inside=None):
+    """Train on numbered samples, and return those that each update saw."""
+    fleet.init()
+    current().entries.clear()
+    strategy = fleet.keep_batch(fleet.DistributedStrategy(gradient_merge={"k_steps": k_steps}), root)
+    model = net()
+    _, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    source = ArraySource(np.arange(48, dtype=np.float32)[:, None], np.arange(48), 0.0, 1.0)
+    loader = Loader(source, MaxSamples(2), shuffle=True)
+    checkpoints = fleet.checkpoints(root, every=10**6 if term_inside else 1, keep=0, loader=loader)
+    seen = []
+    for batch in loader:
+        model(batch["image"].expand(-1, 6)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((current().find().round, sorted(batch["label"].flatten().tolist())))
+        checkpoints.stepped()
+        if len(seen) == until:
+            if term_inside:
+                checkpoints.save()
+            break
+    checkpoints.close()
+    return seen, checkpoints.step
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_with_fewer_ranks_the_merge_keeps_the_batch_and_no_sample_is_lost_or_repeated(ranks, tmp_path, inside):
+    steps = 5 if inside else 4  # inside a window of two, which the others begin again
+    before = ranks.run(partial(samples, k_steps=2, term_inside=inside), tmp_path, steps)
+    after, last = samples(tmp_path, None, k_steps=2)
+    counted = [n for rank, _ in before for _, batch in rank[:4] for n in batch]
+    assert sorted(counted + [n for _, batch in after for n in batch]) == list(range(48))
+    assert last == 24  # the same samples took twice as many steps
+    assert len(after) % 4 == 0

@@ -141,7 +141,8 @@ class Reducer(LateReducer):
         if self.ddp.reducer._rebuild_buckets():
             self._rebuilt = True
             buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
-            self.order = [self._names[p] for bucket in buckets for p in bucket.parameters()]
+            params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
+            self.order = [self._names[p] for p in params]
             self._moved()
 
     def restore_order(self, order: list[str] | None) -> None:

@@ -92,9 +92,9 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
 
 def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
     """State that one rank accumulated would be counted twice by another."""
-    mine = [part for part in engine.plan.parts if part.per_rank_state]
+    mine = [part for part in engine.plan.parts if part.belongs_to_rank(saved["parts"].get(key_of(part), {}))]
     here = (engine.world.rank, engine.world.size)
-    if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(key_of(part)) for part in mine):
+    if (saved["rank"], saved["ranks"]) != here and mine:
         switches = " and ".join(switch_of(type(part)) for part in mine)
         raise UsageError(
             f"this checkpoint was saved by rank {saved['rank']} of {saved['ranks']}, and only that rank can use the "

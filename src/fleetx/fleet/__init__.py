@@ -24,7 +24,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
-from fleetx.fleet.saving import checkpoints, export, latest, load, save
+from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
     device,
@@ -67,6 +67,7 @@ __all__ = [
     "is_first_worker",
     "is_worker",
     "join",
+    "keep_batch",
     "largest_batch",
     "latest",
     "load",

@@ -1,7 +1,8 @@
-"""`fleet.save`, `load`, `latest`, `checkpoints` and `export`. What they need is imported when they are called."""
+"""`fleet.save`, `load`, `latest`, `keep_batch`, `checkpoints` and `export`; what they need is imported when called."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from fleetx.comm import peers
 from fleetx.comm.roles import Place
 from fleetx.comm.session import current
 from fleetx.comm.world import World
+from fleetx.errors import StrategyError
+from fleetx.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
     from fleetx.engine.checkpoint import Checkpoints
@@ -67,6 +70,31 @@ def latest(root: str | Path) -> Path | None:
     from fleetx.engine import checkpoint
 
     return checkpoint.latest(Path(root), World(Place(), torch.device("cpu")))
+
+
+def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedStrategy:
+    """The strategy with `gradient_merge` set so that an update has as many samples as in the newest checkpoint.
+
+    For a resume with another number of workers that feed batches of the same size. Every worker must call it, before
+    `fleet.distribute`. Without a checkpoint, the strategy stays as it is.
+    """
+    from fleetx.engine import checkpoint
+
+    world = current().here()
+    found = checkpoint.latest(Path(root), world)
+    if found is None:
+        return strategy
+    saved = checkpoint.described(found)
+    share = saved.ranks // saved.replicas  # ranks that hold one copy of the model
+    merged, rest = divmod(saved.replicas * saved.window * share, world.size)
+    if rest or not merged:
+        raise StrategyError(
+            f"{saved.replicas} replicas with {saved.window} merged steps cannot become {world.size // share} replicas "
+            "with the same samples per update: choose a number of workers that divides them"
+        )
+    made = copy.deepcopy(strategy)
+    made.gradient_merge = {**made.gradient_merge_configs, "k_steps": merged}
+    return made
 
 
 def checkpoints(

@@ -72,6 +72,13 @@ class LocalUpdates(Part):
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}  # the round of the last average
 
+    def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
+        return bool(state.get("under_way"))
+
+    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Without the average under way: the ranks are equal already."""
+        return {key: value for key, value in state.items() if key != "under_way"}
+
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         """Two copies: the sent parameters and their mean, or the outer optimizer's anchor and momentum."""
         return 2 * sum(p.nbytes for p in params) if self.overlap or self._outer else 0

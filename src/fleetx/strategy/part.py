@@ -101,6 +101,14 @@ class Part:
         """The state that this part carries across steps. The engine makes, saves, loads and returns it."""
         return {}
 
+    def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
+        """Can only the rank that saved this state use it?"""
+        return self.per_rank_state and bool(state)
+
+    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What another number of ranks takes over of this state, after parameters that differed were averaged."""
+        return state
+
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         """Finish what is running in the background, for a checkpoint or (`last`) at the end. All ranks call it."""
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 from fleetx.engine.checkpoint.export import export
 from fleetx.engine.checkpoint.folders import latest
 from fleetx.engine.checkpoint.loop import Checkpoints
+from fleetx.engine.checkpoint.read import described
 from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, take
 from fleetx.engine.checkpoint.write import write
 
-__all__ = ["Checkpoints", "Extras", "export", "latest", "load", "take", "write"]
+__all__ = ["Checkpoints", "Extras", "described", "export", "latest", "load", "take", "write"]

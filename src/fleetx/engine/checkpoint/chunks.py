@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fleetx.engine.checkpoint.manifest import INDEX, Chunk, Entry, Index, rank_tensors
+from fleetx.engine.checkpoint.manifest import INDEX, Chunk, Index, SavedTensor, rank_tensors
 from fleetx.engine.checkpoint.snapshot import Region
 from fleetx.engine.checkpoint.tensor_file import DTYPES, TensorFile
 from fleetx.errors import CheckpointError
@@ -71,7 +71,7 @@ class Chunks:
         whole = self.file(chunk.writer).tensor(name)
         return whole[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, chunk.offsets, strict=True))]
 
-    def _check(self, name: str, entry: Entry) -> None:
+    def _check(self, name: str, entry: SavedTensor) -> None:
         path = self._folder / INDEX
         if _real(entry.dtype) not in DTYPES:
             raise CheckpointError(path, f"{name!r} has an unknown type: {entry.dtype[:40]}")

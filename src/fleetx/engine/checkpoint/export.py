@@ -119,7 +119,7 @@ def _write_at(fd: int, data: memoryview, place: int) -> None:
 
 
 def _finish(engine: Engine, temporary: Path, folder: Path) -> None:
-    config = getattr(engine.model, "config", None)
+    config: Any = getattr(engine.model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(temporary)
     sync(temporary)

@@ -60,7 +60,7 @@ class Group(Strict):
     options: dict[str, Any]
 
 
-class Training(Strict):
+class SavedTraining(Strict):
     step: Count
     round: Count
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -82,14 +82,14 @@ class Chunk(Strict):
     holders: list[Rank]
 
 
-class Entry(Strict):
+class SavedTensor(Strict):
     dtype: str
     shape: Sizes
     chunks: Annotated[list[Chunk], Field(min_length=1)]
 
 
 class Index(Strict):
-    tensors: dict[str, Entry]
+    tensors: dict[str, SavedTensor]
 
 
 class RankState(Strict):
@@ -100,6 +100,29 @@ class RankState(Strict):
     extra: Any
     random: dict[str, Any]
     boundary: Any  # step and loader at the start of the merge window
+
+
+class Clock(Strict):
+    """What `engine.state` saves: the shape of it, tensors apart."""
+
+    version: Count
+    round: Count
+    merged: Count
+    withheld: dict[str, Any]
+    facts: list[str]
+    rank: Annotated[int, Field(ge=-1, lt=MAX_RANKS)]
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    parts: dict[str, dict[str, Any]]
+    weights: dict[str, float] = {}
+    order: list[str] = []
+    extra: dict[str, Any] = {}
+
+
+class WindowStart(Strict):
+    """Where a merge window began."""
+
+    step: Count
+    loader: Any
 
 
 def rank_json(rank: int) -> str:
@@ -141,7 +164,7 @@ def read(folder: Path) -> Manifest:
     version = raw.get("version") if isinstance(raw, dict) else None
     if type(version) is int and version > VERSION:
         raise CheckpointError(path, f"was written by a newer fleetx (format {version}): upgrade fleetx")
-    found = _as(Manifest, path, raw)
+    found = checked(Manifest, path, raw)
     if set(found.files) != set(names(found.ranks)):
         strange = sorted(set(found.files) ^ set(names(found.ranks)))
         raise CheckpointError(path, f"does not list the files of {found.ranks} ranks: {', '.join(strange[:3])[:200]}")
@@ -209,10 +232,10 @@ Document = TypeVar("Document", bound=Strict)
 def parsed(kind: type[Document], folder: Path, name: str) -> Document:
     """A JSON file of the folder whose hash was checked."""
     path = folder / name
-    return _as(kind, path, _json(path, _content(path, MAX_JSON)))
+    return checked(kind, path, _json(path, _content(path, MAX_JSON)))
 
 
-def _as(kind: type[Document], path: Path, raw: Any) -> Document:
+def checked(kind: type[Document], path: Path, raw: Any) -> Document:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

@@ -21,10 +21,21 @@ def states(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def check(saved: dict[str, Any]) -> None:
+    """Raise an error if these are not states. Nothing is changed."""
+    random.Random().setstate(saved["python"])
+    np.random.RandomState().set_state(_of_numpy(saved))
+    torch.Generator().set_state(saved["torch"])
+
+
+def _of_numpy(saved: dict[str, Any]) -> Any:
+    name, keys, *rest = saved["numpy"]
+    return (name, np.array(keys, dtype=np.uint32), *rest)
+
+
 def restore(saved: dict[str, Any], device: torch.device) -> None:
     random.setstate(saved["python"])
-    name, keys, *rest = saved["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state(_of_numpy(saved))
     torch.set_rng_state(saved["torch"])
     if device.type == "cuda" and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"], device)

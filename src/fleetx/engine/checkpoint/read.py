@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +22,37 @@ from fleetx.comm.world import World
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import manifest, random_states, tree
 from fleetx.engine.checkpoint.chunks import Chunks
-from fleetx.engine.checkpoint.manifest import INDEX, TRAINING, Index, Manifest, RankState, Training, rank_json
+from fleetx.engine.checkpoint.manifest import (
+    INDEX,
+    TRAINING,
+    Clock,
+    Index,
+    Manifest,
+    RankState,
+    SavedTraining,
+    WindowStart,
+    rank_json,
+)
 from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras, held, layout, params, piece
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.checkpoint.write import replaced
 from fleetx.engine.engine import Engine
-from fleetx.errors import CheckpointError, UsageError
+from fleetx.engine.run import key_of
+from fleetx.errors import CheckpointError, FleetxError, UsageError
 
 
 @dataclass
 class Checked:
     """A checkpoint that fits this training."""
 
-    training: Training
+    training: SavedTraining
     chunks: Chunks
     state: dict[str, Any]  # of the rank whose state this one takes over
     saved: Any  # what `engine.state` loads
     same: bool  # are these the same ranks, so that each takes over its own state?
 
 
-def read(engine: Engine, folder: Path, extras: Extras) -> Training:
+def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
     """Every rank must call it, after fleet.distribute and between steps."""
     folder = _found(folder)
     verify(folder, engine.world)
@@ -62,6 +75,11 @@ def verify(folder: Path, world: World) -> Manifest:
     return found[0]
 
 
+def described(folder: Path) -> SavedTraining:
+    """What the ranks of a checkpoint had in common. Its files must have been checked."""
+    return manifest.parsed(SavedTraining, _found(folder), TRAINING)
+
+
 def _found(folder: Path) -> Path:
     """A run that was killed while it replaced a checkpoint may have left only the old one, under another name."""
     aside = replaced(folder)
@@ -70,27 +88,32 @@ def _found(folder: Path) -> Path:
 
 # --- checks ---------------------------------------------------------------------------------------
 def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
-    training = manifest.parsed(Training, folder, TRAINING)
+    training = manifest.parsed(SavedTraining, folder, TRAINING)
     chunks = Chunks(folder, manifest.parsed(Index, folder, INDEX), training.ranks)
     same = training.layout == layout(engine) and training.ranks == engine.world.size
     rank = engine.world.rank if same else 0
     state = _state_of(folder, chunks, rank)
     if not same:
+        _use_shared(folder, chunks, training.ranks, state)
         training = _at_boundary(training, state)
         state["fleetx"]["rank"] = -1  # of another rank, whatever its number
         state["fleetx"].pop("order", None)
-    saved = engine_state.checked(engine, state["fleetx"])
+        parts = state["fleetx"]["parts"]
+        for part in engine.plan.parts:
+            if key_of(part) in parts:
+                parts[key_of(part)] = part.for_other_ranks(parts[key_of(part)])
+    with _said(folder / rank_json(rank)):
+        saved = engine_state.checked(engine, state["fleetx"])
     _check_model(engine, chunks)
-    _check_groups(engine, training)
-    if not same:
-        _use_shared(folder, chunks, training.ranks, state)
+    with _said(folder / TRAINING):
+        _check_groups(engine, training)
     for name in ("scheduler", "loader"):
         if getattr(extras, name) is not None and state[name] is None:
             raise UsageError(f"the checkpoint has no state of a {name}: it was saved without {name}=...")
     return Checked(training, chunks, state, saved, same)
 
 
-def _at_boundary(training: Training, state: dict[str, Any]) -> Training:
+def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTraining:
     """Other ranks cannot use half a merge window, so they start it again: its samples have not changed the model."""
     saved, boundary = state["fleetx"], state["boundary"]
     if not saved["merged"] or not boundary or (boundary["loader"] is None) != (state["loader"] is None):
@@ -113,10 +136,24 @@ def _state_of(folder: Path, chunks: Chunks, rank: int) -> dict[str, Any]:
             raise CheckpointError(path, f"refers to {name[:40]!r}, which is not in its tensors")
         return chunks.file(rank).tensor(name)
 
+    with _said(path):
+        state = {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
+        manifest.checked(Clock, path, state["fleetx"])
+        if state["boundary"] is not None:
+            manifest.checked(WindowStart, path, state["boundary"])
+        random_states.check(state["random"])
+    return state
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """What Python and torch say about data of another form than expected, as an error of this file."""
     try:
-        return {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(path, f"is not valid: {error}") from error
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, FleetxError):
+            raise
+        raise CheckpointError(path, f"is not valid: {type(error).__name__}: {error}") from error
 
 
 def _use_shared(folder: Path, chunks: Chunks, ranks: int, state: dict[str, Any]) -> None:
@@ -155,10 +192,15 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
             )
 
 
-def _check_groups(engine: Engine, training: Training) -> None:
+def _check_groups(engine: Engine, training: SavedTraining) -> None:
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
     if [g.params for g in training.groups] != here:
         raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
+    for group, saved in zip(engine.optimizer.param_groups, training.groups, strict=True):
+        options = tree.decode(saved.options, _no_tensor)
+        tensors = [key for key in options if isinstance(group.get(key), Tensor)]
+        if wrong := [key for key in tensors if not isinstance(options[key], int | float)]:
+            raise ValueError(f"{wrong[0]} is not a number")
 
 
 # --- changes --------------------------------------------------------------------------------------

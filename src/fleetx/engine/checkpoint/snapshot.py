@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fleetx
+from fleetx import __version__
 from fleetx.base.module_names import plain_name
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import random_states, tree
@@ -83,7 +83,7 @@ def take(
     made.training = {
         "step": extras.step, "round": engine.round, "ranks": engine.world.size,
         "replicas": engine.layout.replica_group.size, "window": engine.window(), "layout": layout(engine),
-        "strategy": dict(strategy), "groups": _groups(engine), "fleetx": fleetx.__version__, "torch": torch.__version__,
+        "strategy": dict(strategy), "groups": _groups(engine), "fleetx": __version__, "torch": torch.__version__,
     }  # fmt: skip
     return made
 

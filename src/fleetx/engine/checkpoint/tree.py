@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ _DEEP = 100  # levels
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     """Plain data for JSON; the tensors in it are added to `tensors`. where: for the message."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
