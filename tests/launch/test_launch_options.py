@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import PACKAGES
 
 import fleetx
 from fleetx.errors import LaunchError
 from fleetx.launch import devices
 from fleetx.launch.help import UNSUPPORTED
-from fleetx.launch.nodes import rank_in
-from fleetx.launch.options import main, parse
+from fleetx.launch.nodes import _resolve, rank_in
+from fleetx.launch.options import OPTIONS, main, parse
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -67,6 +73,7 @@ def test_a_wrong_command_line_has_exit_code_2_and_starts_nothing(tmp_path, monke
         (".", "is a directory"),
         ("--nproc_per_node -1 train.py", "-1 is not in the range"),
         ("--nproc_per_node 0 train.py", "0 is not in the range"),
+        ("--nproc_per_node 5000 train.py", "5000 is not in the range"),
         ("--nproc_per_node two train.py", "'two' is not a valid integer"),
         ("--max_restarts -1 train.py", "-1 is not in the range"),
         ("--gpus 0,1 --nproc_per_node 4 train.py", "--nproc_per_node 4 does not match --gpus 0,1, which lists 2"),
@@ -86,6 +93,8 @@ def test_a_wrong_command_line_has_exit_code_2_and_starts_nothing(tmp_path, monke
         ("--nnodes 2 --rank 0 --master a train.py", "must be HOST:PORT"),
         ("--nnodes 2 --rank 0 --master a:70000 train.py", "must be HOST:PORT"),
         ("--nnodes 2 --rank 0 --master :80 train.py", "must be HOST:PORT"),
+        ("--nnodes 2 --rank 0 --master a..b:80 train.py", "'a..b' cannot be the name of a host"),
+        (f"--nnodes 2 --rank 0 --master {'a' * 64}:80 train.py", "cannot be the name of a host"),
         ("--ips 10.0.0.1,10.0.0.1 train.py", "10.0.0.1 is listed more than once"),
         (
             "--ips 127.0.0.1,10.9.9.9 --nnodes 3 train.py",
@@ -185,3 +194,55 @@ def test_a_node_finds_itself_in_ips():
 def test_the_version_is_printed(capsys):
     assert parse(["--version"], environ={}) is None
     assert capsys.readouterr().out == f"fleetrun, version {fleetx.__version__}\n"
+
+
+WORDS = st.sampled_from(
+    [option for options in OPTIONS.values() for each in options for option in each.opts]
+    + ["train.py", "-m", "--", "0", "1", "-1", "2:4", "1:0", "4:2:1", ":", "a,b", ",", "", "127.0.0.1:1", "[::1]:99999"]
+    + [
+        "localhost:6069",
+        "\x00",
+        "é\u2028",
+        "9" * 30,
+        "²:³",
+        "1e9",
+        "nan",
+        "inf",
+        "cpu",
+        "cuda",
+        "--elastic=1:2",
+        "GPU-x",
+    ]
+)
+
+
+@given(st.lists(WORDS | st.text(max_size=5), max_size=8))
+def test_any_command_line_gives_a_job_or_a_one_line_error(words):
+    # Without the network: the names of hosts are nonsense here, and a name server may take its time.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fleetx.launch.nodes._resolve", lambda host: {"127.0.0.1"})
+        outcome = outcome_of(words)
+    assert outcome == ""
+
+
+def test_a_host_that_is_no_name_does_not_resolve():
+    assert _resolve("a\x00b") == _resolve("a..b") == _resolve("a" * 64) == set()
+
+
+def outcome_of(words):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        Path("train.py").touch()
+        try:
+            job = parse(words, environ=NO_GPUS)
+            outcome = "" if job is None or 1 <= job.workers <= 4096 else "a job that cannot be run"
+        except LaunchError as error:
+            outcome = str(error).strip().partition("\n")[1]
+        assert os.listdir() == ["train.py"]
+        return outcome
+
+
+def test_the_secret_is_not_shown_with_the_job(script):
+    words = "--device cpu --nnodes 2 --rank 0 --master 127.0.0.1:1 train.py"
+    job = parse(words.split(), environ={"FLEETX_JOB_SECRET": "0123456789abcdef"})
+    assert job.secret == b"0123456789abcdef"
+    assert "0123456789abcdef" not in repr(job) + str(job)

@@ -19,7 +19,8 @@ from fleetx.launch.help import EPILOG, SUMMARY, UNSUPPORTED
 from fleetx.launch.job import Job
 from fleetx.launch.secret import read_secret
 
-_positive, _not_negative = click.IntRange(min=1), click.IntRange(min=0)
+_MOST = 4096  # workers of one node
+_positive, _not_negative = click.IntRange(1, 1_000_000), click.IntRange(0, 1_000_000)
 
 # Also accepted: dashes instead of underscores, and these older names.
 ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts"}
@@ -29,7 +30,7 @@ OPTIONS = {
         click.Option(["--gpus"], metavar="0,1,2,3", help=(
             "Run one worker on each of these GPUs. With --device cpu, run the same number of workers on the CPU. "
             "[default: all]")),
-        click.Option(["--nproc_per_node"], type=_positive, metavar="N", help=(
+        click.Option(["--nproc_per_node"], type=click.IntRange(1, _MOST), metavar="N", help=(
             "Number of workers on this node. [default: one per GPU, or 1 on the CPU]")),
         click.Option(["--device"], type=click.Choice([devices.CPU, devices.CUDA]), help=(
             "Device to train on. [default: $FLEETX_DEVICE if set, else cuda if there are GPUs, else cpu]")),
@@ -254,8 +255,8 @@ def _elastic(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     if not (least.isdecimal() and most.isdecimal() and least.isascii() and most.isascii() and len(text) < 20):
         raise LaunchError(f"--elastic {text}: must be MIN:MAX, such as 2:4")
-    if not 1 <= int(least) < int(most):
-        raise LaunchError(f"--elastic {text}: MIN must be at least 1 and less than MAX")
+    if not 1 <= int(least) < int(most) <= _MOST:
+        raise LaunchError(f"--elastic {text}: MIN must be at least 1 and less than MAX, and MAX at most {_MOST}")
     return int(least), int(most)
 
 
@@ -310,6 +311,10 @@ def _node_layout(
 def _host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         raise LaunchError(f"--master {text}: must be HOST:PORT, with a port from 1 to 65535")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise LaunchError(f"--master {text!r}: {host!r} cannot be the name of a host") from None
     return host, int(port)

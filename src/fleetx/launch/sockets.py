@@ -20,7 +20,7 @@ def listen(host: str, *, port: int = 0) -> socket.socket:
     """Listen on one address only; by default a TCPStore listens on all of them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LaunchError(f"cannot resolve host {host} ({reason})") from None
     listener = socket.socket(family, kind, protocol)
