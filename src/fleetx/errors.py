@@ -4,6 +4,7 @@ FleetxError
 ├── StrategyError (ValueError)    the strategy is invalid, or its switches conflict; lists all problems at once
 ├── WorldError (RuntimeError)     the processes cannot form a world: environment, address or rank
 ├── UsageError (RuntimeError)     the training loop does something that the strategy does not support
+├── NumbersError (ArithmeticError)  gradients are not finite, or the ranks hold different parameters
 ├── LaunchError (RuntimeError)    fleetrun cannot start the script
 ├── DataError (ValueError)        a file or a record does not have the expected format; names the file and line
 ├── CheckpointError (RuntimeError) a checkpoint is damaged, incomplete or cannot be written; names the file and reason
@@ -36,6 +37,10 @@ class WorldError(FleetxError, RuntimeError):
 
 class UsageError(FleetxError, RuntimeError):
     """The training loop does something that the strategy does not support."""
+
+
+class NumbersError(FleetxError, ArithmeticError):
+    """Gradients are not finite, or the ranks hold different parameters."""
 
 
 class LaunchError(FleetxError, RuntimeError):

@@ -43,6 +43,7 @@ class Session:
     steps: int = 0  # of all optimizers: the same number on all ranks
     inside: bool = False  # has this rank begun a backward since, in which the ranks communicate?
     unfinished: list[str] = field(default_factory=list)  # what models left undone that are gone
+    checks: Any = None  # what `fleet.init` was given, or the defaults: `engine.numbers.Checks`
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
 
     @property

@@ -35,6 +35,7 @@ from fleetx.engine.dtensors import local, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Places, Scaler, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
+from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import key_of
@@ -61,6 +62,10 @@ class Engine(Windows):
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._session = current()
+        checks = self._session.checks or Checks()
+        self._numbers = Numbers(checks, world=self.world, shared=not self._local())
+        alone = self.layout.replica_group.size == 1 or self._local()
+        self._compares = 0 if alone else checks.same_parameters  # every so many rounds
         self.handles: list[Any] = []  # of hooks, to remove them
         try:
             self._arm()
@@ -308,8 +313,9 @@ class Engine(Windows):
             self._catch_up()
         if opens and self._reducer is not None and step.tapped and not step.flushing:
             self._reducer.check_finished(self._places)
+        self.finite = True
         self.updated = opens and self._finish_gradient()
-        if self._owns_grad and not self.updated:
+        if (self._owns_grad or not self.finite) and not self.updated:
             self.gradients.take_away(keep=not opens)
             self.gradients.begin_idle_step()
         return changed
@@ -325,6 +331,8 @@ class Engine(Windows):
             for call, ctx in self._calls[Stage.PARAMETER]:
                 call(params, ctx)
             self.merged = 0
+            if self._compares and self.round % self._compares == 0:
+                compare(self.names, params, self.layout.replica_group, round=self.round)
         self.step = self.step.next()
         self._session.mark("")
 
@@ -334,4 +342,7 @@ class Engine(Windows):
         grads = self.gradients.present  # looked up again for each act: one may add what another rank has
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         there = bool(grads()) or self.layout.shard_group is not None
-        return there and all(call(grads(), ctx) is not False for call, ctx in self._calls[Stage.GRADIENT])
+        if not there or any(call(grads(), ctx) is False for call, ctx in self._calls[Stage.GRADIENT]):
+            return False
+        self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
+        return self.finite

@@ -17,11 +17,12 @@ from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_e
 from fleetx.comm.session import Entry, current
 from fleetx.comm.world import TIMEOUT, World
 from fleetx.engine.engine import Engine
+from fleetx.engine.numbers import Checks
 from fleetx.engine.plain import release as _release
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
-from fleetx.fleet.agreement import check_strategy, check_training
+from fleetx.fleet.agreement import check_strategy, check_training, check_versions
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from fleetx.measure.largest_batch import LargestBatch
 
 __all__ = [
+    "Checks",
     "DistributedStrategy",
     "PaddleCloudRoleMaker",
     "UserDefinedRoleMaker",
@@ -96,10 +98,12 @@ def init(
     strategy: DistributedStrategy | None = None,
     *,
     timeout: timedelta | None = None,
+    checks: Checks | None = None,
 ) -> None:
     """Join the other workers that fleetrun, torchrun, Paddle's launcher or srun started; without one, train alone.
 
     timeout: how long a collective waits for a rank that does not answer before it raises; 10 minutes by default.
+    checks: what to do about gradients that are not finite, and how often to compare the parameters of the ranks.
     """
     session = current()
     if not isinstance(role_maker, PaddleCloudRoleMaker | UserDefinedRoleMaker | None):
@@ -117,6 +121,8 @@ def init(
         session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was already called with another role or timeout: call it once")
+    if checks is not None:
+        session.checks = checks
     peers.start(session.here())
     if strategy is not None:
         with peers.naming():
@@ -149,6 +155,7 @@ def distribute(
     current().check_not_distributed(model, optimizer)
     peers.start(_here())
     with peers.naming():
+        check_versions(current().checks, _here())
         check_strategy(strategy, _here())
         check_training(model, optimizer, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
