@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chaos.marks import Mark, Marks, now
 
@@ -66,12 +67,14 @@ class Training:
             words, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True)
+        self._listener.start()
         return self
 
-    def _listen(self, stream) -> None:
-        for line in stream:
-            self.messages.append((now(), line.rstrip()))
+    def _listen(self, stream: Any) -> None:
+        with stream:
+            for line in stream:
+                self.messages.append((now(), line.rstrip()))
 
     # --- what it does -----------------------------------------------------------------------------
     @property
@@ -135,6 +138,7 @@ class Training:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        self._listener.join(10)
 
 
 def _zombie(entry: Path) -> bool:
@@ -150,7 +154,7 @@ def kill(*pids: int) -> float:
     return at
 
 
-def reference(folder: Path, **settings) -> list[dict[int, Line]]:
+def reference(folder: Path, **settings: Any) -> list[dict[int, Line]]:
     """By rank: the steps of an unbroken run, and its start as step 0."""
     training = Training(folder, restarts=0, **settings).start()
     try:
@@ -173,4 +177,18 @@ def differences(training: Training, unbroken: list[dict[int, Line]]) -> list[str
             same = unbroken[rank].get(line.step)
             if same is None or line.digest != same.digest or (line.what == "step" and line.loss != same.loss):
                 wrong.append(f"rank {rank}: {line.what} {line.step}: {line.loss} {line.digest}")
+    return wrong
+
+
+def disagreements(training: Training) -> list[str]:
+    """Steps that were done twice, before and after a restart, with other results; for runs without an unbroken one."""
+    wrong = []
+    for rank in range(training.ranks):
+        first: dict[int, Line] = {}
+        for line in training.lines(rank):
+            if line.what == "end":
+                continue
+            same = first.setdefault(line.step, line)
+            if line.digest != same.digest:
+                wrong.append(f"rank {rank}: {line.what} {line.step}: {line.digest}, before: {same.digest}")
     return wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from contextlib import nullcontext
@@ -181,6 +182,14 @@ def test_the_matrix_as_text_html_and_json():
     assert "clip &lt;bars&gt; momentum" in page
     data = json.loads(report.as_json(VERDICTS, "cpu", 1.0))
     assert [c["kind"] for c in data["combinations"]] == ["equal", "lossy", "refused", "equal", "unbuilt"]
+
+
+def test_what_is_shown_in_html_is_never_part_of_it():
+    evil = "</pre><script>alert(1)</script>\x1b[2J\"'&"
+    verdicts = [dataclasses.replace(v, reason=evil) for v in VERDICTS]
+    page = report.page(verdicts, evil, float("nan"))
+    assert "<script" not in page
+    assert page.count("</pre>") == 1
 
 
 @pytest.mark.slow
