@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 
+import prepared
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -50,7 +50,7 @@ class ResNet(nn.Module):
 
 
 def data() -> tuple[TensorDataset, TensorDataset]:
-    digits = load_digits()
+    digits = prepared.sklearn_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
     y = torch.tensor(digits.target)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+_EXTRA = "this example needs {}: pip install fleetx[applications], or in a clone, pip install .[applications]"
 WORDS = 2000  # vocabulary size
 
 
@@ -26,10 +28,11 @@ def digits(folder: str | Path, side: int = 32) -> Path:
 
 
 def _write_digits(folder: Path, side: int) -> None:
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
+    data = sklearn_digits()
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise SystemExit(_EXTRA.format("pillow")) from error
     for phase, held_out in (("train", False), ("val", True)):
         (folder / phase).mkdir()
         lines = []
@@ -39,6 +42,14 @@ def _write_digits(folder: Path, side: int) -> None:
                 image.save(folder / phase / f"{number}.jpg", quality=95)
                 lines.append(f"{number}.jpg {label}\n")
         (folder / f"{phase}.txt").write_text("".join(lines))
+
+
+def sklearn_digits() -> Any:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SystemExit(_EXTRA.format("scikit-learn")) from error
+    return load_digits()
 
 
 def text(folder: str | Path) -> Path:

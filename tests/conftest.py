@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["FLEETX_DEVICE"] = "cpu"
@@ -12,19 +13,26 @@ import torch
 
 from rank_pool import Ranks, forget
 
-hypothesis.settings.register_profile("unhurried", deadline=None)  # timings are not tests
-hypothesis.settings.load_profile("unhurried")
+UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # timings are not tests
+hypothesis.settings.register_profile("explore", **UNHURRIED)
+hypothesis.settings.register_profile("repeat", derandomize=True, **UNHURRIED)
+
+
+def pytest_configure(config):
+    """`make nightly` looks for new examples. Elsewhere they never change, so that a failure is about the change."""
+    hypothesis.settings.load_profile("repeat" if "not nightly" in config.option.markexpr else "explore")
 
 
 # Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.
 SLOW = (
     "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
-    "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch", "test_child",
+    "test_export", "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch",
+    "test_child",
     "test_bert_and_gpt2", "test_lost_rank", "parts/test_pipeline", "test_static_documents", "test_static_equals_eager",
     "test_static_imports", "test_download_", "test_application_training", "test_paths", "test_cut_points",
     "test_loss_weights", "test_multi_gpu_trainer", "test_exactness", "test_guests", "test_buffers", "test_sharding",
     "test_odd_gradients", "test_complex_parameters", "test_dgc", "test_payload", "test_kernels", "test_data_loader",
-    "test_loops",
+    "test_loops", "test_lost_ranks", "test_numbers", "test_unfreezing", "test_alone", "test_user_line",
 )  # fmt: skip
 NIGHTLY = ("bench/",)
 
@@ -39,12 +47,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what the tests import is no garbage: collections, which some tests ask for, stay short
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Two ranks, for the whole run."""
     pool = Ranks(2)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(params=[pytest.param(60, id=""), pytest.param(3000, id="many", marks=pytest.mark.nightly)])
+def examples(request):
+    """How many random inputs a property is tried with."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)

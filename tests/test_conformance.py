@@ -145,6 +145,18 @@ def test_a_part_resumes_bit_for_bit_whatever_it_keeps(part, how, ranks):
         pytest.fail("a part must resume at its neutral setting")
 
 
+MESSAGES = [*(ROOT / "src/fleetx/parts").rglob("*.py"), *(ROOT / "src/fleetx/strategy").glob("*.py")]
+MESSAGES += [ROOT / "src/fleetx" / name for name in ("engine/checks.py", "optim/adopt.py", "base/module_names.py")]
+
+
+@pytest.mark.parametrize("path", MESSAGES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_an_error_says_not_built_yet_or_why_instead_of_not_supported(path):
+    """What is merely missing must not read like a law of nature."""
+    tree = ast.parse(path.read_text())
+    said = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    assert not [text for text in said if re.search("n.t support|cannot be combined", text)]
+
+
 def test_cards_and_parts_are_the_same():
     cards = {p.stem for p in (ROOT / "docs" / "parts").glob("*.md")} - {"README"}
     assert cards == {name_of(p) for p in PARTS}

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fleetx import applications, data, fleet, optim, utils
-    from fleetx.errors import DataError, DownloadError, FleetxError, LaunchError, StrategyError, UsageError, WorldError
+    from fleetx.errors import (
+        CheckpointError,
+        DataError,
+        DownloadError,
+        FleetxError,
+        LaunchError,
+        NumbersError,
+        StrategyError,
+        UsageError,
+        WorldError,
+    )
     from fleetx.optim import schedule
     from fleetx.paddle.train_configs import parse_train_configs
     from fleetx.paddle.trainer import MultiGPUTrainer
@@ -21,13 +31,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "CheckpointError": "fleetx.errors",
     "DataError": "fleetx.errors",
     "DistributedStrategy": "fleetx.strategy",
     "DownloadError": "fleetx.errors",
     "FleetxError": "fleetx.errors",
     "LaunchError": "fleetx.errors",
+    "NumbersError": "fleetx.errors",
     "MultiGPUTrainer": "fleetx.paddle.trainer",
     "StrategyError": "fleetx.errors",
+    "Trainer": "fleetx.paddle.trainer",
     "UsageError": "fleetx.errors",
     "WorldError": "fleetx.errors",
     "parse_train_configs": "fleetx.paddle.train_configs",
@@ -36,12 +49,14 @@ _WHERE = {
 _MODULES = ("applications", "data", "fleet", "optim", "schedule", "utils")
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "DistributedStrategy",
     "DownloadError",
     "FleetxError",
     "LaunchError",
     "MultiGPUTrainer",
+    "NumbersError",
     "StrategyError",
     "UsageError",
     "WorldError",
@@ -60,6 +75,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fleetx.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in ("CPUTrainer", "CPUDatasetTrainer"):
+        raise AttributeError(f"fleetx has no {name}: it trains with parameter servers, which fleetx does not support")
     raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
 
 

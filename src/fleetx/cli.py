@@ -120,5 +120,45 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
         raise SystemExit(1)
 
 
+@main.command()
+@click.option("--listen", metavar="ADDRESS", help="Answer other machines on this address until Ctrl-C.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=8617, show_default=True, help="Port to answer or ask on."
+)
+@click.option("--folder", type=click.Path(path_type=Path), help="Also check this shared folder, as for checkpoints.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("hosts", nargs=-1)
+def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path | None, as_json: bool) -> None:
+    """Check this machine before a run, and the machines HOSTS: names, ports, memory, files, links and versions.
+
+    First run `fleetx doctor --listen ADDRESS` on each of HOSTS, with the address that the others shall use. It says
+    what to fix. The exit code is 1 if a run could not work.
+    """
+    from fleetx.errors import LaunchError
+    from fleetx.launch import doctor as checks
+
+    if listen and hosts:
+        raise click.UsageError("--listen answers other machines: give HOSTS in another call")
+    try:
+        if listen:
+            with checks.serve(listen, port, folder):
+                click.echo(f"answering on {listen}:{port}; stop with Ctrl-C")
+                import signal
+
+                signal.pause()
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        return
+    found = checks.examine(hosts, port, folder)
+    if as_json:
+        click.echo(checks.as_json(found))
+    else:
+        for host, findings in found.items():
+            click.echo("\n".join([host, *(f"  {finding}".replace("\n", "\n  ") for finding in findings)]))
+    if any(finding.fix and finding.fatal for findings in found.values() for finding in findings):
+        raise SystemExit(1)
+
+
 if __name__ == "__main__":
     main()

@@ -4,14 +4,19 @@ FleetxError
 ├── StrategyError (ValueError)    the strategy is invalid, or its switches conflict; lists all problems at once
 ├── WorldError (RuntimeError)     the processes cannot form a world: environment, address or rank
 ├── UsageError (RuntimeError)     the training loop does something that the strategy does not support
+├── NumbersError (ArithmeticError)  gradients are not finite, or the ranks hold different parameters
 ├── LaunchError (RuntimeError)    fleetrun cannot start the script
 ├── DataError (ValueError)        a file or a record does not have the expected format; names the file and line
+├── CheckpointError (RuntimeError) a checkpoint is damaged, incomplete or cannot be written; names the file and reason
 └── DownloadError (RuntimeError)  a download failed; names the files
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike, fspath
+
+NOT_BUILT = "is not built yet"  # what an error says that more code could remove; all others say why nothing can
 
 
 class FleetxError(Exception):
@@ -36,12 +41,27 @@ class UsageError(FleetxError, RuntimeError):
     """The training loop does something that the strategy does not support."""
 
 
+class NumbersError(FleetxError, ArithmeticError):
+    """Gradients are not finite, or the ranks hold different parameters."""
+
+
 class LaunchError(FleetxError, RuntimeError):
     """fleetrun cannot start the script."""
 
 
 class DataError(FleetxError, ValueError):
     """A file or a record does not have the expected format; the message names the file and line."""
+
+
+class CheckpointError(FleetxError, RuntimeError):
+    """A checkpoint is damaged, incomplete or cannot be written. `file` and `reason` say which file, and why."""
+
+    def __init__(self, file: str | PathLike[str], reason: str):
+        self.file, self.reason = fspath(file), reason
+        super().__init__(self.file, reason)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
 
 
 class DownloadError(FleetxError, RuntimeError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fleetx.paddle.download import Downloader
+from fleetx.paddle.download import Downloader, ImageNetDownloader, WikiDataDownloader, WMTDataDownloader
 
 if TYPE_CHECKING:
     from fleetx.optim.schedule import linear_warmup_decay
 
-__all__ = ["Downloader", "linear_warmup_decay"]
+__all__ = ["Downloader", "ImageNetDownloader", "WMTDataDownloader", "WikiDataDownloader", "linear_warmup_decay"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ def loaders(model, folder, lines, **options):
         (folder / f"{name}.txt").write_text("digital/part0\n")
     yield lambda: model.get_train_dataloader(folder, 64, **options)
     yield lambda: model.get_val_dataloader(folder, 64, **options)
-    yield lambda: model.load_digital_dataset_from_file(data, vocabulary, 4, **options)
+    yield lambda: model.load_digital_dataset_from_file(data, vocabulary, 64, **options)
 
 
 def test_words_outside_a_berts_vocabulary_are_reported_by_file_and_line(tmp_path):

@@ -241,3 +241,68 @@ def test_a_worker_that_is_killed_on_one_host_stops_both_and_both_say_so(lab, tmp
         assert "fleetrun: rank 3 on node 1 failed first: killed by SIGKILL\n" in run.stderr
         assert "    last words\n" in run.stderr
     assert [namespaces.processes(lab.name(host)) for host in (0, 1)] == [[], []]
+
+
+RESTARTS = """
+import os, pathlib, signal, torch, torch.distributed as dist
+attempt, host = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["NETLAB_HOST"]
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("attempt", attempt, "sum", int(total), flush=True)
+if attempt in "01" and host == attempt and os.environ["LOCAL_RANK"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(total)
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_on_two_hosts_is_restarted_whichever_host_loses_a_worker(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEETX_JOB_SECRET", "0123456789abcdef")
+    (tmp_path / "restarts.py").write_text(RESTARTS)
+    runs = lab.fleetrun(tmp_path / "restarts.py", nproc_per_node=2, options=["--max_restarts", "2"])
+    for run in runs:
+        assert [line for line in run.stdout.splitlines() if "sum" in line] == [f"attempt {n} sum 4" for n in range(3)]
+
+
+ENDLESS = """
+import os, pathlib, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+folder = pathlib.Path(sys.argv[1])
+(folder / f"{dist.get_world_size()}.{os.environ['NETLAB_HOST']}").touch()
+while not (folder / "finish").exists():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+def test_an_elastic_job_goes_on_without_a_host_whose_cable_is_cut(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEETX_JOB_SECRET", "0123456789abcdef")
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    words = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--ips", ",".join(lab.addresses)]
+    words += ["--elastic", "1:2", "--log_dir", str(tmp_path / "log"), str(tmp_path / "endless.py"), str(tmp_path)]
+    nodes = [lab.popen(host, words, stdin=subprocess.DEVNULL) for host in (0, 1)]
+    try:
+        wait_for(lambda: (tmp_path / "2.0").exists() and (tmp_path / "2.1").exists())
+        lab.run(1, ["ip", "link", "set", "eth0", "down"])
+        wait_for((tmp_path / "1.0").exists)
+        assert nodes[1].wait(100) == 1  # it has lost node 0
+        lab.run(1, ["ip", "link", "set", "eth0", "up"])
+        nodes[1] = lab.popen(1, words, stdin=subprocess.DEVNULL)
+        (tmp_path / "2.0").unlink()
+        wait_for((tmp_path / "2.0").exists)
+        (tmp_path / "finish").touch()
+        assert [node.wait(100) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait(100)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 150
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -50,6 +50,10 @@ def test_no_launcher_means_a_world_of_one():
     ("env", "message"),
     [
         (TORCH | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
+        (TORCH | {"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1: must be at least 1"),
+        (TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT=0: must be a port from 1 to 65535"),
+        (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be a port from 1 to 65535"),
+        (TORCH | {"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a whole number"),
         (TORCH | {"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: must be a whole number"),
         (TORCH | {"RANK": "4"}, "RANK=4: must be from 0 to 3, because WORLD_SIZE=4"),
         (TORCH | {"LOCAL_RANK": "-3"}, "LOCAL_RANK=-3: must be from 0 to 3"),

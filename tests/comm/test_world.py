@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from fleetx import fleet
+from fleetx import WorldError, fleet
 from fleetx.comm.roles import Place
-from fleetx.comm.world import World
+from fleetx.comm.world import World, _check_address, enter
 from training import batches, train_fleet
 
 
@@ -43,3 +46,37 @@ def _groups_over_time():
         train_fleet(batches(2), {"nccl_comm_num": 2, "localsgd": True})
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
+
+
+# --- addresses ------------------------------------------------------------------------------------
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_a_loopback_address_in_a_job_of_several_machines_is_named():
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(WorldError, match=r"127.0.0.1, leads each machine to itself.*only 1 of 2 ranks are on this"):
+        _check_address(Place(1, 2, launched=True), env, patience=0.5)
+    _check_address(Place(1, 2, launched=True), env | {"LOCAL_WORLD_SIZE": "2"})  # all ranks are here
+
+
+def test_several_launchers_may_share_a_machine():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "LOCAL_WORLD_SIZE": "1"}
+        _check_address(Place(1, 2, launched=True), env, patience=0.5)
+
+
+def test_an_address_that_does_not_resolve_is_named():
+    env = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"}
+    with pytest.raises(WorldError, match=r"'no-such-host.invalid', does not resolve"):
+        _check_address(Place(1, 2, launched=True), env)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        place = Place(0, 2, master=f"127.0.0.1:{port}", launched=True)
+        with pytest.raises(WorldError, match=rf"cannot listen at 127.0.0.1:{port}: the port is in use"):
+            enter(place, timeout=timedelta(seconds=5))

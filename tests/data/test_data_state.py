@@ -214,3 +214,9 @@ def _stale():
 
 def test_a_deleted_model_does_not_influence_the_shares(ranks):
     assert ranks.run(_stale) == [(15, 8), (15, 8)]
+
+
+def test_a_state_is_plain_data_at_every_position():
+    loader = load_digits(500, "train")
+    states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+    assert {type(value) for state in states for value in state.values()} == {int, bool, str}

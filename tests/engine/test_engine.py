@@ -169,20 +169,6 @@ def _train_frozen():
     return train_fleet(batches(), {}, make=frozen, optimizer=adamw)
 
 
-def test_a_parameter_that_is_unfrozen_later_is_refused_between_ranks(ranks):
-    message = ranks.run(_unfreeze)[0]
-    assert "parameter '0.weight' became trainable after fleet.distribute" in message
-
-
-def _unfreeze():
-    model, optimizer = armed(make=frozen)
-    model[0].requires_grad_(True)
-    try:
-        zero_last(model, optimizer, *batches(1)[0])
-    except UsageError as error:
-        return str(error)
-
-
 def test_the_state_of_the_optimizer_makes_the_round_trip_through_a_file():
     strategy = {"amp": {"dtype": "float16"}, **MERGE}
     model, optimizer = armed(strategy, optimizer=adamw)
@@ -478,7 +464,7 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("declared", [{"clip": True}, {"amp": True}, MERGE], ids=str)
 def test_sparse_gradients_are_refused_where_they_cannot_be_taken(declared):
-    with pytest.raises(StrategyError, match="does not support the sparse gradients of table"):
+    with pytest.raises(StrategyError, match="with the sparse gradients of table is not built yet"):
         armed(declared, make=Sparse)
 
 

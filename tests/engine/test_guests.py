@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.comm.session import current
+from fleetx.engine.dtensors import local
 from rank_pool import forget
 from training import (
     assert_close,
@@ -546,3 +548,58 @@ def test_a_gan_under_merge_is_told_to_freeze_the_discriminator():
         gan(freeze=False)
     forget()
     gan(freeze=True)
+
+
+# --- a norm that is only measured -------------------------------------------------------------------
+def measuring(model, optimizer, x, y):
+    """As the Trainer of transformers does in every step."""
+    mse_loss(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+MEASURED = [{}, {"gradient_merge": {"k_steps": 2}}, {"amp": {"dtype": "float16"}}, {"sharding": True}]
+
+
+def measured(settings):
+    return [
+        {n: local(t) for n, t in train_fleet(batches(), settings, loop=loop).items()} for loop in (measuring, zero_last)
+    ]
+
+
+@pytest.mark.parametrize("settings", MEASURED, ids=str)
+def test_a_norm_may_be_measured_under_every_strategy(ranks, settings):
+    assert_equal(*measured(settings))
+    for pair in ranks.run(measured, settings):
+        assert_equal(*pair)
+
+
+def test_a_clip_by_hand_is_still_an_error_and_so_is_a_change_before_a_measurement():
+    def clips(model, optimizer, x, y):
+        mse_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+
+    def changes(model, optimizer, x, y):
+        mse_loss(model(x), y).backward()
+        next(model.parameters()).grad.mul_(2)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        optimizer.step()
+
+    for loop in (clips, changes):
+        with pytest.raises(UsageError, match=r"a gradient was changed .* call clip_grad_norm_ with math.inf"):
+            train_fleet(batches(), {"gradient_merge": {"k_steps": 2}}, loop=loop)
+        forget()
+
+
+def test_torch_has_its_own_function_again_after_release():
+    from torch.nn.utils import clip_grad
+
+    from fleetx.engine.guests import _clip as plain
+
+    gc.collect()  # models of other tests
+    model, _ = build({"gradient_merge": {"k_steps": 2}})
+    assert clip_grad._clip_grads_with_norm_ is not plain
+    fleet.release(model)
+    assert clip_grad._clip_grads_with_norm_ is plain

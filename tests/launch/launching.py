@@ -106,6 +106,7 @@ def launch(where: Path, words: list[str], *, stdout: int = subprocess.PIPE, **va
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
+        errors="replace",
     )
     return Fleetrun(where=where, process=process, mark=mark)
 

@@ -96,7 +96,8 @@ def test_the_users_variables_are_kept_and_gpus_are_assigned(tmp_path, monkeypatc
     (tmp_path / "train.py").touch()
     job = parse(["--device", "cpu", "train.py"], environ={"OMP_NUM_THREADS": "3"})
     assert job.threads is None
-    attempt = Attempt(number=0, run_id="x", master_addr="a", master_port=1, endpoints=("a:1", "a:2"))
+    where = {"master_addr": "a", "master_port": 1, "endpoints": ("a:1", "a:2"), "nodes": 1, "node": 0}
+    attempt = Attempt(number=0, run_id="x", slots=(0, 1), restarts=0, **where)
     environ = {"OMP_NUM_THREADS": "3", "FLAGS_selected_gpus": "7", "GLOO_SOCKET_IFNAME": "eth0"}
     env = worker_environment(job, attempt=attempt, local_rank=0, error_file=tmp_path, environ=environ)
     assert env["OMP_NUM_THREADS"] == "3"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import PACKAGES
 
 import fleetx
 from fleetx.errors import LaunchError
 from fleetx.launch import devices
 from fleetx.launch.help import UNSUPPORTED
-from fleetx.launch.nodes import rank_in
-from fleetx.launch.options import main, parse
+from fleetx.launch.nodes import _resolve, rank_in
+from fleetx.launch.options import OPTIONS, main, parse
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -67,6 +73,7 @@ def test_a_wrong_command_line_has_exit_code_2_and_starts_nothing(tmp_path, monke
         (".", "is a directory"),
         ("--nproc_per_node -1 train.py", "-1 is not in the range"),
         ("--nproc_per_node 0 train.py", "0 is not in the range"),
+        ("--nproc_per_node 5000 train.py", "5000 is not in the range"),
         ("--nproc_per_node two train.py", "'two' is not a valid integer"),
         ("--max_restarts -1 train.py", "-1 is not in the range"),
         ("--gpus 0,1 --nproc_per_node 4 train.py", "--nproc_per_node 4 does not match --gpus 0,1, which lists 2"),
@@ -86,6 +93,8 @@ def test_a_wrong_command_line_has_exit_code_2_and_starts_nothing(tmp_path, monke
         ("--nnodes 2 --rank 0 --master a train.py", "must be HOST:PORT"),
         ("--nnodes 2 --rank 0 --master a:70000 train.py", "must be HOST:PORT"),
         ("--nnodes 2 --rank 0 --master :80 train.py", "must be HOST:PORT"),
+        ("--nnodes 2 --rank 0 --master a..b:80 train.py", "'a..b' cannot be the name of a host"),
+        (f"--nnodes 2 --rank 0 --master {'a' * 64}:80 train.py", "cannot be the name of a host"),
         ("--ips 10.0.0.1,10.0.0.1 train.py", "10.0.0.1 is listed more than once"),
         (
             "--ips 127.0.0.1,10.9.9.9 --nnodes 3 train.py",
@@ -94,7 +103,17 @@ def test_a_wrong_command_line_has_exit_code_2_and_starts_nothing(tmp_path, monke
         ("--ips 198.51.100.1,198.51.100.2 train.py", "none of these is an address of this machine .*127.0.0.1.*--rank"),
         ("--ips 127.0.0.1,127.0.0.2 train.py", "127.0.0.1, 127.0.0.2 are all addresses of this machine; .*--rank"),
         ("--servers a:1,b:2 train.py", "--servers: fleetx has no parameter servers"),
-        ("--elastic_server=h:1 train.py", "the number of nodes is fixed during a run"),
+        ("--elastic_server=h:1 train.py", "use --elastic MIN:MAX for a number of workers or nodes that changes"),
+        ("--elastic 2 --max_restarts 1 train.py", "--elastic 2: must be MIN:MAX, such as 2:4"),
+        ("--elastic 2:2 --max_restarts 1 train.py", "MIN must be at least 1 and less than MAX"),
+        ("--elastic 0:2 --max_restarts 1 train.py", "MIN must be at least 1 and less than MAX"),
+        ("--elastic 1:2 train.py", "on one node requires --max_restarts"),
+        ("--elastic 1:2 --nproc_per_node 3 --max_restarts 1 train.py", "does not match 3 workers"),
+        ("--elastic 1:2 --ips 127.0.0.1,10.9.9.9,10.9.9.8 train.py", "--elastic 1:2 does not match 3 nodes"),
+        ("--elastic 1:2 --master a:1 --rank 0 train.py", "requires a job secret: set FLEETX_JOB_SECRET"),
+        ("--secret_file missing train.py", r"--secret_file missing: cannot be read \(No such file or directory\)"),
+        ("--preload x train.py", "--preload is for restarts"),
+        ("--restart_delay 61 train.py", "61 is not in the range"),
         ("--rdzv-endpoint h:1 train.py", "--rdzv_endpoint: use --master HOST:PORT"),
     ],
 )
@@ -175,3 +194,68 @@ def test_a_node_finds_itself_in_ips():
 def test_the_version_is_printed(capsys):
     assert parse(["--version"], environ={}) is None
     assert capsys.readouterr().out == f"fleetrun, version {fleetx.__version__}\n"
+
+
+WORDS = st.sampled_from(
+    [option for options in OPTIONS.values() for each in options for option in each.opts]
+    + ["train.py", "-m", "--", "0", "1", "-1", "2:4", "1:0", "4:2:1", ":", "a,b", ",", "", "127.0.0.1:1", "[::1]:99999"]
+    + [
+        "localhost:6069",
+        "\x00",
+        "é\u2028",
+        "9" * 30,
+        "²:³",
+        "1e9",
+        "nan",
+        "inf",
+        "cpu",
+        "cuda",
+        "--elastic=1:2",
+        "GPU-x",
+    ]
+)
+
+
+@given(st.lists(WORDS | st.text(max_size=5), max_size=8))
+def test_any_command_line_gives_a_job_or_a_one_line_error(words):
+    # Without the network: the names of hosts are nonsense here, and a name server may take its time.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fleetx.launch.nodes._resolve", lambda host: {"127.0.0.1"})
+        outcome = outcome_of(words)
+    assert outcome == ""
+
+
+def test_a_host_that_is_no_name_does_not_resolve():
+    assert _resolve("a\x00b") == _resolve("a..b") == _resolve("a" * 64) == set()
+
+
+def outcome_of(words):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        Path("train.py").touch()
+        try:
+            job = parse(words, environ=NO_GPUS)
+            outcome = "" if job is None or 1 <= job.workers <= 4096 else "a job that cannot be run"
+        except LaunchError as error:
+            outcome = str(error).strip().partition("\n")[1]
+        assert os.listdir() == ["train.py"]
+        return outcome
+
+
+def test_the_secret_is_not_shown_with_the_job(script):
+    words = "--device cpu --nnodes 2 --rank 0 --master 127.0.0.1:1 train.py"
+    job = parse(words.split(), environ={"FLEETX_JOB_SECRET": "0123456789abcdef"})
+    assert job.secret == b"0123456789abcdef"
+    assert "0123456789abcdef" not in repr(job) + str(job)
+
+
+def test_paddles_older_options_are_understood(script, monkeypatch):
+    monkeypatch.setenv("FLAGS_START_PORT", "7000")
+    words = (
+        "--device cpu --cluster_node_ips 10.0.0.1,10.0.0.2 --node_ip 10.0.0.2 --started_port 7100 --run_mode collective"
+    )
+    job = parse([*words.split(), "train.py"], environ={})
+    assert (job.nodes, job.rank, job.address, job.master) == (2, 1, "10.0.0.2", ("10.0.0.1", 7099))
+    with pytest.raises(LaunchError, match=r"--node_ip 10\.0\.0\.3 is not one of --ips 10\.0\.0\.1"):
+        parse(["--ips", "10.0.0.1", "--node_ip", "10.0.0.3", "train.py"], environ={})
+    with pytest.raises(LaunchError, match="--run_mode"):
+        parse(["--run_mode", "ps", "train.py"], environ={})

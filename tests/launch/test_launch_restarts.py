@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fleetx.launch.pace import LONGEST, QUICK, Pace
+
 RUNS = {
     # With torchrun 2.13 three of four such restarts fail: the new ranks read the old ranks' addresses from the store.
     "gloo": (
@@ -43,7 +45,7 @@ RUNS = {
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1000)
         """,
-        "--nproc_per_node 2 --max_restarts 2 --stop_timeout 600",
+        "--nproc_per_node 2 --max_restarts 2 --stop_timeout 600 --cold",
     ),
 }
 
@@ -80,3 +82,20 @@ def test_the_log_keeps_every_attempt(finished):
     for number in (1, 2):
         assert parts[number].startswith(f"{number} of 2, ")
         assert parts[number].endswith(f" --------\nattempt {number}\n")
+
+
+def test_a_script_that_always_fails_at_once_is_restarted_ever_more_slowly():
+    pace = Pace(delay=1)
+    assert [pace.wait_after(0.1) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, LONGEST, LONGEST]
+    assert pace.wait_after(QUICK) == 0  # it had time to do something
+    assert [pace.wait_after(0.1) for _ in range(3)] == [0, 1, 2]
+    assert all(wait <= LONGEST for wait in (pace.wait_after(0.1) for _ in range(5000)))
+    never = Pace(delay=0)
+    assert [never.wait_after(0.1) for _ in range(5)] == [0] * 5
+
+
+def test_the_wait_is_announced_with_its_reason(finished):
+    # The attempts may be slower than QUICK on a busy machine: then there is no wait, and nothing to announce.
+    lines = [line for line in finished("fails three times").err.splitlines() if "; restart 2 of 2" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(("restart 2 of 2", "restart 2 of 2 in 1 s: 2 attempts in a row failed within 10 s"))

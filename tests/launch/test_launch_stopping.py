@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 
+import psutil
 import pytest
 from launching import until
 
@@ -91,3 +94,80 @@ def test_kill_9_of_fleetrun_leaves_nothing_running(family):
     run.finish()
     assert run.code == -signal.SIGKILL
     until(lambda: run.survivors() == [], what="everything to be gone")
+
+
+def test_after_sigterm_a_worker_saves_its_state_with_the_help_of_its_children(fleetrun):
+    """The signal goes to the workers once, and not to their data loaders; the exit code is for a scheduler."""
+    run = fleetrun(
+        """
+        import os, signal, subprocess, sys, time
+        loader = subprocess.Popen(["sleep", "1000"])
+        got = []
+        signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+        with open(f"up.{os.environ['RANK']}", "w") as file:
+            print("up", file=file)
+        while not got: time.sleep(0.01)
+        time.sleep(0.5)
+        print("signals", len(got), "loader", loader.poll(), flush=True)
+        sys.exit(143)
+        """,
+        options="--nproc_per_node 2 --grace_period 600 --stop_timeout 0 --max_restarts 5 --cold",
+    )
+    run.wait_for("up.0"), run.wait_for("up.1")
+    run.signal(signal.SIGTERM)
+    run.finish()
+    assert run.code == 143
+    assert run.log(0) == run.log(1) == "signals 1 loader None\n"
+    assert run.err.splitlines()[1:] == ["fleetrun: stopped by SIGTERM"]
+    assert run.survivors() == []
+
+
+def test_a_worker_that_does_not_stop_within_the_grace_period_is_killed(fleetrun):
+    run = fleetrun(
+        """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("up", file=open("up", "w"))
+        while True: time.sleep(1000)
+        """,
+        options="--grace_period 1 --stop_timeout 600",
+    )
+    run.wait_for("up")
+    run.signal(signal.SIGTERM)
+    assert run.finish().code == 143
+    assert run.err.splitlines()[1:] == [
+        "fleetrun: stopped by SIGTERM; 1 worker did not exit in time and had to be killed"
+    ]
+    assert run.survivors() == []
+
+
+def test_everything_listens_on_loopback_and_junk_on_its_ports_does_not_matter(fleetrun, tmp_path):
+    run = fleetrun(
+        """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        with open(f"up.{os.environ['RANK']}", "w") as file:
+            print("up", file=file)
+        while not os.path.exists("go"): time.sleep(0.01)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print("sum", int(total))
+        dist.destroy_process_group()
+        """,
+        options="--nproc_per_node 2 --max_restarts 1",
+    )
+    run.wait_for("up.0"), run.wait_for("up.1")
+    processes = (psutil.Process(pid) for pid in run.survivors())
+    listening = [c for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3  # the store, and gloo in both workers
+    assert {connection.laddr.ip for connection in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    for connection in listening:
+        for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096):
+            with contextlib.suppress(OSError), socket.create_connection(connection.laddr[:2], timeout=5) as peer:
+                peer.sendall(junk)
+    (tmp_path / "go").touch()
+    run.finish()
+    assert run.code == 0, run.err
+    assert run.out == "sum 2\n"
+    assert len(run.err.splitlines()) == 1

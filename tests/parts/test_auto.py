@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from fleetx.cli import main
 from fleetx.planner import choose, search
 from fleetx.planner.report import table
 from fleetx.planner.trial import Trial
+from rank_pool import forks
 
 QUICK = {"cache": False, "trials": 0, "max_seconds": 600.0}
 
@@ -123,14 +125,10 @@ def test_ranks_choose_the_same_plan_and_its_file_repeats_the_run_bit_for_bit(sea
     assert all(torch.equal(auto[name], again[name]) for name in auto)
 
 
-REPEAT = """
-import sys, torch
-sys.path[:0] = sys.argv[1:3]
-torch.set_num_threads(1)
-import test_auto
-_, batch, values = test_auto._loaded("plan.yaml")
-torch.save([batch, values], "repeated.pt")
-"""
+def _repeat(pipe):
+    torch.set_num_threads(1)
+    _, batch, values = _loaded("plan.yaml")
+    pipe.send([batch, {name: value.tolist() for name, value in values.items()}])
 
 
 def test_a_new_process_repeats_the_run_from_the_file_bit_for_bit(fixed):
@@ -139,11 +137,15 @@ def test_a_new_process_repeats_the_run_from_the_file_bit_for_bit(fixed):
     model, optimizer = distributed(DistributedStrategy(auto=QUICK | settings, gradient_merge={"k_steps": 3}))
     values = trained(model, optimizer)
     assert "batch: {feed: 16, merged: 3, replicas: 1}" in Path("plan.yaml").read_text()
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    subprocess.run([sys.executable, "-c", REPEAT, *folders], check=True, timeout=200)
-    batch, repeated = torch.load("repeated.pt", weights_only=True)
+    context = get_context(forks())
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_repeat, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(200)
+    batch, repeated = ours.recv()
+    process.join()
     assert batch == (16, 3, 1)
-    assert all(torch.equal(values[name], repeated[name]) for name in values)
+    assert repeated == {name: value.tolist() for name, value in values.items()}
 
 
 def test_no_file_is_written_unless_asked_for(fixed):

@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.parts.dgc import DGC
+from fleetx.verify import oracle
 from training import Batch, assert_close, assert_equal, big, net, share, train, train_fleet, weights, zero_last
 
 
@@ -116,6 +117,60 @@ def test_it_equals_float64_with_an_exact_selection(ranks, settings, more):
         assert_close(got, expected)
 
 
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)  # smaller ones would amplify rounding
+
+
+def nesterov(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def without_correction(batches, make_optimizer, settings, sparsity=0.99):
+    """In float64: every rank keeps a residual, and the update rule takes the mean of what is sent."""
+    model = wide().double()
+    update = oracle._rule(model, make_optimizer(model), settings)
+    residuals = [{}, {}]
+    for x, y in batches:
+        sent = []
+        for residual, x_, y_ in zip(residuals, x.double().chunk(2), y.double().chunk(2), strict=True):
+            model.zero_grad()
+            mse_loss(model(x_), y_).backward()
+            sent.append({})
+            for name, p in model.named_parameters():
+                v = residual.get(name, 0.0) + p.grad
+                k = max(1, int(v.numel() * (1 - sparsity))) if v.numel() >= 16384 else v.numel()
+                chosen = torch.zeros(v.numel(), dtype=torch.bool)
+                chosen[v.abs().flatten().topk(k).indices] = True
+                sent[-1][name] = torch.where(chosen.view_as(v), v, 0.0)
+                residual[name] = v - sent[-1][name]
+        grads = {name: (sent[0][name] + sent[1][name]) / 2 for name in sent[0]}
+        if "clip" in settings:
+            oracle._clip(grads, settings["clip"]["clip_norm"])
+        update(grads)
+    return {k: v.float() for k, v in weights(model).items()}
+
+
+LARS = {"lars_coeff": 0.02, "lars_weight_decay": 0.0005, "epsilon": 0.0}
+OFF = {"momentum_correction": False}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dgc", "others"),
+    [
+        (sgd, {}, {"lars": LARS}),
+        (adam, {}, {"lamb": {"lamb_weight_decay": 0.01}}),
+        (adam, OFF, {}),
+        (nesterov, OFF, {}),
+        (sgd, OFF, {"clip": {"clip_norm": 0.05}}),
+    ],
+    ids=["lars", "lamb", "adam", "nesterov", "clip"],
+)
+def test_without_momentum_correction_it_equals_float64_with_an_exact_selection(ranks, optimizer, dgc, others):
+    expected = without_correction(data(), optimizer, others)
+    for got in ranks.run(run, {"dgc": {"sparsity": [0.99], **dgc}, **others}, optimizer):
+        assert_close(got, expected)
+
+
 def test_weight_decay_is_accumulated_with_the_gradient(ranks):
     expected = reference(data(), 2, lambda t: 0.99, decay=0.01)
     for got in ranks.run(run, {"dgc": {"sparsity": [0.99]}}, decayed):
@@ -211,8 +266,8 @@ def test_little_is_sent_and_explain_reports_it(ranks):
         assert re.search(r"this rank sends \S+ MB per round", text)
 
 
-def resumed(amp):
-    declared = {"dgc": {"sparsity": [0.5, 0.99], "rampup_begin_step": 2, "rampup_step": 4}} | amp
+def resumed(others):
+    declared = {"dgc": {"sparsity": [0.5, 0.99], "rampup_begin_step": 2, "rampup_step": 4}} | others
     model, optimizer = build(declared)
     batches = share(data(8), fleet.worker_index(), 2)
     for i, (x, y) in enumerate(batches):
@@ -230,9 +285,14 @@ def resumed(amp):
     return weights(model), weights(again)
 
 
-@pytest.mark.parametrize("amp", [{}, {"amp": {"init_loss_scaling": 1024.0}}], ids=["fp32", "fp16"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks, amp):
-    for uninterrupted, again in ranks.run(resumed, amp):
+FP16 = {"amp": {"init_loss_scaling": 1024.0}}
+
+
+@pytest.mark.parametrize(
+    "others", [{}, FP16, {"lars": LARS}, {"lars": LARS} | FP16], ids=lambda o: "-".join(o) or "alone"
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks, others):
+    for uninterrupted, again in ranks.run(resumed, others):
         assert_equal(uninterrupted, again)
 
 
@@ -282,12 +342,12 @@ def test_residuals_belong_to_their_rank(ranks):
         (
             torch.optim.Adam,
             {"allow_single": True},
-            "dgc needs torch.optim.SGD, because it takes over its momentum: use SGD instead of Adam",
+            "dgc takes over the momentum of torch.optim.SGD, which Adam does not have: use SGD, or set dgc_configs",
         ),
         (
             lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
             {"allow_single": True},
-            "not support SGD's nesterov",
+            "dgc with SGD's nesterov is not built yet",
         ),
         (lambda p: torch.optim.SGD(p, 0.1, 0.9), {}, r"one worker, so there is nothing to communicate.*allow_single"),
     ],
@@ -304,7 +364,10 @@ def test_unsupported_optimizers_and_worlds(make, settings, message):
     [
         ({"dgc": {"sparsity": []}}, "sparsity is empty"),
         ({"dgc": {"sparsity": [1.0]}}, "sparsity"),
-        ({"dgc": True, "lars": True}, "`dgc` and `lars` both change the optimizer's update rule"),
+        (
+            {"dgc": {"momentum_correction": True}, "lars": True},
+            "`dgc` and `lars` both change the optimizer's update rule",
+        ),
         ({"dgc": True, "clip": True}, "`clip` does not work with gradients that already contain momentum"),
         ({"dgc": True, "localsgd": True}, "`dgc` and `localsgd` both control what ranks exchange"),
     ],
@@ -343,7 +406,7 @@ def second_backward():
     model, _ = build({"dgc": {"sparsity": [0.99]}})
     x, y = data(1)[0]
     mse_loss(model(x), y).backward()
-    with pytest.raises((UsageError, RuntimeError), match="does not support a second backward before"):
+    with pytest.raises((UsageError, RuntimeError), match="a second backward before"):
         mse_loss(model(x), y).backward()
     return True
 

@@ -180,7 +180,7 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2, segment_broadcast_MB=1.0) | SMALL}, "remove segment_broadcast_MB"),
         ({"sharding": config(1)}, "sharding_degree = 1 makes 2 groups of ranks: set hybrid_dp=True"),
         ({"sharding": config(2, hybrid_dp=True)}, "hybrid_dp needs several groups"),
-        ({"sharding": config(2, mp_degree=2)}, "there is no tensor parallelism"),
+        ({"sharding": config(2, mp_degree=2)}, "tensor parallelism is not built yet"),
         ({"sharding": config(2, pp_degree=2)}, "use strategy.pipeline"),
         ({"sharding": config(2, gradient_merge_acc_step=2)}, "use strategy.gradient_merge"),
         ({"sharding": config(2, optimize_offload=True)}, "use offload"),
@@ -189,7 +189,10 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
         ({"sharding": config(2), "dgc": True}, "both control what ranks exchange"),
         ({"sharding": config(2), "localsgd": True}, "both control what ranks exchange"),
-        ({"sharding": config(2), "recompute": {"memory_budget": "min"}}, "does not work with parameters sharded"),
+        (
+            {"sharding": config(2), "recompute": {"memory_budget": "min"}},
+            "together with parameters sharded across ranks, which `sharding` produces, is not built yet",
+        ),
     ],
 )
 def test_errors(ranks, declared, message):

@@ -109,10 +109,10 @@ def fused_adagrad(model):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (adafactor, "Adafactor, which torch cannot run on shards: use another one"),
-        (rprop, "Rprop, which torch cannot run on shards: use another one"),
-        (fused_sgd, "SGD(fused=True), which torch cannot run on shards: remove fused=True"),
-        (fused_adagrad, "Adagrad(fused=True), which torch cannot run on shards: remove fused=True"),
+        (adafactor, "Adafactor on shards is not built yet in torch: use another optimizer"),
+        (rprop, "Rprop on shards is not built yet in torch: use another optimizer"),
+        (fused_sgd, "SGD(fused=True) on shards is not built yet in torch: remove fused=True"),
+        (fused_adagrad, "Adagrad(fused=True) on shards is not built yet in torch: remove fused=True"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -193,15 +193,30 @@ def test_a_loss_that_reads_whole_weights(ranks, stage):
     equals_one_rank(ranks, loss=reads_whole_weights, setting={"stage": stage})
 
 
-def reads_shards():
+def uses_whole_weights(model, x):
+    """What a rank's data do to the weight differs between ranks."""
+    weight = model[2].weight
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return model(x).square().mean() + (x[:, :3] @ weight).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_that_uses_whole_weights_on_data(ranks, stage):
+    """torch alone would keep this rank's part of this rank's gradient."""
+    equals_one_rank(ranks, loss=uses_whole_weights, setting={"stage": stage})
+
+
+def reads_shards(plain):
     model, _ = armed()
+    loss = model(inputs()[0]).square().mean() + sum(p.square().sum() for p in model.parameters())
     with pytest.raises(UsageError) as error:
-        fleet.backward(model(inputs()[0]).square().mean() + sum(p.square().sum() for p in model.parameters()))
+        loss.backward() if plain else fleet.backward(loss)
     return str(error.value)
 
 
-def test_a_loss_that_reads_shards_is_told_to_read_whole_weights(ranks):
-    for text in ranks.run(reads_shards):
+@pytest.mark.parametrize("plain", [True, False], ids=["loss.backward", "fleet.backward"])
+def test_a_loss_that_reads_shards_is_told_to_read_whole_weights(ranks, plain):
+    for text in ranks.run(reads_shards, plain):
         assert "use p.full_tensor()" in text
 
 
@@ -219,7 +234,7 @@ def shard_count():
     "other", [{"use_hierarchical_allreduce": True}, {"nccl_comm_num": 2}], ids=["hierarchical", "nccl"]
 )
 def test_other_paths_are_refused_by_the_plan(other):
-    with pytest.raises(StrategyError, match="`sharding` does not work with gradients sent over several process groups"):
+    with pytest.raises(StrategyError, match="`sharding` together with gradients sent over several process groups"):
         fleet.DistributedStrategy(sharding=True, **other).plan()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fleetx import StrategyError
+from fleetx.parts.adaptive_localsgd import AdaptiveLocalSGD
 from fleetx.parts.amp import AMP
 from fleetx.parts.clip import Clip
 from fleetx.parts.data_parallel import DataParallel
@@ -17,10 +18,11 @@ from fleetx.parts.dgc import DGC
 from fleetx.parts.fp16_allreduce import FP16AllReduce
 from fleetx.parts.gradient_merge import GradientMerge
 from fleetx.parts.lars import LARS
+from fleetx.parts.localsgd import LocalSGD
 from fleetx.parts.recompute import Recompute
 from fleetx.parts.sync_batch_norm import SyncBatchNorm
 from fleetx.strategy.compose import compose, first
-from fleetx.strategy.part import Part, every, settings, switch_of
+from fleetx.strategy.part import Part, claims, every, settings, switch_of
 from fleetx.strategy.stage import Fact, Stage, at
 
 
@@ -30,7 +32,7 @@ class Sparse(Part):
 
     switch = "sparse"
 
-    @at(Stage.REDUCE, bars={Fact.SCALED}, makes={Fact.MOMENTUM})
+    @at(Stage.REDUCE, bars={Fact.SCALED}, because="values would overflow", makes={Fact.MOMENTUM})
     def send(self, bucket, ctx): ...
 
 
@@ -50,7 +52,7 @@ class Rule(Part):
 
     switch = "rule"
 
-    @at(Stage.UPDATE, bars={Fact.MOMENTUM})
+    @at(Stage.UPDATE, unbuilt={Fact.MOMENTUM})
     def update(self, optimizer, ctx): ...
 
 
@@ -97,15 +99,26 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([Sparse(), Alone()], "`alone` and `sparse` both control what ranks exchange during backward: use only one of"),
+        (
+            [Sparse(), Alone()],
+            "`alone` and `sparse` both control what ranks exchange during backward; combining them is not built yet",
+        ),
+        (
+            [LARS(), Rule()],
+            "`lars` and `rule` both change the optimizer's update rule, and an update follows one rule: use",
+        ),
+        (
+            [LocalSGD(), AdaptiveLocalSGD()],
+            "`adaptive_localsgd` and `localsgd` both decide in which rounds the parameters are averaged, and",
+        ),
         (
             [Sparse(), FP16],
             "`sparse` does not work with gradients multiplied by a loss scale, which `amp` with "
-            "init_loss_scaling=1024.0 produces: turn one of them off or change these settings",
+            "init_loss_scaling=1024.0 produces, because values would overflow: turn one of them off or change these",
         ),
         (
             [Sparse(), Rule()],
-            "`rule` does not work with gradients that already contain momentum, which `sparse` produces: "
+            "`rule` together with gradients that already contain momentum, which `sparse` produces, is not built yet: "
             "turn one of them off",
         ),
         ([Hungry()], "`hungry` needs parameters sharded across ranks, which nothing in this strategy produces: turn"),
@@ -128,7 +141,7 @@ def test_three_switches_that_want_the_same_stage_are_one_problem():
 
 def test_two_switches_that_conflict_twice_are_one_problem():
     with pytest.raises(StrategyError) as caught:
-        compose([DGC(), LARS()])
+        compose([DGC(momentum_correction=True), LARS()])
     assert len(caught.value.problems) == 1
 
 
@@ -148,6 +161,19 @@ def test_a_plan_knows_what_is_true_when_each_act_is_called():
     (unscale,) = [a for a in plan.acts if a.name == "amp.unscale"]
     assert plan.facts_at(clip) == frozenset()
     assert Fact.SCALED in plan.facts_at(unscale)
+
+
+def test_dgc_leaves_the_momentum_to_another_update_rule():
+    (dgc,) = [part for part in compose([DGC(), LARS()]).parts if isinstance(part, DGC)]
+    assert dgc.momentum_correction is False
+    assert compose([DGC()]).parts == (DGC(),)
+
+
+def test_an_act_that_bars_a_fact_says_why_no_code_could_work_with_it():
+    for part in every().values():
+        for method, claim in claims(part).items():
+            assert bool(claim.bars) == bool(claim.because), f"{part.__name__}.{method}: set because="
+            assert not claim.bars & claim.unbuilt
 
 
 BUILT = [FP16, AMP(dtype="bfloat16"), Recompute(checkpoints=["0"]), GradientMerge(k_steps=2), Clip(), SyncBatchNorm()]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from fleetx.cli import main
-from fleetx.strategy.part import every
-from fleetx.verify import oracle, report
-from fleetx.verify.combinations import combinations, switches
-from fleetx.verify.judge import Judge, Verdict, observed
-from fleetx.verify.observe import bytes_sent
+from fleetx.errors import NOT_BUILT
+from fleetx.parts.recompute.chain import Chain
+from fleetx.strategy.part import claims, every
+from fleetx.strategy.stage import Stage
+from fleetx.verify import oracle, report, unbuilt
+from fleetx.verify.combinations import combinations, declared, refusals, switches
+from fleetx.verify.judge import Judge, Verdict, _job, observed, ranks_for
+from fleetx.verify.observe import connections, sent_since
+from fleetx.verify.ranks import RankError
 
 ALL = list(combinations(3))
 PAIRS = [c for c in ALL if len(c) == 2]
@@ -38,7 +46,7 @@ def check(verdict):
 @pytest.mark.parametrize("chosen", [c for c in ALL if len(c) < 2], ids=name)
 def test_alone(judge, chosen):
     verdict = check(judge.judge(chosen))
-    assert verdict.kind != "refused"
+    assert verdict.ran
     assert [seen.acts for seen in verdict.effects.values()] == [True] * len(chosen)
 
 
@@ -60,9 +68,76 @@ def test_the_oracle_knows_every_strategy():
 @pytest.mark.parametrize("switch", switches())
 def test_a_strategy_that_does_not_act_is_noticed(judge, switch):
     """A run without it, passed off as a run with it."""
-    size = 4 if switch in ("pipeline", "use_hierarchical_allreduce") else 2
+    size = ranks_for((switch,))
     off = judge._run((), (switch,), size, False)
     assert observed(switch, off, off).acts is False
+
+
+@pytest.mark.parametrize("chosen", [c for c in ALL if len(c) in (1, 2)], ids=name)
+def test_a_strategy_that_stops_acting_is_noticed(judge, chosen):
+    """In the last steps of the run with it: the steps of a run without it."""
+    if refusals(declared(chosen)):
+        pytest.skip("raises an error")
+    on = judge._run(chosen, chosen, ranks_for(chosen), False)
+    for switch in chosen:
+        off = judge._run(tuple(s for s in chosen if s != switch), chosen, ranks_for(chosen), False)
+        half = len(on[0]["steps"]) // 2
+        stopped = [a | {"steps": a["steps"][:half] + b["steps"][half:]} for a, b in zip(on, off, strict=True)]
+        assert not observed(switch, stopped, off).acts, switch
+
+
+def _without_segments(*args):
+    """From the second step on, recompute runs every module once, as it once did under pipeline."""
+    real, calls = Chain.forward, []
+
+    def forward(chain):
+        calls.append(chain)
+        return real(chain) if len(calls) <= 2 else nullcontext()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chain, "forward", forward)
+        return _job(*args)
+
+
+@pytest.mark.parametrize("chosen", [("recompute",), ("pipeline", "recompute")], ids=name)
+def test_recompute_that_stops_after_its_first_segments_is_noticed(judge, chosen):
+    size = ranks_for(chosen)
+    stopped = judge._pools[size].run(_without_segments, declared(chosen), chosen, torch.float64)
+    off = judge._run(tuple(s for s in chosen if s != "recompute"), chosen, size, False)
+    assert observed("recompute", stopped, off).acts is False
+
+
+@pytest.mark.parametrize("chosen", [c for c in ALL if refusals(declared(c))], ids=name)
+def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be(chosen):
+    problems = refusals(declared(chosen))
+    reasons = [stage.because for stage in Stage] + [c.because for p in every().values() for c in claims(p).values()]
+    reasons += ["and only one can"]
+    for problem in problems:
+        assert (NOT_BUILT in problem) != any(reason and reason in problem for reason in reasons), problem
+
+
+def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
+    pairs, single = list(unbuilt.beside_others()), list(unbuilt.messages())
+    assert [text.partition(": ")[0] for text in pairs] == [
+        "nccl_comm_num=2 + sharding",
+        "recompute with memory_budget='min' + pipeline",
+        "recompute with memory_budget='min' + sharding",
+    ]
+    assert "lars with dampening is not built yet: pass dampening=0 to SGD" in single
+    assert all(NOT_BUILT in text for text in (*pairs, *single))
+
+
+def test_the_page_in_the_docs_lists_every_error_as_it_is_now():
+    page = (Path(__file__).parent.parent.parent / "docs/results/verify.md").read_text()
+    pairs = [f"{' + '.join(c)}: {'; '.join(refusals(declared(c)))}" for c in PAIRS if refusals(declared(c))]
+    for text in (*pairs, *unbuilt.beside_others(), *unbuilt.messages()):
+        assert f"- {text}\n" in page, "run fleetx verify --all --output docs/results/verify.md"
+
+
+def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):
+    monkeypatch.setattr(judge, "_effects", lambda verdict: (_ for _ in ()).throw(RankError("no")))
+    verdict = judge.judge(("clip",))
+    assert (verdict.ok, verdict.reason) == (False, "no")
 
 
 def test_a_wrong_number_is_noticed(judge, monkeypatch):
@@ -76,32 +151,45 @@ def test_a_wrong_number_is_noticed(judge, monkeypatch):
     assert "differs from one plain process" in verdict.reason
 
 
-def test_bytes_are_those_of_the_kernel(ranks):
+def test_bytes_are_those_of_the_kernel_also_if_another_connection_closes_meanwhile(ranks):
     for sent in ranks.run(_sent):
         assert 80_000 < sent < 90_000
 
 
 def _sent():
-    before = bytes_sent()
+    group = torch.distributed.new_group()
+    torch.distributed.all_reduce(torch.zeros(20_000), group=group)
+    before = connections()
+    torch.distributed.destroy_process_group(group)
     torch.distributed.all_reduce(torch.zeros(20_000))  # two ranks: each sends 80 kB
-    return bytes_sent() - before
+    return sent_since(before)
 
 
 VERDICTS = [
     Verdict(("clip",), "equal", error=1e-16, bound=1e-11, ranks=2, dtype="float64"),
     Verdict(("dgc",), "lossy"),
     Verdict(("clip", "dgc"), "refused", "clip <bars> momentum"),
+    Verdict(("sharding",), "equal"),
+    Verdict(("dgc", "sharding"), "unbuilt", "dgc with sharding is not built yet"),
 ]
 
 
 def test_the_matrix_as_text_html_and_json():
-    assert report.matrix(VERDICTS) == [["", "1", "2"], ["1 clip", "=", ""], ["2 dgc", "x", "~"]]
-    assert "3 combinations: 1 equal, 1 lossy within bounds, 1 raise an error, 0 failed" in report.text(VERDICTS)
+    assert [row[1:] for row in report.matrix(VERDICTS)[1:]] == [["=", "", ""], ["x", "~", ""], [" ", "o", "="]]
+    assert "2 equal, 1 lossy within bounds, 1 contradictions and 1 not built yet" in report.text(VERDICTS)
     page = report.page(VERDICTS, "cpu", 1.0)
     assert '<td class="refused">x</td>' in page
     assert "clip &lt;bars&gt; momentum" in page
     data = json.loads(report.as_json(VERDICTS, "cpu", 1.0))
-    assert [c["kind"] for c in data["combinations"]] == ["equal", "lossy", "refused"]
+    assert [c["kind"] for c in data["combinations"]] == ["equal", "lossy", "refused", "equal", "unbuilt"]
+
+
+def test_what_is_shown_in_html_is_never_part_of_it():
+    evil = "</pre><script>alert(1)</script>\x1b[2J\"'&"
+    verdicts = [dataclasses.replace(v, reason=evil) for v in VERDICTS]
+    page = report.page(verdicts, evil, float("nan"))
+    assert "<script" not in page
+    assert page.count("</pre>") == 1
 
 
 @pytest.mark.slow
@@ -123,15 +211,54 @@ def test_the_command(tmp_path):
         (["--model", "json:dumps", "clip"], "with --model the strategy comes from --strategy"),
         (["--model", "json:dumps", "--all"], "with --model the strategy comes from --strategy"),
         (["--model", "nowhere:none"], "--model nowhere:none: No module named 'nowhere': pass module:function"),
+        (["--model", "json"], "--model json: write module:function, such as train:example for example() in train.py"),
+        (["--model", "mine.py:two"], "--model mine.py:two: write module:function"),
+        (["--model", "json:nothing"], "has no attribute 'nothing'"),
+        (["--model", "mine:value"], "value is not a function but 3"),
+        (["--model", "mine:two"], "two() returned 2 values, but it must return (model, x, y, loss_fn)"),
+        (["--model", "mine:alone"], "alone() returned Linear, but it must return (model, x, y, loss_fn)"),
+        (["--model", "mine:lists"], "lists() returned list instead of a tensor: it must return"),
+        (["--model", "mine:named"], "named() returned 'mse' instead of a loss function"),
+        (
+            ["--model", "mine:argument"],
+            "argument() raised TypeError: argument() missing 1 required positional argument",
+        ),
+        (["--model", "mine:broken"], "broken() raised KeyError: 'train.csv' ("),
+        (["--model", "mine:shapes"], "loss_fn(model(x), y) and its backward raised RuntimeError: mat1 and mat2 shapes"),
+        (["--model", "mine:few"], "x has 1 samples and y has 1: they need equally many, at least one per rank"),
+        (["--model", "mine:dropout"], "dropout (0) draws other random numbers on each rank"),
+        (["--output", "no/such/x.html"], "there is no folder"),
         (["--model", "json:dumps", "--output", "x.html"], "--output is for the matrix of all strategies: remove it"),
         (["--output", "x.txt"], "--output x.txt: the name must end in .html, .json, .md"),
     ],
 )
-def test_mistakes_on_the_command_line(arguments, message):
+def test_mistakes_on_the_command_line(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MISTAKES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     done = CliRunner().invoke(main, ["verify", *arguments])
     assert done.exit_code == 1
     assert message in done.output
 
+
+MISTAKES = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+x, y, value = torch.zeros(4, 3), torch.zeros(4, 2), 3
+
+def two(): return nn.Linear(3, 2), x
+def alone(): return nn.Linear(3, 2)
+def lists(): return nn.Linear(3, 2), [1.0], y, mse_loss
+def named(): return nn.Linear(3, 2), x, y, "mse"
+def argument(n): return None
+def broken(): raise KeyError("train.csv")
+def shapes(): return nn.Linear(9, 2), x, y, mse_loss
+def few(): return nn.Linear(3, 2), x[:1], y[:1], mse_loss
+def dropout(): return nn.Sequential(nn.Dropout(), nn.Linear(3, 2)), x, y, mse_loss
+"""
 
 MODEL = """
 import torch
@@ -146,15 +273,39 @@ def example():
 
 @pytest.mark.slow
 def test_the_model_of_the_user(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "normed.py").write_text(MODEL)
     (tmp_path / "mine.yaml").write_text("gradient_merge: {k_steps: 2}\nclip: {clip_norm: 0.1}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = CliRunner().invoke(main, ["verify", "--model", "mine:example", "--strategy", "mine.yaml"])
+    done = CliRunner().invoke(main, ["verify", "--model", "normed:example", "--strategy", "mine.yaml"])
     assert done.exit_code == 0, done.output
     assert "clip + gradient_merge on 2 ranks equals the same training in one plain float64 process" in done.output
     assert "because BatchNorm (1) uses the statistics of each share: turn sync_batch_norm on" in done.output
     assert "gradient_merge acts: fewer steps update" in done.output
+
+
+WIDE = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+def example():
+    return nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 3)), torch.randn(16, 128), torch.randn(16, 3), mse_loss
+"""
+
+
+@pytest.mark.slow
+def test_a_lossy_strategy_on_the_model_of_the_user(tmp_path, monkeypatch):
+    """Compared at settings that lose nothing; dgc keeps the settings that it has beside lamb where lamb is left out."""
+    (tmp_path / "wider.py").write_text(WIDE)
+    (tmp_path / "mine.yaml").write_text("dgc: true\nlamb: true\ngradient_merge: {k_steps: 8}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = CliRunner().invoke(main, ["verify", "--model", "wider:example", "--strategy", "mine.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "dgc was compared with {'sparsity': [0.0]}, because it loses precision otherwise" in done.output
+    for effect in ("dgc acts", "lamb acts", "gradient_merge acts"):
+        assert effect in done.output
 
 
 def test_effects_are_sentences():

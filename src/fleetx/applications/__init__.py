@@ -1,5 +1,7 @@
 """Models that are ready to train: `Resnet50`, `VGG16`, `BertBase`, `BertLarge`, `Transformer`.
 
+The other BERTs are names of FleetX.
+
 They have fresh weights; nothing is downloaded. Called with a batch as keyword arguments, each returns its loss.
 """
 
@@ -8,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fleetx.applications.application import Application
-from fleetx.applications.bert import Bert_base, Bert_large, BertBase, BertLarge
+from fleetx.applications.bert import Bert_base, Bert_large, BertBase, BertGiant, BertHuge, BertLarge
+from fleetx.applications.bert import FirstBert as Bert
 from fleetx.applications.images import VGG16, Resnet50
 from fleetx.applications.program import Parameter, Program, Variable
 from fleetx.applications.transformer import Transformer
@@ -17,7 +20,10 @@ from fleetx.base.suggest import did_you_mean
 __all__ = [
     "VGG16",
     "Application",
+    "Bert",
     "BertBase",
+    "BertGiant",
+    "BertHuge",
     "BertLarge",
     "Bert_base",
     "Bert_large",
@@ -30,5 +36,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "linear_warmup_decay":  # where FleetX had it at first
+        from fleetx.optim.schedule import linear_warmup_decay
+
+        return linear_warmup_decay
+    if name in ("MultiSlotCTR", "Word2vec"):
+        raise AttributeError(
+            f"fleetx.applications has no {name!r}: it trains with parameter servers, which fleetx lacks"
+        )
     hint = did_you_mean(name, __all__)
     raise AttributeError(f"fleetx.applications has no {name!r}{hint and ': ' + hint}")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fleetx.applications.program import Parameter, Program, Variable
+from fleetx.applications.program import Parameter, Program, Targets, Variable
 from fleetx.base.files import atomic
 from fleetx.base.module_names import plain_name
 from fleetx.base.suggest import did_you_mean
@@ -77,9 +77,9 @@ class Application(nn.Module, metaclass=_RemembersLast):
         return Variable(self.outputs[0], (), torch.float32, self)
 
     @property
-    def target(self) -> dict[str, Variable]:
+    def target(self) -> Targets:
         """The metrics that forward returns after the loss, without gradients."""
-        return {name: Variable(name, (), torch.float32, self) for name in self.outputs[1:]}
+        return Targets(Variable(name, (), torch.float32, self) for name in self.outputs[1:])
 
     @property
     def main_prog(self) -> Program:

@@ -34,7 +34,9 @@ class Bert(Application):
     """
 
     outputs = PretrainingOutput._fields
-    sizes: ClassVar[tuple[int, int]]  # layers, hidden
+    sizes: ClassVar[tuple[int, int] | None]  # layers, hidden
+    digital: ClassVar[tuple[int, int, bool]] = (4096, 512, True)
+    """Defaults of load_digital_dataset_from_file: batch_size, max_seq_len, in_tokens."""
     vocabularies: ClassVar[dict[str, int]] = {"ch": 21128, "en": 30522}
 
     def __init__(
@@ -53,8 +55,16 @@ class Bert(Application):
         """Defaults: `lang` determines vocab_size; heads = hidden / 64; ffn = 4 * hidden."""
         super().__init__(unknown)
         check_choice("lang", lang, tuple(self.vocabularies))
-        layers = self.sizes[0] if layers is None else layers
-        hidden = self.sizes[1] if hidden is None else hidden
+        if self.sizes is None and None in (layers, hidden):
+            raise UsageError(
+                f"the sizes of FleetX's {type(self).__name__} were not published: pass them, as in "
+                f"{type(self).__name__}(layers=48, hidden=2560)"
+            )
+        if self.sizes is not None:
+            layers = self.sizes[0] if layers is None else layers
+            hidden = self.sizes[1] if hidden is None else hidden
+        assert layers is not None
+        assert hidden is not None
         vocab_size = self.vocabularies[lang] if vocab_size is None else vocab_size
         check_int(layers=layers, hidden=hidden, vocab_size=vocab_size, max_seq_len=max_seq_len)
         heads = max(1, hidden // 64) if heads is None else heads
@@ -129,15 +139,23 @@ class Bert(Application):
         self,
         data_dir: str | Path,
         vocab_path: str | Path,
-        batch_size: int = 16,
+        batch_size: int | None = None,
         max_seq_len: int | None = None,
-        in_tokens: bool = False,
+        in_tokens: bool | None = None,
         shuffle: bool = True,
         **options: Unpack[BertOptions],
     ) -> Loader:
-        """Load all files of a folder; see `fleetx.data`. max_seq_len is at most the model's; its default is 128."""
-        length, options = self._loader_options(max_seq_len, 128, options)
+        """Load all files of a folder; see `fleetx.data`. max_seq_len is at most the model's.
+
+        The defaults are 4096 tokens of length 512; those of BertLarge are 16 samples of length 128.
+        """
+        size, longest, tokens = self.digital
+        length, options = self._loader_options(max_seq_len, longest, options)
+        in_tokens = tokens if in_tokens is None else in_tokens
+        batch_size = size if batch_size is None else batch_size
         return load_digital_dataset_from_file(data_dir, vocab_path, batch_size, length, in_tokens, shuffle, **options)
+
+    load_digital_dataset_from_file_v2 = load_digital_dataset_from_file  # FleetX's reader of lines with 7 fields
 
     def get_train_dataloader(
         self,
@@ -239,6 +257,7 @@ class BertBase(Bert):
 
 class BertLarge(Bert):
     sizes = (24, 1024)
+    digital = (16, 128, False)
 
 
 class Bert_base(BertBase):  # noqa: N801
@@ -251,3 +270,21 @@ class Bert_large(BertLarge):  # noqa: N801
     """The older name, without a language: its vocabulary is large enough for either."""
 
     vocabularies = {"ch": 30522, "en": 30522}
+
+
+class FirstBert(BertLarge):
+    """`applications.Bert` of June 2020."""
+
+    vocabularies = {"ch": 30522, "en": 30522}
+    digital = (8196, 512, True)
+
+
+class BertHuge(Bert):
+    sizes = None
+
+    def __init__(self, lang: str = "en", **options: Any):
+        super().__init__(lang, **options)
+
+
+class BertGiant(BertHuge):
+    """27.4 billion parameters in FleetX."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fleetx.applications.application import Application, Feed, model_options
 from fleetx.base.module_names import plain_name
+from fleetx.comm.notices import say_once
 from fleetx.data import Loader, imagenet_train, imagenet_val, load_imagenet_from_file
 from fleetx.data.checks import check_choice, check_fraction, check_int
 from fleetx.data.images import LAYOUTS, ImageOptions
@@ -31,6 +32,7 @@ class ImageClassifier(Application):
     """Takes images of a fixed size and layout, and labels. NHWC uses torch's channels_last memory format."""
 
     outputs = ClassificationOutput._fields
+    use_dali: ClassVar[bool] = False  # scripts ask for it to know whether to reset the loader
 
     def __init__(self, data_layout: str, image_size: int, num_classes: int, unknown: dict[str, Any]):
         super().__init__(unknown)
@@ -100,7 +102,7 @@ class ImageClassifier(Application):
 
     def _options(self, use_dali: bool, options: ImageOptions) -> dict[str, Any]:
         if use_dali:
-            raise UsageError("use_dali=True is not supported: images are read by torch's DataLoader; set num_workers")
+            say_once("use_dali=True has no effect: torch's DataLoader reads the images; speed it up with num_workers")
         return model_options(
             options, data_layout=self.data_layout, image_size=self.image_size, num_classes=self.num_classes
         )

@@ -10,7 +10,54 @@ from typing import Any, NoReturn
 
 from fleetx.base.suggest import did_you_mean
 
-_LAYERS = "layers come from torch: use a model of fleetx.applications, or a torch.nn.Module"
+PAGE = "docs/coming_from_paddle.md"
+# Whole messages, for what the page explains. The first hundred characters say what matters.
+_LAYERS = (
+    "fleetx runs Paddle scripts whose model is one of fleetx.applications, and has no {wanted}: build this in torch "
+    f"and call fleet.distribute; see {PAGE}"
+)
+_SERVER = f"fleetx does not support parameter servers, which {{wanted}} is for: it trains collectively; see {PAGE}"
+_EAGER = (
+    "fleetx runs Paddle's static scripts only, not {wanted}: for eager training use PyTorch and fleet.distribute; "
+    f"see {PAGE}"
+)
+WHOLE = {
+    **dict.fromkeys(
+        (
+            "paddle.ParamAttr",
+            "paddle.fluid.ParamAttr",
+            "paddle.fluid.data",
+            "paddle.fluid.initializer",
+            "paddle.fluid.layers",
+            "paddle.fluid.nets",
+            "paddle.io",
+            "paddle.nn",
+            "paddle.static.data",
+            "paddle.static.nn",
+            "paddle.tensor",
+            "paddle.vision",
+        ),
+        _LAYERS,
+    ),
+    **dict.fromkeys(
+        (
+            "paddle.distributed.fleet.init_server",
+            "paddle.distributed.fleet.init_worker",
+            "paddle.distributed.fleet.is_server",
+            "paddle.distributed.fleet.run_server",
+            "paddle.distributed.fleet.server_num",
+            "paddle.distributed.fleet.stop_worker",
+            "paddle.fluid.DistributeTranspiler",
+            "paddle.fluid.incubate.fleet.parameter_server",
+            "paddle.fluid.incubate.fleet.utils",
+        ),
+        _SERVER,
+    ),
+    **dict.fromkeys(
+        ("paddle.DataParallel", "paddle.disable_static", "paddle.fluid.dygraph", "paddle.jit", "paddle.to_tensor"),
+        _EAGER,
+    ),
+}
 _SAVE = "save with model.save_params(folder) or fleet.save(folder)"
 _COMPILED = "there is no graph to compile: run the program itself"
 _PROGRAMS = "programs belong to a model: use model.main_prog and model.startup_prog, or the default programs"
@@ -20,8 +67,6 @@ _SINGLY = (
 )
 
 INSTEAD = {
-    "paddle.fluid.layers": _LAYERS,
-    "paddle.nn": _LAYERS,
     "paddle.nn.ClipGradByNorm": _SINGLY,
     "paddle.fluid.clip.GradientClipByNorm": _SINGLY,
     "paddle.fluid.io": _SAVE,
@@ -33,7 +78,6 @@ INSTEAD = {
     "paddle.fluid.program_guard": _PROGRAMS,
     "paddle.static.program_guard": _PROGRAMS,
     "paddle.static.Program.random_seed": "call paddle.seed(number) before you create the model",
-    "paddle.disable_static": "only Paddle's static style is supported; for eager training use PyTorch and fleetx.fleet",
 }
 
 
@@ -64,7 +108,20 @@ def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None
 def sentence(owner: str, name: str, known: Sequence[str], *, for_all: str = "") -> str:
     wanted = f"{owner}.{name}"
     hint, reason = did_you_mean(name, known), INSTEAD.get(wanted, for_all)
+    # A name of its own is not a misspelling of another.
+    if (wanted in WHOLE or not (hint or reason)) and (whole := _whole(wanted)):
+        return whole
     return (
         f"fleetx does not support {wanted}: {hint + ' ' if hint else ''}{reason + '. ' if reason else ''}"
         f"{owner} has {', '.join(known)}"
     )
+
+
+def _whole(wanted: str) -> str:
+    """The message for a name, or for what holds it."""
+    plain = wanted.replace("paddle.fleet.", "paddle.distributed.fleet.")
+    while plain:
+        if plain in WHOLE:
+            return WHOLE[plain].format(wanted=wanted)
+        plain = plain.rpartition(".")[0]
+    return ""

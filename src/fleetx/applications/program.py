@@ -35,6 +35,24 @@ class Variable:
     __setattr__ = set_once(*_VARIABLE)
 
 
+class TargetName(str):
+    """The name of a metric; `name` is the name, as of a variable."""
+
+    @property
+    def name(self) -> str:
+        return str(self)
+
+
+class Targets(dict[str, Variable]):
+    """Metrics by name. In FleetX until September 2020 they were a list: `[t.name for t in model.target]`."""
+
+    def __init__(self, variables: Iterable[Variable]):
+        super().__init__({TargetName(variable.name): variable for variable in variables})
+
+    def __radd__(self, others: list[Variable]) -> list[Variable]:
+        return [*others, *self.values()]
+
+
 @dataclass(unsafe_hash=True)
 class Parameter(Variable):
     """`name` is Paddle's; the shape is torch's, so that the weight of a Linear is (out, in)."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu, scaled_dot_product_attention
 
-from fleetx.applications.application import Application, Feed, check_heads
+from fleetx.applications.application import Application, Feed, check_heads, model_options
+from fleetx.data import Loader, load_wmt16_dataset_from_file, translation_train, translation_val
 from fleetx.data.checks import check_fraction, check_int
+from fleetx.data.translation import TranslationOptions
 from fleetx.errors import UsageError
 
 
@@ -180,6 +183,50 @@ class Transformer(Application):
             x = layer(x, trg_slf_attn_bias, memory, trg_src_attn_bias)
         result: TranslationOutput = self.criterion(self.project(self.decoder_norm(x)), lbl_word, lbl_weight)
         return result
+
+    # --- data -------------------------------------------------------------------------------------
+    def load_wmt16_dataset_from_file(
+        self,
+        src_vocab: str | Path,
+        trg_vocab: str | Path,
+        pattern: str | Path,
+        batch_size: int = 2048,
+        shuffle: bool = True,
+        **options: Unpack[TranslationOptions],
+    ) -> Loader:
+        """Load the files that match a pattern; see `fleetx.data`. batch_size counts tokens."""
+        return load_wmt16_dataset_from_file(
+            src_vocab, trg_vocab, pattern, batch_size, shuffle, **self._options(options)
+        )
+
+    def get_train_dataloader(
+        self,
+        local_path: str | Path,
+        batch_size: int = 2048,
+        shuffle: bool = True,
+        **options: Unpack[TranslationOptions],
+    ) -> Loader:
+        """Load the files listed in the folder's train.txt."""
+        return translation_train(local_path, batch_size, shuffle, **self._options(options))
+
+    def get_val_dataloader(
+        self,
+        local_path: str | Path,
+        batch_size: int = 2048,
+        shuffle: bool = False,
+        **options: Unpack[TranslationOptions],
+    ) -> Loader:
+        """Load the files listed in the folder's val.txt. They are split among the ranks unless shard=False."""
+        return translation_val(local_path, batch_size, shuffle, **self._options(options))
+
+    def _options(self, options: TranslationOptions) -> TranslationOptions:
+        if options.get("max_seq_len", 0) > self.max_seq_len:
+            raise UsageError(
+                f"max_seq_len = {options['max_seq_len']}: this model was created with max_seq_len = {self.max_seq_len}"
+            )
+        return cast(
+            TranslationOptions, model_options({"max_seq_len": self.max_seq_len} | options, vocab_size=self.vocab_size)
+        )
 
     def paddle_names(self) -> dict[str, list[str]]:
         return super().paddle_names() | {"src.table.weight": ["trg_word_emb_table", "src_word_emb_table"]}

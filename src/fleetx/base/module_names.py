@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from fleetx.errors import NOT_BUILT
+
 
 def plain_name(name: str) -> str:
     """A name without the prefix that torch.compile adds."""
@@ -30,7 +32,7 @@ def sparse_modules(model: nn.Module) -> str:
 def sparse_problem(switch: str, model: nn.Module) -> Iterator[str]:
     """Why a strategy cannot exchange the gradients of this model; nothing if none is sparse."""
     if sparse := sparse_modules(model):
-        yield f"{switch} does not support the sparse gradients of {sparse}: set sparse=False there"
+        yield f"{switch} with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
 
 def has_forward(module: nn.Module) -> bool:

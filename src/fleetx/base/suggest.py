@@ -1,8 +1,9 @@
-"""Did you mean ...? One hint for every unknown name."""
+"""Values and names in messages: shortened, and with a hint at what was meant."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -10,6 +11,25 @@ def did_you_mean(
     name: object, known: Iterable[str], *, otherwise: str = "", most: int = 1, cutoff: float = 0.6, quote: bool = True
 ) -> str:
     """`did you mean 'x'?` where a known name is close to this one, else `otherwise`."""
-    near = difflib.get_close_matches(str(name), list(known), n=most, cutoff=cutoff)
-    shown = (repr(n) if quote else n for n in near)
-    return f"did you mean {' or '.join(shown)}?" if near else otherwise
+    text = name if isinstance(name, str) else shown(name)
+    near = difflib.get_close_matches(text[:100], list(known), n=most, cutoff=cutoff)
+    names = (repr(n) if quote else n for n in near)
+    return f"did you mean {' or '.join(names)}?" if near else otherwise
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python does not print integers of more than 4300 digits
+            return f"an integer of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 120, 120, 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 12
+
+
+def shown(value: object) -> str:
+    """`repr`, short enough for a message whatever the value is."""
+    return _SHORT.repr(value)

@@ -1,4 +1,4 @@
-"""YAML without surprises: no objects, no duplicate keys, 1e-3 is a number, and files are replaced atomically."""
+"""YAML without surprises: no objects, aliases or duplicate keys, 1e-3 is a number, files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -9,18 +9,35 @@ from typing import Any
 import yaml
 
 from fleetx.base.files import write_atomic
+from fleetx.base.suggest import shown
 from fleetx.errors import StrategyError
+
+_LONGEST = 1 << 18  # bytes; a strategy has a few hundred, or thousands with long lists of names
+_DEEPEST = 20
 
 
 class _Loader(yaml.SafeLoader):
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark: Any = event.start_mark  # the stubs know two classes of marks
+        if isinstance(event, yaml.AliasEvent):  # a few lines of them can expand to gigabytes, or contain themselves
+            problem = f"the alias *{event.anchor} is not supported: write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if self._depth > _DEEPEST:
+            raise yaml.MarkedYAMLError(problem="nested too deeply for settings", problem_mark=mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = []
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in keys:
-                # Only the type of other keys: an alias can expand to gigabytes.
-                name = repr(key) if isinstance(key, str) else f"a key of type {type(key).__name__}"
-                problem = f"{name} is given more than once: remove one of them"
+                problem = f"{shown(key)} is given more than once: remove one of them"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             keys.append(key)
         return super().construct_mapping(node, deep)
@@ -32,14 +49,27 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # `read` does not accept them
+
+
 def read(path: str | Path) -> dict[str, Any]:
     """Read the mapping in the file; an empty file is an empty mapping."""
+    with open(path, "rb") as file:
+        content = file.read(_LONGEST + 1)
+    if len(content) > _LONGEST:
+        raise StrategyError(f"is longer than {_LONGEST >> 10} KiB, so it is not a file of settings")
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        data = yaml.load(content.decode("utf-8-sig"), _Loader)  # sig: Windows editors write a BOM
     except yaml.MarkedYAMLError as error:
         raise StrategyError(_located(error)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise StrategyError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
+    except yaml.YAMLError as error:
         raise StrategyError(" ".join(str(error).split())) from None
+    except Exception as error:  # PyYAML converts `2001-13-45` and `!!int x` without checking
+        raise StrategyError(f"a value cannot be read: {' '.join(str(error).split())}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
@@ -48,7 +78,11 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def write(path: str | Path, data: dict[str, Any]) -> None:
-    write_atomic(path, yaml.safe_dump(data, sort_keys=False))
+    try:
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+    except yaml.YAMLError as error:
+        raise StrategyError(f"{path}: {' '.join(str(error).split())}; YAML holds only plain data") from None
+    write_atomic(path, text)
 
 
 def _located(error: yaml.MarkedYAMLError) -> str:

@@ -1,216 +1,236 @@
 """Which rank died, has left or is elsewhere? The network only says "Connection closed by peer"; this names the rank.
 
-    heartbeat   each rank writes to the store twice a second; a rank whose number stands still is lost
-    farewell    a rank that ends normally writes down after how many rounds; the others read it when they fail
+    heartbeat   a process beside each rank watches it and hears of the others (`watcher.py`, `watch.py`)
+    farewell    a rank that ends says so: normally after how many updates, or with which error
     meeting     a rank that enters a call which all ranks must make writes that down, and waits for the others
 
-The first rank to find others lost writes it down for all, because ranks that gave up stand still too.
+An error of the network becomes a WorldError that names the rank: where fleetx can catch it (`naming`), and otherwise
+when it leaves the script.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
+import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
+from fleetx.comm import alarm, debug, watch
 from fleetx.comm.session import current
-from fleetx.comm.world import World, listed
+from fleetx.comm.world import World
 from fleetx.errors import FleetxError, UsageError, WorldError
 
-BEAT = 0.5  # seconds between two heartbeats
 POLL = 0.02  # seconds between two looks at where the others are
-PATIENCE = 2.5  # seconds without one, until a rank counts as lost
-_VERDICT = "fleetx/lost"
+ASK = 0.5  # seconds between two questions how far the others are
+PATIENCE = 2.0  # seconds after an error of the network, in which it should be known who is lost
 
 
-def watch(world: World) -> None:
-    """From now on, leave a farewell at exit, and explain errors that a rank caused by leaving early."""
+def start(world: World) -> None:
+    """From now on, watch the other ranks, say how this one ends, and explain errors that another one caused."""
     session = current()
     if session.peers is None and world.size > 1:
         session.peers = Peers(world)
+    debug.start(world.timeout)
 
 
-def start_heartbeat() -> None:
+def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) -> None:
+    """Wait until every rank, or each of these, makes this call; raise an error within seconds if one does not.
+
+    otherwise: what to do if another rank trains on.
+    """
     if (peers := current().peers) is not None:
-        peers.start_heartbeat()
+        otherwise = otherwise or f"every rank must call {call}, so do not call it under `if fleet.is_first_worker()`"
+        peers.meet(call, otherwise, ranks)
 
 
-def meet(call: str) -> None:
-    """Wait until every rank makes this call; raise an error within seconds if one does something else."""
-    if (peers := current().peers) is not None:
-        peers.meet(call)
-
-
-def lost() -> list[int]:
-    """The ranks that are lost. Takes a few seconds."""
-    peers = current().peers
-    return peers.heartbeat.lost() if peers is not None and peers.heartbeat is not None else []
+@contextmanager
+def naming() -> Iterator[None]:
+    """Turn an error of the network into one that names the rank which caused it."""
+    try:
+        yield
+    except FleetxError:
+        raise
+    except RuntimeError as error:
+        peers = current().peers
+        named = peers.explained(error) if peers is not None else error
+        if named is error:
+            raise
+        raise named from error
 
 
 class Peers:
-    """What this rank tells the others, and what it learns about them, through the store of the process group."""
+    """What this rank tells the others, and what it learns about them."""
 
     def __init__(self, world: World):
         self._world = world
-        self._store = dist.distributed_c10d._get_default_store()
-        self._failed: list[BaseException] = []
-        self._calls = 0  # of `meet`
-        # What another training wrote into the same store is out of date.
-        self._store.set(f"fleetx/beat/{world.rank}", "0 0")
-        self._store.set(f"fleetx/call/{world.rank}", "0 none")
-        self.heartbeat: Heartbeat | None = None
-        self._excepthook = sys.excepthook
+        self._watch = watch.of(world)
+        # What the others still know from an earlier session is behind everything in this one.
+        self._base = watch.next_session() << 40
+        self._store = watch.default_store()
+        self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
+        self._calls: dict[str, int] = {}  # of `meet`, by who meets
+        self._last: dict[str, str] = {}  # the counter of the last meeting, by who meets
+        if world.rank == 0:
+            self._store.set("fleetx/session", secrets.token_hex(4))  # what another training wrote is out of date
+        self._excepthook, self._pid = sys.excepthook, os.getpid()
         sys.excepthook = self
         # After the process group was made, so that it runs before the group is destroyed.
         atexit.register(self._say_farewell)
 
-    def start_heartbeat(self) -> None:
-        if self.heartbeat is None:
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            self.heartbeat = Heartbeat(self._world, store)
-            atexit.register(self.heartbeat.stop)
+    def mark(self, progress: int, steps: int, doing: str) -> None:
+        if self._watch is not None:
+            self._watch.mark(self._base + progress, steps, doing)
 
     def stop(self) -> None:
-        """Undo everything: for `fleet.release` of the last model."""
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
-            atexit.unregister(self.heartbeat.stop)
+        """Undo everything: for `fleet.release` of the last model. Only the watcher stays until the process ends."""
+        self.mark(current().progress, current().steps, "")
         atexit.unregister(self._say_farewell)
         if sys.excepthook is self:
             sys.excepthook = self._excepthook
 
+    def check(self) -> None:
+        """Raise an error if a rank is lost, before this one waits for it."""
+        if self._watch is not None and self._watch.verdict is not None:
+            raise _following(self._watch.explained())
+
     @property
     def failed(self) -> bool:
         """Did the script end with an error?"""
-        return bool(self._failed)
+        return bool(self._errors)
 
-    def annotate(self, error: BaseException) -> None:
-        """Add to an error which ranks have left. fleetrun calls it too: it reports errors before Python does."""
-        self._failed.append(error)
-        if isinstance(error, RuntimeError) and (note := _try(self._who_left)):
-            error.add_note(note)
+    # --- errors -----------------------------------------------------------------------------------
+    def explained(self, error: BaseException) -> BaseException:
+        """The error itself, or a WorldError with the rank that caused it."""
+        seen = self._watch
+        if seen is None or not alarm.is_network(error):
+            return error
+        verdict = seen.wait_for_verdict(PATIENCE)
+        if verdict is not None:
+            text = seen.explained()
+        elif seen.left:
+            text = alarm.ended(seen.left, here=self._world.rank, updates=_updates())
+        elif alarm.is_timeout(error) and seen.waiting is not None:
+            text = alarm.late(seen.waiting, here=self._world.rank, doing="")
+        else:
+            return error
+        return _following(f"{text} [{alarm.saw(error)}]")
+
+    def leaving(self, error: BaseException) -> BaseException:
+        """An error leaves the script: tell the others, and return what to report instead. fleetrun calls it too."""
+        known = next((named for one, named in self._errors if error in (one, named)), None)
+        if known is not None:
+            return known
+        named = self.explained(error)
+        if named is not error:
+            named.__traceback__, named.__suppress_context__ = error.__traceback__, True
+        self._errors.append((error, named))
+        if self._watch is not None and os.getpid() == self._pid:
+            self._watch.told.set()
+            self._watch.say({"follows": True} if getattr(named, "follows", False) else {"raised": _short(error)})
+        return named
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """The excepthook."""
-        if error not in self._failed:
-            self.annotate(error)
-        self._excepthook(kind, error, traceback)
-
-    def meet(self, call: str) -> None:
-        self._calls += 1
-        self._store.set(f"fleetx/call/{self._world.rank}", f"{self._calls} {call}")
-        try:
-            self._wait_for_all(call)
-        except FleetxError:
-            self._calls -= 1  # this one does not take place
-            raise
-        self._world.barrier()  # until all have read it
-
-    def _wait_for_all(self, call: str) -> None:
-        here = self._world.rank
-        waiting = [rank for rank in range(self._world.size) if rank != here]
-        end = time.monotonic() + self._world.timeout.total_seconds()
-        while waiting := [rank for rank in waiting if not self._arrived(rank, call)]:
-            if time.monotonic() > end:
-                raise WorldError(
-                    f"rank {here} waited {self._world.timeout} in {call} for {listed(waiting)}: every rank must call it"
-                )
-            time.sleep(POLL)
-
-    def _arrived(self, rank: int, call: str) -> bool:
-        number, name = self._store.get(f"fleetx/call/{rank}").decode().split()
-        where = f"rank {self._world.rank} is in {call}, but rank {rank}"
-        if int(number) == self._calls and name != call:
-            raise UsageError(f"{where} is in {name}: every rank must make the same calls in order")
-        if int(number) >= self._calls:
-            return True
-        if self._store.check([f"fleetx/left/{rank}"]):
-            raise UsageError(f"{where} has ended: every rank must call {call}")
-        if int(self._store.get(f"fleetx/beat/{rank}").split()[1]) > current().progress:
-            raise UsageError(
-                f"{where} trains on without calling it: every rank must call {call}, so do not call it under "
-                "`if fleet.is_first_worker()`"
-            )
-        return False
+        named = self.leaving(error)
+        self._excepthook(type(named), named, traceback)
 
     def _say_farewell(self) -> None:
-        if not self._failed:
-            _try(lambda: self._store.set(f"fleetx/left/{self._world.rank}", str(_rounds())))
+        if self._watch is not None and os.getpid() == self._pid:
+            if not self._errors:
+                self._watch.say({"left": _updates()})
+            self._watch.close()
 
-    def _who_left(self) -> str:
-        here = self._world.rank
-        left = [rank for rank in range(self._world.size) if rank != here and self._store.check([f"fleetx/left/{rank}"])]
-        if not left:
-            return ""
-        who = ", ".join(f"rank {rank} after {int(self._store.get(f'fleetx/left/{rank}'))} updates" for rank in left)
-        return (
-            f"fleetx: the script had already ended on {who}, while rank {here} continued after {_rounds()}. If the "
-            "ranks have different numbers of batches, `for batch in fleet.join(loader)` stops all of them together"
-        )
-
-
-class Heartbeat:
-    """The heartbeat of this rank, and those of the others."""
-
-    def __init__(self, world: World, store: Any):
-        self._world, self._store = world, store
-        self._stopped = threading.Event()
-        self._verdict: list[int] = []  # the ranks found lost, here or elsewhere
-        self._beat(0)
-        self._thread = threading.Thread(target=self._run, name="fleetx-heartbeat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        number = 0
-        while not self._stopped.wait(BEAT):
-            number += 1
-            try:
-                self._beat(number)
-            except Exception:  # the process that kept the store is gone
-                return
-
-    def _beat(self, number: int) -> None:
-        self._store.set(f"fleetx/beat/{self._world.rank}", f"{number} {current().progress}")
-        if not self._verdict and self._store.check([_VERDICT]):  # read it now: the store may be gone later
-            self._verdict = [int(n) for n in self._store.get(_VERDICT).decode().split(",")]
-
-    def lost(self) -> list[int]:
+    # --- meetings ---------------------------------------------------------------------------------
+    def meet(self, call: str, otherwise: str, ranks: Sequence[int] | None) -> None:
+        who = "all" if ranks is None else f"{ranks[0]}+{len(ranks)}"
+        ranks = range(self._world.size) if ranks is None else ranks
+        number = self._calls[who] = self._calls.get(who, 0) + 1
+        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{number} {call}")
+        count = f"{self._session}/met/{who}/{number}/{call}"  # one number to ask for, whatever the size of the world
+        self._store.add(count, 1)
+        current().mark(call)
         try:
-            before = self._beats()
-            time.sleep(PATIENCE)
-            gone = [rank for rank, beat in self._beats().items() if before.get(rank) == beat]
-            gone = [rank for rank in gone if rank != self._world.rank]
-            if not self._verdict and gone:
-                self._store.set(_VERDICT, ",".join(map(str, gone)))
-                time.sleep(2 * BEAT)  # until all ranks have read it
-            return self._verdict or gone
-        except Exception:
-            return self._verdict or [0]  # rank 0, or its launcher, keeps the store
+            self._wait_for_all(call, otherwise, ranks, who, count)
+        except FleetxError:
+            self._store.add(count, -1)
+            self._calls[who] -= 1  # this one does not take place
+            raise
+        if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last one
+            self._store.delete_key(self._last[who])
+        self._last[who] = count
 
-    def _beats(self) -> dict[int, bytes]:
-        keys = {rank: f"fleetx/beat/{rank}" for rank in range(self._world.size)}
-        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+    @cached_property
+    def _session(self) -> str:
+        """Distinguishes this training from others in the same store. Rank 0 has written it before `distribute` ends."""
+        return f"fleetx/{self._store.get('fleetx/session').decode()}"
 
-    def stop(self) -> None:
-        """Before Python ends: a thread that it finds inside C++ would abort the process."""
-        self._stopped.set()
-        self._thread.join(timeout=2 * PATIENCE)
+    def _wait_for_all(self, call: str, otherwise: str, ranks: Sequence[int], who: str, count: str) -> None:
+        start, pause, here, asked = time.monotonic(), 0.0002, self._world.rank, 0.0
+        while self._store.add(count, 0) < len(ranks):
+            self.check()
+            waited = time.monotonic() - start
+            if waited > self._world.timeout.total_seconds():
+                raise WorldError(
+                    f"rank {here} waited {self._world.timeout} in {call} for the others: every rank must call it"
+                )
+            if waited > ASK:  # all is well in most cases: look at each rank only now
+                problem = next(filter(None, (self._elsewhere(rank, call, otherwise, who) for rank in ranks)), "")
+                if problem and self._store.add(count, 0) < len(ranks):  # they have not come meanwhile
+                    raise UsageError(problem)
+                if self._watch is not None and waited - asked > ASK:
+                    asked = waited
+                    self._watch.say({"ask": True})
+            time.sleep(pause)
+            pause = min(2 * pause, POLL)
+
+    def _elsewhere(self, rank: int, call: str, otherwise: str, who: str) -> str:
+        """What another rank does instead of making this call; empty while it may still come."""
+        key = f"{self._session}/call/{who}/{rank}"
+        number, _, name = (self._store.get(key).decode() if self._store.check([key]) else "0 none").partition(" ")
+        where = f"rank {self._world.rank} is in {call}, but rank {rank}"
+        if int(number) == self._calls[who] and name != call:
+            return f"{where} is in {name}: every rank must make the same calls in order"
+        if int(number) >= self._calls[who] or self._watch is None:
+            return ""
+        if rank in self._watch.left:
+            return f"{where} has ended: every rank must call {call}"
+        if self._watch.table.get(rank, 0) > self._base + current().progress:
+            return f"{where} trains on without calling it: {otherwise}"
+        return ""
 
 
-def _rounds() -> int:
+def _following(text: str) -> WorldError:
+    """An error of this rank that another one caused: the others must not be told that this rank caused it."""
+    error = WorldError(text)
+    error.follows = True  # type: ignore[attr-defined]
+    return error
+
+
+def _short(error: BaseException) -> str:
+    """`ValueError: bad (train.py:12)`, for the other ranks."""
+    try:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+    except Exception:  # from its own __str__
+        text = type(error).__name__
+    first = text.strip().splitlines()[0]
+    return f"{first[:500]}{_where(error.__traceback__)}"
+
+
+def _where(traceback: TracebackType | None) -> str:
+    where: Any = None
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(watch.OTHERS):
+            where = traceback
+        traceback = traceback.tb_next
+    return f" ({os.path.basename(where.tb_frame.f_code.co_filename)}:{where.tb_lineno})" if where is not None else ""
+
+
+def _updates() -> int:
     engine = current().last()
     return engine.round if engine is not None else 0
-
-
-def _try(call: Callable[[], Any]) -> Any:
-    """The store may be gone with the process that kept it; then nothing can be said."""
-    try:
-        return call()
-    except Exception:
-        return None

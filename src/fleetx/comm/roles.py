@@ -41,6 +41,8 @@ def _from_torch(env: Mapping[str, str]) -> Place:
         raise WorldError(
             f"the variables of torchrun are incomplete, without {' and '.join(missing)}: start the script with fleetrun"
         )
+    if not 0 < _number(env, "MASTER_PORT", 0) < 65536:
+        raise WorldError(f"MASTER_PORT={env['MASTER_PORT']}: must be a port from 1 to 65535")
     local = _number(env, "LOCAL_RANK", 0)
     if not 0 <= local < size:
         raise WorldError(f"LOCAL_RANK={local}: must be from 0 to {size - 1}, because WORLD_SIZE={size}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fleetx.base.user_line import Line, warn
 from fleetx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from fleetx.comm.world import World
     from fleetx.strategy import DistributedStrategy
+
+
+Undone = tuple[str, Line | None]  # what a training left undone, and where it was distributed
 
 
 @dataclass
@@ -41,14 +44,29 @@ class Session:
     pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
     stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
     steps: int = 0  # of all optimizers: the same number on all ranks
-    inside: bool = False  # has this rank begun a backward since, in which the ranks communicate?
-    unfinished: list[str] = field(default_factory=list)  # what models left undone that are gone
+    inside: int = 0  # forwards and backwards since, in which the ranks communicate
+    unfinished: list[Undone] = field(default_factory=list)  # by models that are gone
+    checks: Any = None  # what `fleet.init` was given, or the defaults: `engine.numbers.Checks`
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
 
     @property
     def progress(self) -> int:
         """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
-        return 2 * self.steps + self.inside
+        return (self.steps << 20) + self.inside
+
+    def mark(self, doing: str, *, inside: bool = False) -> None:
+        """This rank is doing something else now, in which the ranks communicate (`inside`). The others can see it."""
+        self.inside += inside
+        if self.peers is not None:
+            self.peers.mark(self.progress, self.steps, doing)
+            self.peers.check()
+
+    def begin_step(self) -> None:
+        """optimizer.step() begins."""
+        self.steps, self.inside = self.steps + 1, 0
+        if self.peers is not None:
+            self.peers.mark(self.progress, self.steps - 1, "optimizer.step")
+            self.peers.check()
 
     def here(self) -> World:
         if self.world is None:
@@ -111,10 +129,10 @@ class Session:
     def _tell_unfinished(self) -> None:
         """A script that ends without an error and without fleet.flush() may lose its last steps."""
         failed = hasattr(sys, "last_value") or (self.peers is not None and self.peers.failed)
-        left = self.unfinished + [text for engine in list(self.entries) for text in engine.unfinished()]
+        left = self.unfinished + [undone for engine in list(self.entries) for undone in engine.unfinished()]
         if self.world is not None and self.world.rank == 0 and not failed:
-            for text in dict.fromkeys(left):
-                warnings.warn(f"the script ends {text}. Call fleet.flush() at the end of the data", stacklevel=2)
+            for text, line in dict(left).items():
+                warn(f"the script ends {text}. Call fleet.flush() at the end of the data", line=line)
         self.unfinished = []
 
 
@@ -123,6 +141,11 @@ _session = Session()
 
 def current() -> Session:
     return _session
+
+
+def close() -> None:
+    """At exit."""
+    _session.close()
 
 
 def reset() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -227,6 +228,7 @@ def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
 
 
 def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
+    _check_address(place)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     method = f"tcp://{place.master}" if place.master else "env://"
     try:
@@ -234,11 +236,44 @@ def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
     except (RuntimeError, ValueError) as error:
         where = place.master or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         first = str(error).strip().split("\n")[0]
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise WorldError(
+                f"rank {place.rank} on {socket.gethostname()} cannot listen at {where}: the port is in use. Is another "
+                "job running, or has an earlier one not ended? Choose another port"
+            ) from error
         raise WorldError(
             f"rank {place.rank} of {place.size} could not reach the others at {where}: {first}. Check that all "
             f"{place.size} workers are started with this address and can reach it"
         ) from error
     atexit.register(_leave)
+
+
+def _check_address(place: Place, env: Mapping[str, str] = os.environ, *, patience: float = 60.0) -> None:
+    """127.0.x.x leads each machine to itself: ranks on several machines would wait there until the timeout.
+
+    Several launchers may run on one machine, so an address of that kind is only wrong if nobody listens there.
+    """
+    host, _, port = (place.master or f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}").rpartition(":")
+    here = env.get("LOCAL_WORLD_SIZE", "")
+    try:
+        address = str(socket.getaddrinfo(host.strip("[]"), None)[0][4][0])
+    except OSError:
+        raise WorldError(f"the address of rank 0, {host!r}, does not resolve: add it to /etc/hosts or DNS") from None
+    if place.rank == 0 or not here.isdigit() or int(here) >= place.size or not address.startswith("127."):
+        return
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=2).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise WorldError(
+                    f"rank {place.rank} on {socket.gethostname()}: the address of rank 0, {host}, leads each machine "
+                    f"to itself, and nobody listens here at port {port}, but only {here} of {place.size} ranks are on "
+                    "this machine: set MASTER_ADDR to an address of rank 0 that the others can reach"
+                ) from None
+            time.sleep(0.2)
 
 
 def rejoin(world: World, host: str, port: int, listening: int) -> World:

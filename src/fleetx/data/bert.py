@@ -10,6 +10,7 @@ pipeline does.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Unpack
 
@@ -40,7 +41,7 @@ class BertOptions(LoaderOptions, total=False):
     generate_neg_sample: for each line, add a sample with label 0 whose second sentence is from another line. The
     default is True for "ch".
     masked: the form of `mask_pos` and `mask_label`, see above.
-    vocab_size: the model's vocabulary size, if smaller than the vocabulary.
+    vocab_size: the model's vocabulary size, if smaller than the vocabulary. With it, "en" needs no vocabulary.
     cache_dir: a folder for parsed data, to reuse it later and to share it among all processes of a machine. Without it,
     each process holds the data in its own memory, about half the size of the text.
     """
@@ -112,9 +113,12 @@ def _load_list(
         raise UsageError(f"batch_size = {batch_size} counts tokens: must be at least max_seq_len = {max_seq_len}")
     filelist = folder / f"{phase}.txt"
     try:
-        paths = [folder / line.split()[0] for line in filelist.read_text().splitlines() if line.strip()]
+        text = filelist.read_text(encoding="utf-8-sig")  # sig: Windows editors write a BOM
     except OSError as error:
         raise DataError(f"cannot read the file list {filelist}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise DataError(f"the file list {filelist} is not UTF-8 text") from None
+    paths = [folder / line.split()[0] for line in text.splitlines() if line.strip()]
     size = batch_size if in_tokens else batch_size // max_seq_len
     vocab_path, same_masks = folder / "vocab.txt", phase == "val"
     return _load(paths, filelist, vocab_path, size, max_seq_len, in_tokens, shuffle, same_masks=same_masks, **options)
@@ -146,14 +150,17 @@ def _load(
     limit = MaxTokens(batch_size, max_seq_len) if in_tokens else MaxSamples(batch_size)
     if not paths:
         raise DataError(f"{origin} has no data files")
-    if missing := [path for path in paths if not path.is_file()]:
+    if missing := [path for path in paths if not os.path.isfile(path)]:  # unlike Path, for any name
         raise DataError(
             f"{missing[0]} does not exist; it is one of {len(paths)} files in {origin}. If a download with shard_num "
             "left it out, list only the files of this node and pass replica=(fleet.local_rank(), workers on this node)"
         )
-    vocabulary = read_vocabulary(vocab_path, vocab_size)
     lang = bert_lines.detect_language(paths) if lang is None else lang
     check_choice("lang", lang, tuple(FIELDS))
+    if lang == "en" and vocab_size is not None:  # masked already: only the range of the ids matters
+        vocabulary = Vocabulary(vocab_size, pad=0, cls=-1, sep=-1, mask=-1)
+    else:
+        vocabulary = read_vocabulary(vocab_path, vocab_size)
     if generate_neg_sample and lang == "en":
         raise UsageError(
             "generate_neg_sample=True is not supported for lines of 7 fields, which are masked already and have their "

@@ -153,10 +153,11 @@ def _problem(parts: list[bytes], classes: int | None) -> str:
     """What is wrong with a line of a list, or ""."""
     if len(parts) != 2:
         return f"{len(parts)} fields instead of 2, a path and a label"
+    label = parts[1].decode(errors="replace")[:40]
     if not parts[1].isdigit():
-        return f"label {parts[1].decode(errors='replace')!r} is not a number"
+        return f"label {label!r} is not a number"
     limit = 1 << 63 if classes is None else classes
-    return f"label {int(parts[1])} is outside the {limit} classes" if int(parts[1]) >= limit else ""
+    return f"label {label} is outside the {limit} classes" if len(parts[1]) > 20 or int(parts[1]) >= limit else ""
 
 
 def _describe(name: str, error: Exception) -> str:

@@ -277,7 +277,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """Where the loader is: after the last batch it returned, counted in samples over all ranks."""
-        ended = self._running is not None and self._position == self._running.bounds[-1]
+        ended = self._running is not None and self._position == int(self._running.bounds[-1])  # no NumPy in the state
         return {
             "version": _VERSION,
             "epoch": self._epoch + ended, "position": 0 if ended else self._position,

@@ -11,6 +11,7 @@ import numpy as np
 from fleetx.errors import DataError
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+_LARGEST = 1 << 24  # more words than any model has: a larger id is a mistake that would take gigabytes
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ def read_vocabulary(path: Path, max_size: int | None = None) -> Vocabulary:
     ids: dict[str, int] = {}
     for index, line in enumerate(lines):
         token, tab, number = line.rstrip("\r").partition("\t")
-        if tab and not number.strip().isdigit():
-            raise DataError(f"{path}, line {index + 1}: {number!r} after the tab is not a number")
+        if tab and not (number.strip().isascii() and number.strip().isdigit()):
+            raise DataError(f"{path}, line {index + 1}: {number[:40]!r} after the tab is not a number")
+        if tab and (len(number) > 20 or int(number) >= _LARGEST):
+            raise DataError(f"{path}, line {index + 1}: the id {number[:40]} is not less than {_LARGEST}")
         ids[token.strip()] = int(number) if tab else index
     if missing := [token for token in SPECIAL if token not in ids]:
         raise DataError(f"the vocabulary {path} has no {', '.join(missing)}")

@@ -18,7 +18,7 @@ from fleetx.strategy.stage import Fact, Stage
 
 Names = Mapping[nn.Parameter, str]
 # Where these hold, a strategy also changes the parameters, or which of them the optimizer has.
-_APART = {Fact.LOCAL, Fact.MOMENTUM, Fact.PARTED, Fact.STAGED}
+_APART = {Fact.LOCAL, Fact.RESIDUAL, Fact.PARTED, Fact.STAGED}
 
 
 def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> None:

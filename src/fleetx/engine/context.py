@@ -136,6 +136,11 @@ class Context:
         return self._run.layout.reduced
 
     @property
+    def per_rank(self) -> bool:
+        """Does each rank update with its own gradient?"""
+        return Fact.LOCAL in self._facts
+
+    @property
     def finds_unused(self) -> bool:
         """May ranks use different parameters? Known once `replicate` has been called."""
         return bool(self._run.reducer_settings and self._run.reducer_settings["find_unused_parameters"])
@@ -217,11 +222,6 @@ class StepContext(Context):
         """What the gradient being reduced is multiplied by: the loss scale, and the divisor of its merged steps."""
         run = self._run
         return run.loss_scale() * run.weights.divisor(run.step.collected or run.merged + 1)
-
-    @property
-    def per_rank(self) -> bool:
-        """Does each rank update with its own gradient?"""
-        return Fact.LOCAL in self._facts
 
     @property
     def scaled(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fleetx.base.module_names import plain_name
+from fleetx.engine.taps import OF_SHARDS, tap
 from fleetx.errors import StrategyError, UsageError
 
 
@@ -37,6 +39,40 @@ def shard_of(p: Tensor, part: Tensor) -> Tensor:
         part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return made
+
+
+class WholeReader:
+    """`p.full_tensor()` of a sharded parameter in a loss: each rank's gradient counts, as in data parallelism.
+
+    torch takes the gradient of the whole tensor to be equal on all ranks, and keeps only this rank's part of its own.
+    """
+
+    def __init__(self, p: Any):
+        self._p, self._expected = weakref.ref(p), False
+        p.full_tensor = self  # found before the method of the class
+
+    def __call__(self, *, grad_placements: Any = None) -> Tensor:
+        from torch.distributed.tensor import Partial
+
+        p: Any = self._p()
+        if grad_placements is not None or not p.requires_grad or not torch.is_grad_enabled():
+            return cast("Tensor", type(p).full_tensor(p, grad_placements=grad_placements))
+        mesh = p.device_mesh
+        return tap(type(p).full_tensor(p, grad_placements=[Partial()] * mesh.ndim), partial(self._mean, mesh.size()))
+
+    def _mean(self, ranks: int, grad: Tensor) -> Tensor:
+        self._expected = True
+        return grad / ranks
+
+    def check(self, grad: Tensor) -> None:
+        """When a backward reaches the shard itself, other than through FSDP."""
+        if not self._expected:
+            raise UsageError(OF_SHARDS)
+        self._expected = False
+
+    def remove(self) -> None:
+        if (p := self._p()) is not None:
+            vars(p).pop("full_tensor", None)
 
 
 def refuse_pickling(values: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ neither a parameter without a gradient nor its state. So the user's optimizer ke
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from contextlib import AbstractContextManager, ExitStack
@@ -24,15 +25,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
-from fleetx.comm.session import current
+from fleetx.base.user_line import user_line
+from fleetx.comm import peers
+from fleetx.comm.session import Undone, current
 from fleetx.comm.world import World
 from fleetx.engine import state
 from fleetx.engine.checks import check
 from fleetx.engine.context import Bucket, SetupContext, StepContext
-from fleetx.engine.dtensors import local, renamed
+from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
-from fleetx.engine.guests import Places, Scaler, check_not_wrapped, inner_optimizers
+from fleetx.engine.guests import Measuring, Places, Scaler, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
+from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import key_of
@@ -43,6 +47,10 @@ from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Stage
 
+EVALUATE_TOGETHER = (
+    "a rank has only part of the model, so every rank must evaluate, with the same number of batches "
+    "(`for batch in fleet.join(loader)` stops all ranks together)"
+)
 _SETUP = (Stage.MODEL, Stage.UPDATE)
 
 
@@ -58,7 +66,11 @@ class Engine(Windows):
         self._calls = {stage: self._bound(stage) for stage in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
-        self._session = current()
+        self._session, self._line = current(), user_line()
+        checks = self._session.checks or Checks()
+        self._numbers = Numbers(checks, world=self.world, shared=not self._local())
+        alone = self.layout.replica_group.size == 1 or self._local()
+        self._compares = 0 if alone else checks.same_parameters  # every so many rounds
         self.handles: list[Any] = []  # of hooks, to remove them
         try:
             self._arm()
@@ -94,8 +106,11 @@ class Engine(Windows):
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
         settings = self.reducer_settings or {}
         self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
+        if self._owns_grad:
+            self.handles.append(Measuring(self.gradients))
         forget_compiled()
-        steps, saving = OuterStep(self._before_step, self._after_step), state.Hooks(self)
+        named = peers.naming()
+        steps, saving = OuterStep(named(self._before_step), named(self._after_step)), state.Hooks(self)
         self.handles += [
             self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
@@ -108,23 +123,42 @@ class Engine(Windows):
             self.handles.append(optimizer.register_step_post_hook(steps.leave))
         if self.layout.reduced:
             self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
+            before = Hook(self._before_gathering)
+            self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
+            readers = [(p, WholeReader(p)) for p in self.names]
+            self.handles += [reader for _, reader in readers]
+            self.handles += [p.register_hook(reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
         alone = self.layout.reduced or self.layout.replica_group.size == 1
-        if alone or self.reducer_settings is None or not any(p.requires_grad for p in self.names):
+        if alone or self.reducer_settings is None or not self.names:
             return None
         hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
         moved = self.gradients.look_again
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
 
+    @property
+    def reduction_order(self) -> list[str] | None:
+        """The parameters in the order in which they are reduced, if it is not the first one."""
+        return self._reducer.order if self._reducer is not None else None
+
+    @reduction_order.setter
+    def reduction_order(self, order: list[str] | None) -> None:
+        if self._reducer is not None:
+            self._reducer.restore_order(order)
+
+    def window(self) -> int:
+        """Steps per round."""
+        return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
+
     def context_of(self, part: Part) -> StepContext:
         """For what a part does outside a step."""
         return StepContext(self, key_of(part))
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[Undone]:
         """What a script that ends now leaves undone."""
-        return state.unfinished(self)
+        return [(text, self._line) for text in state.unfinished(self)]
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed
@@ -136,6 +170,15 @@ class Engine(Windows):
         self.network.close()
 
     # --- model(x) ---------------------------------------------------------------------------------
+    def _before_gathering(self, model: nn.Module, args: Any) -> None:
+        """FSDP gathers in every forward, in which a rank alone would wait, or take part in another forward."""
+        if model is not self.model or self._forwards:
+            return
+        if not model.training or not torch.is_grad_enabled():
+            peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
+        else:
+            self._session.inside += 1
+
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
             return None
@@ -145,8 +188,7 @@ class Engine(Windows):
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs = args, kwargs
-        if self.layout.reduced:
-            self._session.inside = True  # FSDP gathers in every forward
+        self._session.mark("forward")
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
         if not torch.is_grad_enabled() or not outermost or not self.taps:
@@ -161,6 +203,7 @@ class Engine(Windows):
         if model is not self.model or not self._forwards:  # another hook raised before ours
             return None
         stack, finish = self._forwards.pop()
+        self._session.mark("the code after forward")
         self.step.inputs = None
         with stack:  # leaves the contexts
             for function in finish:
@@ -227,7 +270,9 @@ class Engine(Windows):
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
         self.step.tapped = True
-        self._session.inside = self._session.inside or self._opens()
+        if self._reducer is not None and self._opens():
+            self._reducer.agree()
+        self._session.mark("backward", inside=self._opens() or self.layout.reduced)
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
@@ -273,15 +318,14 @@ class Engine(Windows):
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self._session.stepped = weakref.ref(self)
-        self._session.steps, self._session.inside = self._session.steps + 1, False
+        self._session.begin_step()
         self._scaler.check(self.optimizer)
         if self._watching and self.taps and not self.layout.reduced:  # the others have no hooks on parameters
             self._places.check()
         changed = run_closure(self.optimizer, args, kwargs) if self._active else None
         step, self.updated = self.step, False
-        known = self.names if self._reducer is None else self._reducer.known
         watching = self._watching or (self.weights.used and self._tapping)
-        if watching and not self.gradients.check_before_step(known, tapped=step.tapped):
+        if watching and not self.gradients.check_before_step(tapped=step.tapped):
             step.opens = False  # this step does not count: see check_before_step
             return changed
         opens = self._opens()
@@ -290,8 +334,9 @@ class Engine(Windows):
             self._catch_up()
         if opens and self._reducer is not None and step.tapped and not step.flushing:
             self._reducer.check_finished(self._places)
+        self.finite = True
         self.updated = opens and self._finish_gradient()
-        if self._owns_grad and not self.updated:
+        if (self._owns_grad or not self.finite) and not self.updated:
             self.gradients.take_away(keep=not opens)
             self.gradients.begin_idle_step()
         return changed
@@ -307,7 +352,10 @@ class Engine(Windows):
             for call, ctx in self._calls[Stage.PARAMETER]:
                 call(params, ctx)
             self.merged = 0
+            if self._compares and self.round % self._compares == 0 and not self.layout.reduced:  # shards all differ
+                compare(self.names, params, self.layout.replica_group, round=self.round)
         self.step = self.step.next()
+        self._session.mark("")
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT on the gradients of this round; False withholds the update."""
@@ -315,4 +363,7 @@ class Engine(Windows):
         grads = self.gradients.present  # looked up again for each act: one may add what another rank has
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         there = bool(grads()) or self.layout.shard_group is not None
-        return there and all(call(grads(), ctx) is not False for call, ctx in self._calls[Stage.GRADIENT])
+        if not there or any(call(grads(), ctx) is False for call, ctx in self._calls[Stage.GRADIENT]):
+            return False
+        self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
+        return self.finite

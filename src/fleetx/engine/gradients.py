@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -117,11 +117,11 @@ class Gradients:
         if self._seen:
             self.look()
 
-    def _touched(self) -> list[Tensor]:
+    def touched(self) -> list[Tensor]:
         pairs = ((p.grad, seen) for p, *seen in self._seen)
         return [g for g, seen in pairs if g is not None and [id(g), g._version] != seen]
 
-    def check_before_step(self, known: Collection[nn.Parameter], *, tapped: bool) -> bool:
+    def check_before_step(self, *, tapped: bool) -> bool:
         """Reject gradients that bypassed the hooks: they would be used unscaled, unreduced or instead of withheld ones.
 
         tapped: did a backward come through the model's output? Returns False for a step that must not count:
@@ -139,22 +139,22 @@ class Gradients:
                 "For a loss that reads parameters directly, use fleet.backward(loss)"
             )
         self.check_untouched()
-        self.check_known(known)
+        self.check_known()
         return True
 
     def check_untouched(self) -> None:
         """Before a step."""
-        if self._touched():
+        if self.touched():
             raise UsageError(
                 "a gradient was changed between backward() and step(), while it is still scaled or summed: clip with "
-                "strategy.clip = True instead. To read the norm, use torch.nn.utils.get_total_norm"
+                "strategy.clip = True instead. To read the norm, call clip_grad_norm_ with math.inf"
             )
         self._seen = []
 
     def check_before_backward(self) -> None:
         """Before another backward: gradients may have been erased, unless they contained earlier steps."""
         self.check_restored()
-        touched = self._touched()
+        touched = self.touched()
         if touched and (self._restored or any(g.any() for g in touched)):
             raise UsageError(
                 "a gradient was changed between two backwards, while it is still scaled or summed with earlier steps: "
@@ -162,16 +162,16 @@ class Gradients:
             )
         self._seen = []
 
-    def check_known(self, known: Collection[nn.Parameter]) -> None:
-        """known: the parameters that existed at set-up."""
+    def check_known(self) -> None:
+        """The optimizer may get parameters of the model later, but not others."""
         params = self.params()
         if len(params) != self._checked:
-            self._checked, self._late = len(params), [p for p in params if p not in known]
+            self._checked, self._late = len(params), [p for p in params if p not in self._names]
         for p in self._late:
             if p.grad is not None:
                 raise UsageError(
-                    f"parameter {self._names.get(p, tuple(p.shape))!r} became trainable after fleet.distribute, so its "
-                    "gradient is not reduced: set requires_grad and build the optimizer before fleet.distribute"
+                    f"parameter {tuple(p.shape)} became trainable after fleet.distribute and is not in the model, so "
+                    "its gradient is not reduced: put it into the model before fleet.distribute"
                 )
 
     def detach(self) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import plain_name
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
+
+if TYPE_CHECKING:
+    from fleetx.engine.gradients import Gradients
 
 
 def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
@@ -33,7 +39,7 @@ def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 class Scaler:
     """A GradScaler of the script. It works unless the strategy mixes gradients of several steps, scales or ranks."""
 
-    _MIXED = (Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.MOMENTUM, Fact.STAGED)
+    _MIXED = (Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.MOMENTUM, Fact.RESIDUAL, Fact.STAGED)
 
     def __init__(self, plan: Plan, optimizer: Optimizer):
         made = {fact for act in plan.acts for fact in act.claim.makes}
@@ -55,6 +61,40 @@ class Scaler:
             f"the script's GradScaler does not work with {self._mixed.value}: remove the GradScaler, and set "
             "strategy.amp = True, which scales the loss in float16 (bfloat16 needs no scale)"
         )
+
+
+class Measuring:
+    """Lets a script measure the norm of gradients that are still scaled or summed: clip_grad_norm_(..., inf).
+
+    It multiplies every gradient by 1, which the guard against changes cannot tell from a clip: it compares versions.
+    """
+
+    _watched: ClassVar[weakref.WeakSet[Measuring]] = weakref.WeakSet()
+
+    def __init__(self, gradients: Gradients):
+        self._gradients = gradients
+        self._watched.add(self)
+        clip_grad._clip_grads_with_norm_ = _clip_or_measure
+
+    def remove(self) -> None:
+        self._watched.discard(self)
+        if not self._watched:
+            clip_grad._clip_grads_with_norm_ = _clip
+
+    @classmethod
+    def untouched(cls) -> list[Gradients]:
+        return [each._gradients for each in cls._watched if not each._gradients.touched()]
+
+
+_clip = clip_grad._clip_grads_with_norm_
+
+
+def _clip_or_measure(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+    """In place of torch's function, which clip_grad_norm_ calls."""
+    unchanged = Measuring.untouched() if max_norm == math.inf else []
+    _clip(parameters, max_norm, total_norm, foreach)
+    for gradients in unchanged:
+        gradients.look_again()
 
 
 class Places:

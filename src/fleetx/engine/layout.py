@@ -26,6 +26,12 @@ class Layout:
     counts: Callable[[nn.Parameter], bool] = lambda p: True  # does this rank count it in a sum over the model?
     absent: frozenset[str] = frozenset()  # names that only other ranks hold
 
+    @property
+    def sharing(self) -> list[int] | None:
+        """The ranks that hold one copy together, counted over all processes; None: every rank."""
+        group = self.shard_group
+        return None if group is None or group.members is None else [group.number(r) for r in range(group.size)]
+
     def norm(self, grads: list[Tensor], params: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the whole gradient, over all shards and stages."""
         if self.shard_group is None:

@@ -5,9 +5,11 @@ torch's composable `replicate` works the same way: it calls DDP's private method
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from fleetx.base.trees import as_real
-from fleetx.comm.world import World
+from fleetx.comm import peers
+from fleetx.comm.world import World, listed
 from fleetx.engine.context import Bucket
 from fleetx.engine.guests import Places
 from fleetx.errors import UsageError
 
 Reduce = Callable[[Bucket], Future[Tensor]]
+_FROZEN_ALIKE = "set requires_grad of the same parameters on every rank, in the same step"
 
 
 class LateReducer:
@@ -31,7 +35,13 @@ class LateReducer:
 
     def __init__(self, names: Mapping[nn.Parameter, str], world: World, bucket_cap_mb: float):
         self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
-        self.known = frozenset(p for p in names if p.requires_grad)
+        self.order: list[str] | None = None  # of the parameters in the buckets, once they were reordered
+
+    def restore_order(self, order: list[str] | None) -> None:
+        """No-op: the order of its buckets never changes."""
+
+    def agree(self) -> None:
+        """No-op: which parameters are trained is looked up at every reduction."""
 
     def check_finished(self, places: Places) -> None:
         """No-op: nothing is pending after backward."""
@@ -67,6 +77,18 @@ class LateReducer:
         return out
 
 
+class Trainable(tuple[nn.Parameter, ...]):
+    """Parameters, asked all at once whether they are trained: this is done for every reduction."""
+
+    _asked = attrgetter("requires_grad")
+
+    def all(self) -> bool:
+        return all(map(type(self)._asked, self))
+
+    def any(self) -> bool:
+        return any(map(type(self)._asked, self))
+
+
 class Reducer(LateReducer):
     """Reduces gradients while backward runs, or on request."""
 
@@ -82,20 +104,60 @@ class Reducer(LateReducer):
         find_unused_parameters: bool,
     ):
         super().__init__(names, world, bucket_cap_mb)
-        device = next(iter(self.known)).device
+        self._model, self._moved, self._finds_unused = weakref.ref(model), moved, find_unused_parameters
+        self._on_bucket = self._hook(reduce) if reduce is not None else None
+        self._changed = False  # were parameters frozen or unfrozen, and do the ranks not yet know of each other's?
+        with _one_trained(names):  # a model that is all frozen may be unfrozen later
+            self._make_buckets(first=True)
+
+    def _make_buckets(self, *, first: bool) -> None:
+        """For the parameters that are trained now. With `first`, every rank takes over the model of rank 0."""
+        model = self._model()
+        assert model is not None  # it is calling
+        self._trained = Trainable(p for p in self._names if p.requires_grad)
+        self._frozen = Trainable(p for p in self._names if not p.requires_grad)
+        self._prepared, self._rebuilt = False, False
+        self.order = None
+        self._restores: tuple[list[str] | None] | None = None  # an order to go back to before the next reduction
+        device = next(iter(self._trained)).device
         with _without_buffers(model):
             self.ddp = DistributedDataParallel(
                 model,
                 device_ids=None if device.type == "cpu" else [device],
+                init_sync=first,  # without it nothing is communicated
                 forward_sync_buffers=False,  # sent once per round, so evaluation does not communicate
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
+                bucket_cap_mb=self._cap / 2**20,
+                find_unused_parameters=self._finds_unused,
                 gradient_as_bucket_view=True,  # no second copy of the gradients
             )
         self.ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
-        self._prepared, self._rebuilt, self._moved = False, False, moved
-        if reduce is not None:
-            self.ddp.register_comm_hook(None, self._hook(reduce))
+        if self._on_bucket is not None:
+            self.ddp.register_comm_hook(None, self._on_bucket)
+
+    def _follow(self) -> None:
+        """Were parameters frozen or unfrozen? Then the buckets are others.
+
+        One rank alone may call a forward, so this does not communicate; `agree` does, in the next backward.
+        """
+        if self._trained.all() and not self._frozen.any():
+            return
+        if any(p.requires_grad for p in self._names):  # else no backward reaches any, as in a generator's step
+            self._make_buckets(first=False)
+            self._changed = True
+
+    def agree(self) -> None:
+        """All ranks must have frozen and unfrozen the same parameters. A collective after a change."""
+        if not self._changed:
+            return
+        self._changed = False
+        mine = [self._names[p] for p in self._trained]
+        peers.meet("a backward with parameters newly frozen or unfrozen", otherwise=_FROZEN_ALIKE)
+        code = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7])
+        if len(set(self._world.gather(torch.tensor(code, device=self._world.device)).tolist())) > 1:
+            others = self._world.gather_json(mine)
+            name = next(n for n in self._names.values() if len({n in names for names in others}) > 1)
+            ranks = [rank for rank, names in enumerate(others) if name in names]
+            raise UsageError(f"{name!r} is trained only on {listed(ranks)}: {_FROZEN_ALIKE}")
 
     def active(self) -> AbstractContextManager[Any]:
         """While the forward runs, have torch.compile split its graph at the buckets, to keep the overlap."""
@@ -103,21 +165,23 @@ class Reducer(LateReducer):
 
     def after_forward(self, out: Any, *, communicate: bool) -> Any:
         """Prepare here, as DDP does: backward may reach parameters before it reaches the model's output."""
-        if communicate:
+        if communicate and self._restores is None:
             self._prepare(list(_find_tensors(out)))
-        return self.ddp._post_forward(out) if self.ddp.find_unused_parameters else out
+        return self.ddp._post_forward(out) if self._finds_unused else out
 
     def begin_backward(self) -> None:
         """This backward communicates. The forward prepared for one; a second backward is prepared here."""
+        self._reorder()
         if not self._prepared:
-            if self.ddp.find_unused_parameters:
+            if self._finds_unused:
                 raise UsageError(
                     "with find_unused_parameters, a forward can have only one backward, right after it: call "
                     "backward() after each forward, or turn find_unused_parameters off"
                 )
             self._prepare([])
+            self.agree()
         self._prepared = False
-        if not self._rebuilt and not self.ddp.find_unused_parameters:  # with it, DDP never does
+        if not self._rebuilt and not self._finds_unused:  # with it, DDP never does
             # Queued from a callback, so that it runs after the callback in which DDP finishes its reduction.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._rebuild))
@@ -133,26 +197,65 @@ class Reducer(LateReducer):
             return  # `check_finished` tells
         if self.ddp.reducer._rebuild_buckets():
             self._rebuilt = True
+            if not any(self.ddp._build_params_for_reducer()[1]):  # torch does not tell the buckets of sparse gradients
+                buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
+                params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
+                self.order = [self._names[p] for p in params]
             self._moved()
+
+    def restore_order(self, order: list[str] | None) -> None:
+        """Have the next reduction use the buckets of another run. Where a value is in a bucket decides in which order
+        the ranks' values are added up, so with three ranks or more another place rounds differently."""
+        fits = order is None or sorted(order) == sorted(self._names[p] for p in self._trained)
+        if fits and order != self.order and not self._finds_unused:
+            self._restores = (order,)
+
+    def _reorder(self) -> None:
+        """DDP fills its buckets in the order of the parameters that it is given. The ranks communicate for this."""
+        if self._restores is None:
+            return
+        (self.order,), self._restores = self._restores, None
+        params, sparse = self.ddp._build_params_for_reducer()
+        grads = [p.grad for p in params]
+        for p in params:
+            p.grad = None  # a new bucket would take the place of gradients that wait in a merge window
+        given = params
+        if self.order is not None:
+            place = {name: i for i, name in enumerate(self.order)}
+            pairs = sorted(zip(params, sparse, strict=True), key=lambda pair: place[self._names[pair[0]]])
+            params, sparse = [p for p, _ in pairs], [s for _, s in pairs]
+        self.ddp._ddp_init_helper(params, sparse, self.ddp._build_debug_param_to_name_mapping(params), False)
+        if self._on_bucket is not None:
+            self.ddp._comm_hooks.clear()
+            self.ddp.register_comm_hook(None, self._on_bucket)
+        self._prepared, self._rebuilt = False, self.order is not None
+        if self._rebuilt:
+            self.ddp.reducer._push_all_rebuilt_params()
+            self.ddp.reducer._rebuild_buckets()
+        for p, grad in zip(given, grads, strict=True):
+            p.grad = grad
 
     def join_backward(self, params: list[nn.Parameter]) -> None:
         """Take part in the reduction of a backward that only other ranks run, by a backward that adds zeros."""
-        if self.ddp.find_unused_parameters:
+        self._reorder()
+        if self._finds_unused:
             params = [p for p in params if p.grad is not None]
         with torch.enable_grad():
             nothing = [p.reshape(-1)[:0].sum() for p in params]
         if nothing:
             self._prepare(nothing)
+            self.agree()
             self._prepared = False
             torch.autograd.backward(nothing, [torch.zeros_like(t) for t in nothing])
-            if not self._rebuilt and not self.ddp.find_unused_parameters:
+            if not self._rebuilt and not self._finds_unused:
                 self._rebuild()  # as the others do at the end of their backward
 
     def _prepare(self, outputs: list[Tensor]) -> None:
+        self._follow()
         with _in_plain_words():
             self.ddp._check_reducer_finalized()
             self.ddp.reducer.prepare_for_forward()
-            self.ddp.reducer.prepare_for_backward(outputs if self.ddp.find_unused_parameters else [])
+            self.ddp.reducer.prepare_for_backward(outputs if self._finds_unused else [])
         self._prepared = True
 
     def check_finished(self, places: Places) -> None:
@@ -161,10 +264,10 @@ class Reducer(LateReducer):
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
             places.check(every=True)
-            unused = [name for p, name in self._names.items() if p in self.known and p.grad is None]
+            unused = [name for p, name in self._names.items() if p.requires_grad and p.grad is None]
             raise UsageError(
                 f"the reduction between ranks is incomplete, because {', '.join(unused[:5]) or 'a parameter'} got no "
-                "gradient: set strategy.find_unused_parameters = True, or freeze it before fleet.distribute"
+                "gradient: set strategy.find_unused_parameters = True, or freeze it before the forward"
             ) from error
 
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
@@ -180,6 +283,15 @@ class Reducer(LateReducer):
             return alive(Bucket(bucket.buffer(), views, [names[p] for p in params], bucket.index()))
 
         return hook
+
+
+@contextmanager
+def _one_trained(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """DDP takes no model without a trainable parameter."""
+    frozen = None if any(p.requires_grad for p in params) else next(iter(params)).requires_grad_(True)
+    yield
+    if frozen is not None:
+        frozen.requires_grad_(False)
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fleetx.base.trees import LossFn
 from fleetx.comm import peers
 from fleetx.engine.context import StepInput
-from fleetx.engine.engine import Engine
+from fleetx.engine.engine import EVALUATE_TOGETHER, Engine
 from fleetx.engine.hooks import Hook
 from fleetx.engine.reducer import LateReducer
-from fleetx.errors import FleetxError, UsageError, WorldError
+from fleetx.errors import UsageError
 from fleetx.strategy.stage import Stage
 
 
@@ -33,9 +33,10 @@ class ScheduledEngine(Engine):
         """Under `torch.no_grad()`, the forward alone."""
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if not torch.is_grad_enabled():
+            peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
             with self._run():
                 return run(StepInput(inputs, target, loss_fn), ctx)
-        self._session.inside = True
+        self._session.mark("forward and backward", inside=True)
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
@@ -78,20 +79,10 @@ class ScheduledEngine(Engine):
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        """Allow model(x) while it runs, and name the rank in an error that a lost rank caused."""
+        """Allow model(x) while it runs."""
         self._running = True
         try:
             yield
-        except FleetxError:
-            raise
-        except RuntimeError as error:
-            if not (gone := peers.lost()):
-                raise
-            which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
-            raise WorldError(
-                f"{which} stopped responding while rank {self.world.rank} waited in a step of the pipeline, "
-                f"after {self.round} rounds: {str(error).strip().splitlines()[0]}"
-            ) from error
         finally:
             self._running = False
 

@@ -1,18 +1,19 @@
 """What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts},
-`weights` where `fleet.weight` is used, and `extra` of a front end.
+`weights` where `fleet.weight` is used, `order` of the parameters in the buckets of the reduction, and `extra` of a
+front end.
 
 Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.user_line import warn
 from fleetx.engine.dtensors import refuse_pickling
 from fleetx.engine.run import Step, key_of
 from fleetx.errors import UsageError
@@ -56,6 +57,8 @@ def save(engine: Engine) -> dict[str, Any]:
         clock["weights"] = engine.weights.saved()
     if engine.extra:
         clock["extra"] = dict(engine.extra)
+    if (order := engine.reduction_order) is not None:
+        clock["order"] = list(order)
     return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
 
 
@@ -74,14 +77,14 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
     """Check what is about to be loaded. None: a checkpoint of plain PyTorch."""
     if saved is None:
         if any(engine.state.values()) or engine.plan.at(Stage.GATE):
-            warnings.warn("the checkpoint has no state of fleetx: strategies start from the beginning", stacklevel=4)
+            warn("the checkpoint has no state of fleetx: strategies start from the beginning")
         return {"round": 0, "merged": 0, "withheld": {}, "parts": engine.initial_state()}
     if saved["version"] > VERSION:
         raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
         switches = " and ".join(f"`{_switch(key)}`" for key in lost)
         off = "which is off now: it is ignored" if len(lost) == 1 else "which are off now: they are ignored"
-        warnings.warn(f"the checkpoint has state of {switches}, {off}", stacklevel=4)
+        warn(f"the checkpoint has state of {switches}, {off}")
     engine.gradients.check(saved)
     _check_rank(engine, saved)
     return saved
@@ -89,9 +92,9 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
 
 def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
     """State that one rank accumulated would be counted twice by another."""
-    mine = [part for part in engine.plan.parts if part.per_rank_state]
+    mine = [part for part in engine.plan.parts if part.belongs_to_rank(saved["parts"].get(key_of(part), {}))]
     here = (engine.world.rank, engine.world.size)
-    if (saved["rank"], saved["ranks"]) != here and any(saved["parts"].get(key_of(part)) for part in mine):
+    if (saved["rank"], saved["ranks"]) != here and mine:
         switches = " and ".join(switch_of(type(part)) for part in mine)
         raise UsageError(
             f"this checkpoint was saved by rank {saved['rank']} of {saved['ranks']}, and only that rank can use the "
@@ -110,6 +113,7 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.round, engine.merged = saved["round"], saved["merged"]
     engine.weights.load(saved.get("weights"), inside=engine.merged > 0)
     engine.extra = dict(saved.get("extra", {}))
+    engine.reduction_order = saved.get("order")
     engine.step = Step()
     for key, state in saved["parts"].items():
         if key in engine.state:

@@ -10,7 +10,7 @@ from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import Run
 from fleetx.errors import UsageError
 from fleetx.strategy.part import Part
-from fleetx.strategy.stage import Fact
+from fleetx.strategy.stage import Fact, Stage
 
 
 class Windows(Run):
@@ -23,6 +23,12 @@ class Windows(Run):
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         raise NotImplementedError
+
+    @property
+    def flushes(self) -> bool:
+        """Do the ranks communicate in `flush`?"""
+        waits = any(type(part).drain is not Part.drain for part in self.plan.parts)
+        return waits or any(act.stage is Stage.GATE for act in self.plan.acts)
 
     def flush(self) -> bool:
         """Apply a partial window, divided by its true number of steps. Every rank must call it."""

@@ -6,7 +6,6 @@ import atexit
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -15,16 +14,18 @@ from torch.optim import Optimizer
 from fleetx.comm import peers
 from fleetx.comm import world as _world_module
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
-from fleetx.comm.session import Entry, current
+from fleetx.comm.session import Entry, close, current
 from fleetx.comm.world import TIMEOUT, World
 from fleetx.engine.engine import Engine
+from fleetx.engine.numbers import Checks
 from fleetx.engine.plain import release as _release
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
-from fleetx.fleet.agreement import check_strategy, check_training
+from fleetx.fleet.agreement import check_strategy, check_training, check_versions
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
+from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
     device,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from fleetx.measure.largest_batch import LargestBatch
 
 __all__ = [
+    "Checks",
     "DistributedStrategy",
     "PaddleCloudRoleMaker",
     "UserDefinedRoleMaker",
@@ -53,19 +55,23 @@ __all__ = [
     "barrier_worker",
     "base",
     "batch",
+    "checkpoints",
     "device",
     "device_guard",
     "distribute",
     "distributed_model",
     "distributed_optimizer",
     "explain",
+    "export",
     "flush",
     "forward_backward",
     "init",
     "is_first_worker",
     "is_worker",
     "join",
+    "keep_batch",
     "largest_batch",
+    "latest",
     "load",
     "local_rank",
     "release",
@@ -86,16 +92,19 @@ updated: bool  # did the last optimizer.step() apply an update? (found by __geta
 
 
 # --- the world ------------------------------------------------------------------------------------
+@peers.naming()
 def init(
     role_maker: PaddleCloudRoleMaker | UserDefinedRoleMaker | None = None,
     is_collective: bool = True,
     strategy: DistributedStrategy | None = None,
     *,
     timeout: timedelta | None = None,
+    checks: Checks | None = None,
 ) -> None:
     """Join the other workers that fleetrun, torchrun, Paddle's launcher or srun started; without one, train alone.
 
     timeout: how long a collective waits for a rank that does not answer before it raises; 10 minutes by default.
+    checks: what to do about gradients that are not finite, and how often to compare the parameters of the ranks.
     """
     session = current()
     if not isinstance(role_maker, PaddleCloudRoleMaker | UserDefinedRoleMaker | None):
@@ -103,7 +112,8 @@ def init(
     collective = role_maker.is_collective if role_maker is not None else is_collective
     if not collective:
         raise StrategyError(
-            "is_collective=False asks for parameter servers, which fleetx does not support: pass is_collective=True"
+            "fleetx does not support parameter servers, which is_collective=False asks for: it trains collectively "
+            "(is_collective=True)"
         )
     if strategy is not None:
         _checked(strategy).plan()  # before any process group exists
@@ -113,6 +123,8 @@ def init(
         session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was already called with another role or timeout: call it once")
+    session.checks = checks or session.checks
+    peers.start(session.here())
     if strategy is not None:
         check_strategy(strategy, session.here())
 
@@ -122,6 +134,7 @@ def _here() -> World:
 
 
 # --- the strategy ---------------------------------------------------------------------------------
+@peers.naming()
 def distribute(
     model: Model,
     optimizer: Optim,
@@ -141,7 +154,8 @@ def distribute(
     strategy = _checked(strategy or current().strategy or DistributedStrategy())
     plan = strategy.plan()
     current().check_not_distributed(model, optimizer)
-    peers.watch(_here())
+    peers.start(_here())
+    check_versions(current().checks, _here())
     check_strategy(strategy, _here())
     check_training(model, optimizer, _here())
     found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
@@ -149,9 +163,8 @@ def distribute(
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
     engine = kind(plan, model, optimizer, _here())
-    peers.start_heartbeat()
-    atexit.unregister(_close)
-    atexit.register(_close)
+    atexit.unregister(close)
+    atexit.register(close)
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
     if found is not None:
         watch_feed(engine, found)
@@ -218,12 +231,14 @@ def forward_backward(
     """
     engine = _engine(model)
     check_feed(engine, inputs)
-    return engine.forward_backward(inputs, target, loss_fn)
+    with peers.naming():
+        return engine.forward_backward(inputs, target, loss_fn)
 
 
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
     """`loss.backward()` for a loss that reads parameters directly, such as a penalty on weights."""
-    _engine(optimizer).backward(loss)
+    with peers.naming():
+        _engine(optimizer).backward(loss)
 
 
 def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
@@ -249,7 +264,11 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
 
     Returns whether an update was applied. Call it at the end of the data; otherwise the tail waits for the next epoch.
     """
-    return _engine(optimizer).flush()
+    engine = _engine(optimizer)
+    if engine.flushes:
+        peers.meet("fleet.flush")
+    with peers.naming():
+        return engine.flush()
 
 
 def largest_batch(
@@ -282,28 +301,6 @@ def largest_batch(
     )  # fmt: skip
 
 
-def save(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Save model, optimizer and strategies to a folder. Every worker must call it.
-
-    Any number of workers, stages or shards can resume from it. An existing checkpoint in the folder is replaced once
-    the new one is complete.
-    """
-    from fleetx.engine import checkpoint  # torch.distributed.checkpoint takes a while to import
-
-    engine = _engine(model)
-    peers.meet("fleet.save")
-    checkpoint.save(engine, Path(folder))
-
-
-def load(folder: str | Path, *, model: nn.Module | None = None) -> None:
-    """Resume from a checkpoint of `fleet.save`. Every worker must call it, after `fleet.distribute`."""
-    from fleetx.engine import checkpoint
-
-    engine = _engine(model)
-    peers.meet("fleet.load")
-    checkpoint.load(engine, Path(folder))
-
-
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
     """What is applied, in which order, why, and what it costs. Print it."""
     if strategy is not None:
@@ -329,10 +326,6 @@ def batch(*, model: nn.Module | None = None) -> BatchPlan:
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
     found: Engine = current().find(which)
     return found
-
-
-def _close() -> None:
-    current().close()
 
 
 def __getattr__(name: str) -> Any:

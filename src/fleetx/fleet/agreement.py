@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fleetx import __version__
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World, listed
-from fleetx.errors import StrategyError, UsageError
+from fleetx.errors import StrategyError, UsageError, WorldError
 from fleetx.strategy import DistributedStrategy
 
 MOST = 4  # differences that a message lists
@@ -24,6 +26,17 @@ def check_strategy(strategy: DistributedStrategy, world: World) -> None:
     """Raise an error that names the ranks whose strategies differ. One small collective if none does."""
     if different := _compared(_flat(strategy), world):
         raise StrategyError([f"the ranks declare different strategies: {difference}" for difference in different])
+
+
+def check_versions(checks: Any, world: World) -> None:
+    """The same for the versions of fleetx and torch, and for what is checked during training."""
+    mine = {"fleetx": __version__, "torch": torch.__version__, "checks": repr(checks)}
+    mine["FLEETX_WATCH"] = os.environ.get("FLEETX_WATCH", "1")
+    if different := _compared(mine, world):
+        raise WorldError(
+            f"the ranks run different programs: {'; '.join(different)}. Install the same versions and pass the same "
+            "fleet.init(checks=...) everywhere; `fleetx doctor` compares hosts"
+        )
 
 
 def check_training(model: nn.Module, optimizer: Optimizer, world: World) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from fleetx.base.user_line import warn
 from fleetx.comm.world import World, listed
 
 _NONE = object()
@@ -21,9 +21,8 @@ def join(loader: Iterable[Any], world: World) -> Iterator[Any]:
         if not all(have):
             ended = [rank for rank, yes in enumerate(have) if not yes]
             if any(have):
-                warnings.warn(
-                    f"{listed(ended)} ran out of batches after {count}; the remaining batches of the others are unused",
-                    stacklevel=2,
+                warn(
+                    f"{listed(ended)} ran out of batches after {count}; the remaining batches of the others are unused"
                 )
             return
         count += 1

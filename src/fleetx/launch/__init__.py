@@ -11,12 +11,19 @@ The files, in the order of a run:
     environment.py    the environment variables of a worker: torch's, Paddle's and our own
     workers.py        the processes of one attempt: start, watch, stop, kill their descendants
     runner.py         the entry point of a worker: its log, its parent, its exception       (stdlib only)
+    warm.py           the fork server, from fleetrun's side
+    fork_server.py    a process that has imported torch and forks the workers of a restart
     orphan_killer.py  a small process that cleans up if fleetrun is killed with `kill -9`
     logs.py           workerlog.N, and the echo of worker 0
     sockets.py        listening sockets, each bound to one address
     rendezvous.py     a fresh store for every attempt, on a single node
-    multi_node.py     the same for several nodes, and what they tell each other
+    multi_node.py     the same for several nodes
+    meeting.py        what several nodes agree on; kept by node 0
+    meeting_server.py node 0's end of the meeting, meeting_client.py the other nodes'
+    frames.py         what they say to each other on the wire, authenticated with the job secret
+    secret.py         where the job secret comes from
     agent.py          torchelastic's agent: restarts all workers, or stops them, when one fails
+    pace.py           how soon to restart
     report.py         what failed first
 """
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import psutil  # noqa: F401  # workers.py needs it at the first restart, which should not wait for the import
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -24,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from fleetx.errors import LaunchError
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Logs
+from fleetx.launch.pace import QUICK, Pace
 from fleetx.launch.rendezvous import FleetrunRendezvous
 from fleetx.launch.report import Failure, failures_of
 from fleetx.launch.workers import LocalWorkers
@@ -48,7 +50,7 @@ class _Processes(SubprocessContext):
 
     def __init__(self, workers: LocalWorkers):
         self._workers = workers
-        ranks = range(workers.job.workers)
+        ranks = range(len(workers.attempt.slots))
         super().__init__(
             name="worker",
             entrypoint=sys.executable,
@@ -61,7 +63,7 @@ class _Processes(SubprocessContext):
         self.subprocess_handlers = {worker.local_rank: cast(SubprocessHandler, worker) for worker in self._workers}
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        self._workers.stop(death_sig, seconds=min(timeout, self._workers.job.stop_timeout))
+        """Nothing: the agent stops the workers for a restart, and start.py at the end."""
 
 
 class Agent(LocalElasticAgent):
@@ -81,6 +83,8 @@ class Agent(LocalElasticAgent):
         self._start = start
         self._print_status = print_status
         self._workers: LocalWorkers | None = None
+        self._pace = Pace(delay=job.restart_delay)
+        self._wait = 0.0  # seconds before the next start
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.workers,
@@ -89,14 +93,24 @@ class Agent(LocalElasticAgent):
             max_restarts=job.max_restarts,
             monitor_interval=0.001,  # `_monitor_workers` waits instead
         )
-        super().__init__(spec, _NoRedirects(), shutdown_timeout=job.stop_timeout)
+        super().__init__(spec, _NoRedirects())
         # multi_node.py checks that all nodes have the same number of workers, so torchelastic need not ask the store.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
 
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
+        spec.local_world_size = len(self._rendezvous_.attempt.slots)  # --elastic changes it
+        return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        assert self._workers is not None
+        resizing, self._rendezvous_.resizing = self._rendezvous_.resizing, False
+        seconds = self._job.grace_period if resizing else self._job.stop_timeout
+        self._workers.stop(signal.SIGTERM, seconds=seconds, tick=self._rendezvous_.tick)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = self._rendezvous_.attempt
-        # All nodes share one restart budget: torchelastic does not count restarts requested by another node.
-        self._remaining_restarts = self._job.max_restarts - attempt.number
+        # All nodes share one restart budget, and only failures count, not nodes that come or go.
+        self._remaining_restarts = self._job.max_restarts - attempt.restarts
         self._workers = self._start(attempt)
         self._pcontext = _Processes(self._workers)
         self._pcontext.start()
@@ -114,12 +128,22 @@ class Agent(LocalElasticAgent):
 
     def _record_failures(self, workers: LocalWorkers) -> None:
         failures = failures_of(workers, job=self._job, logs=self._logs)
+        if all(failure.secondary for failure in failures) and self._rendezvous_.members_change():
+            self._remaining_restarts += 1  # torchelastic will count this restart, but it is not a failure
+            return
         self.failures += failures
         self._rendezvous_.add_failures(failures)
         if self._remaining_restarts > 0:
+            self._wait = self._pace.wait_after(workers.life())
             number = self._job.max_restarts - self._remaining_restarts + 1
             cause = failures[0].summary() if failures else "a worker failed"
-            self._print_status(f"{cause}; restart {number} of {self._job.max_restarts}")
+            why = f" in {self._wait:g} s: {self._pace.quick_failures} attempts in a row failed within {QUICK:g} s"
+            self._print_status(f"{cause}; restart {number} of {self._job.max_restarts}{why if self._wait else ''}")
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        wait, self._wait = self._wait, 0.0
+        self._rendezvous_.wait(wait)
+        super()._initialize_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         """Skip torchelastic's barrier: `all_nodes_done` is ours."""

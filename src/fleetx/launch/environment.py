@@ -10,29 +10,43 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleetx.errors import LaunchError
-from fleetx.launch import nodes
+from fleetx.launch import nodes, secret
 from fleetx.launch.job import Attempt, Job
 
+# The second is set below, on GPUs only.
+_NOT_FOR_WORKERS = (secret.VARIABLE, "FLAGS_selected_gpus")
 FIRST_PORT = 6070  # of the endpoints on several nodes, as in Paddle; $FLAGS_START_PORT overrides it
+
+
+def common_environment(job: Job, *, environ: Mapping[str, str]) -> dict[str, str]:
+    """What all workers of this node have in common; `environ` is that of fleetrun."""
+    return {
+        **{name: value for name, value in environ.items() if name not in _NOT_FOR_WORKERS},
+        "FLEETX_DEVICE": job.device,
+        **({"FLEETX_PADDLE_API": job.paddle_api} if job.paddle_api else {}),
+        **({"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}),
+    }
 
 
 def worker_environment(
     job: Job, *, attempt: Attempt, local_rank: int, error_file: Path, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The complete environment of one worker; `environ` is that of fleetrun."""
-    rank = job.rank * job.workers + local_rank
-    size = job.nodes * job.workers
+    """The complete environment of one worker."""
+    workers = len(attempt.slots)
+    rank = attempt.first_rank + local_rank
+    size = attempt.nodes * workers
+    gpus = [job.gpus[slot] for slot in attempt.slots] if job.gpus else []
     return {
-        **{name: value for name, value in environ.items() if name != "FLAGS_selected_gpus"},  # set below, on GPUs only
+        **common_environment(job, environ=environ),
         # Everything that torchelastic's LocalElasticAgent sets (torch 2.13); a test compares with torchrun.
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(job.rank),
+        "GROUP_RANK": str(attempt.node),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": "worker",
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(job.workers),
-        "GROUP_WORLD_SIZE": str(job.nodes),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "GROUP_WORLD_SIZE": str(attempt.nodes),
         "ROLE_WORLD_SIZE": str(size),
         "MASTER_ADDR": attempt.master_addr,
         "MASTER_PORT": str(attempt.master_port),
@@ -48,12 +62,8 @@ def worker_environment(
         "PADDLE_TRAINER_ENDPOINTS": ",".join(attempt.endpoints),
         "PADDLE_CURRENT_ENDPOINT": attempt.endpoints[rank],
         "PADDLE_RANK_IN_NODE": str(local_rank),
-        # our own variables
-        "FLEETX_DEVICE": job.device,
-        **({"FLEETX_PADDLE_API": job.paddle_api} if job.paddle_api else {}),
-        **({"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}),
         # Every worker sees all selected GPUs, so that LOCAL_RANK is the index of its own.
-        **({"CUDA_VISIBLE_DEVICES": ",".join(job.gpus), "FLAGS_selected_gpus": str(local_rank)} if job.gpus else {}),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus), "FLAGS_selected_gpus": str(local_rank)} if gpus else {}),
         **_interface(attempt, rank=rank, environ=environ),
         **(_terminal(environ) if local_rank == 0 else {}),
     }

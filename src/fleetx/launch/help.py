@@ -14,6 +14,7 @@ Examples:
   fleetrun --ips 10.0.0.1,10.0.0.2 train.py           two nodes; run this on both
   fleetrun --nnodes 2 --master 10.0.0.1:6069 --rank 0 train.py
                                                       the same; --rank 1 on the second node
+  fleetrun --max_restarts 10 --elastic 2:4 train.py   four workers; goes on with two or three
 """
 
 EPILOG = """\
@@ -34,6 +35,7 @@ Variables set in every worker:
 Variables that fleetrun reads:
   FLEETX_DEVICE             default for --device
   FLEETX_PADDLE_API         default for --paddle-api
+  FLEETX_JOB_SECRET         default for the content of --secret_file; the workers do not see it
   FLAGS_START_PORT          first port in PADDLE_TRAINER_ENDPOINTS
                             [default: free ports on a single node, 6070 on several]
   CUDA_VISIBLE_DEVICES      the GPUs to select from
@@ -41,11 +43,12 @@ Variables that fleetrun reads:
 \b
 Exit code:
   0 if every worker succeeded, 1 if one failed, 2 if the command line is wrong,
-  128 + N if fleetrun was stopped by signal N
+  128 + N if fleetrun, on this or another node, was stopped by signal N: 143 after SIGTERM, for a
+  scheduler to start the job again
 """
 
 _PARAMETER_SERVER = "fleetx has no parameter servers, every worker trains; remove this option"
-_ELASTIC = "the number of nodes is fixed during a run; use --ips or --nnodes, and --max_restarts to survive failures"
+_ELASTIC = "use --elastic MIN:MAX for a number of workers or nodes that changes, and --max_restarts for failures"
 _RENDEZVOUS = "use --master HOST:PORT for the rendezvous and --rank for the rank of this node"
 _STREAMS = "stdout and stderr of worker N always go to workerlog.N in --log_dir, and those of worker 0 are echoed"
 _XPU = "XPUs are not supported; use --gpus or --device cpu"
@@ -65,7 +68,6 @@ UNSUPPORTED = {
     ),
     **dict.fromkeys(("tee", "redirects", "local_ranks_filter"), _STREAMS),
     **dict.fromkeys(("xpus", "selected_xpus"), _XPU),
-    "run_mode": "collective is the only mode; remove this option",
     "standalone": "a single node is the default; remove this option",
     "backend": "the backend depends on the device: gloo on cpu, nccl on cuda",
     "start_port": "set FLAGS_START_PORT instead",

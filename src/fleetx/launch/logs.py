@@ -44,9 +44,11 @@ class Logs:
         return self.directory / f"workerlog.{local_rank}"
 
     def write_separator(self, title: str) -> None:
-        """Mark in every log where a new attempt begins."""
+        """Mark in every log where a new attempt begins, unless the disk is full. A script may have deleted its logs."""
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
         for local_rank in range(self._workers):
-            with self.path(local_rank).open("a") as file:
+            with contextlib.suppress(OSError), self.path(local_rank).open("a") as file:
                 file.write(f"\n-------- fleetrun: {title}, {time.strftime('%Y-%m-%d %H:%M:%S')} --------\n")
 
     def _lock(self) -> bool:

@@ -1,53 +1,47 @@
 """Several nodes: how they rendezvous, agree on the next attempt, and tell each other when one fails.
 
-They share keys in one store, which node 0 hosts at --master:
-
-    claimed/NODE           number of fleetruns started as that node: must be 1
-    joined/ATTEMPT         number of nodes ready for that attempt; more than 0 makes the others restart
-    joined/ATTEMPT/NODE    the settings of that node: {"address", "workers", "nodes"}
-    store/ATTEMPT          the separate store for the workers of that attempt: {"port", "run_id"}
-    heartbeat/NODE         counter; node 0 aborts when it stops increasing
-    done/ATTEMPT           number of nodes whose workers have succeeded
-    failed                 why the first node aborted; makes all others stop
-    failures/NODE          the failed workers of that node, written once it has stopped
-    left/NODE              this node no longer needs the store; node 0 leaves last
-
+They meet at --master, where node 0 listens (meeting.py). The workers of an attempt have a store of their own there.
 Every wait polls, so that Ctrl-C works and a failure of another node is noticed during all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from fleetx.base.call_with_timeout import CallerThread, NoAnswerError
+from fleetx import __version__
 from fleetx.errors import LaunchError
 from fleetx.launch.environment import endpoints_of
 from fleetx.launch.job import Attempt, Job
-from fleetx.launch.rendezvous import STORE_TIMEOUT, FleetrunRendezvous, host_store
+from fleetx.launch.meeting import GONE_AFTER, LOST_AFTER, Meeting, MeetingError
+from fleetx.launch.meeting_client import MeetingClient, NoMeetingError
+from fleetx.launch.meeting_server import MeetingServer
+from fleetx.launch.rendezvous import FleetrunRendezvous, host_store
 from fleetx.launch.report import Failure
 from fleetx.launch.sockets import listen, port_of
 
 POLL_EVERY = 0.05  # seconds
+TICK_EVERY = 1.0  # seconds between signs of life while this node does something else
 QUIET_WAIT = 5.0  # seconds of waiting before we print what for
-LOST_AFTER = 30.0  # seconds without an answer (node 0) or a heartbeat (other nodes) until a node counts as lost
-HEARTBEAT_EVERY = 5.0  # seconds
-
-Result = TypeVar("Result")
 
 
 class NodeFailedError(Exception):
-    """Another node has aborted; the text says which one and why."""
+    """Another node has stopped the job; the text says which one and why."""
+
+    def __init__(self, text: str, *, signal: int | None):
+        super().__init__(text)
+        self.signal = signal  # that stopped it
+
+
+class JobFinishedError(Exception):
+    """The job finished before this node was taken in."""
 
 
 class MultiNodeRendezvous(FleetrunRendezvous):
@@ -56,198 +50,235 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         self._job = job
         self._print_status = print_status
         self._host, self._port = job.master
+        self._token = os.urandom(16).hex()  # of this fleetrun
         self._number = -1  # of the attempt
-        self._store: TCPStore | None = None
-        self._caller = CallerThread()
+        self._meeting: Meeting | None = None  # on node 0
+        self._server: MeetingServer | None = None
+        self._client: MeetingClient | None = None  # on the others
+        self._store: Store | None = None  # of the workers
+        self._joined = self._failed = False
         self._reported_done = -1
-        self._next_heartbeat = 0.0
-        self._heartbeats: dict[int, tuple[int, float]] = {}  # by node: its counter, and when it last changed
+        self._next_tick = 0.0
         self._failures: list[Failure] = []
 
     # ------------------------------------------------------------------ rendezvous
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._number += 1
-        self._heartbeats.clear()  # there are none during the rendezvous
-        number, job = self._number, self._job
-        with self._lost_node_0():
-            if self._store is None:
-                self._open_store()
-                if self._add(f"claimed/{job.rank}", 1) > 1:
-                    raise LaunchError(f"--rank {job.rank} is used by two nodes; give every node a different --rank")
-            settings = {"address": job.address or self._own_address(), "workers": job.workers, "nodes": job.nodes}
-            self._set(f"joined/{number}/{job.rank}", json.dumps(settings))
-            self._add(f"joined/{number}", 1)
-            nodes = self._wait_for_all_nodes(number)
-            self._check_equal(nodes)
-            if job.rank == 0:
-                listener = listen(self._host)
-                shared: dict[str, Any] = {"port": port_of(listener), "run_id": os.urandom(6).hex()}
-                store = host_store(listener, host=self._host)
-                self._set(f"store/{number}", json.dumps(shared))
-            else:
-                self._wait_until(lambda: self._has(f"store/{number}"), awaiting=lambda: "node 0 to open a store")
-                shared = json.loads(self._get(f"store/{number}"))
-                store = self._connect(shared["port"])
+        if not self._joined:
+            self._join()
+        failed, self._failed = self._failed, False
+        self._call("arrive", attempt=self._number + 1, failed=failed)
+        plan = self._start() if self._job.rank == 0 else self._wait_for_plan()
+        self._number = plan["number"]
+        members = plan["members"]
         self.attempt = Attempt(
-            number=number,
-            run_id=self.attempt.run_id if number else shared["run_id"],
+            number=plan["number"],
+            run_id=plan["run_id"],
             master_addr=self._host,
-            master_port=shared["port"],
-            endpoints=endpoints_of([node["address"] for node in nodes], workers=job.workers),
+            master_port=plan["port"],
+            endpoints=endpoints_of(plan["addresses"], workers=self._job.workers),
+            nodes=len(members),
+            node=members.index(self._job.rank),
+            slots=tuple(range(self._job.workers)),
+            restarts=plan["restarts"],
         )
-        return RendezvousInfo(store, job.rank, job.nodes, RendezvousStoreInfo(self._host, shared["port"]))
+        if self._job.elastic:
+            self._print_status(f"{len(members)} of {self._job.nodes} nodes take part: {', '.join(map(str, members))}")
+        where = RendezvousStoreInfo(self._host, plan["port"])
+        return RendezvousInfo(self._store or HashStore(), self.attempt.node, self.attempt.nodes, where)
 
-    def _open_store(self) -> None:
-        if self._job.rank == 0:
-            self._store = host_store(listen(self._host, port=self._port), host=self._host)
+    def _join(self) -> None:
+        job = self._job
+        if job.rank == 0:
+            self._meeting = Meeting(nodes=job.nodes, minimum=job.elastic or job.nodes)
+            listener = listen(self._host, port=self._port)
+            self._server = MeetingServer(listener, self._meeting, secret=job.secret, print_status=self._print_status)
         else:
-            self._wait_until(self._master_listens, awaiting=lambda: f"node 0 at {self._host}:{self._port}")
-            self._store = self._connect(self._port)
+            self._wait_until(self._connect, awaiting=lambda: f"node 0 at {self._host}:{self._port}")
+        self._number = self._call("join", **self._introduction())
+        self._joined = True
 
-    def _connect(self, port: int) -> TCPStore:
-        connect = partial(TCPStore, self._host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        return self._caller.call(connect, seconds=LOST_AFTER)
+    def _introduction(self) -> dict[str, Any]:
+        job = self._job
+        address = job.address or (self._client.address if self._client else self._host)
+        settings = {
+            "address": address, "workers": job.workers, "nodes": job.nodes, "elastic": job.elastic,
+            "max_restarts": job.max_restarts, "version": __version__,
+        }  # fmt: skip
+        return {"token": self._token, "settings": settings}
 
-    def _master_listens(self) -> bool:
+    def _connect(self) -> bool:
         try:
-            socket.create_connection((self._host, self._port), timeout=2).close()
-        except OSError:
+            self._client = MeetingClient(self._host, self._port, secret=self._job.secret)
+        except NoMeetingError:
             return False
         return True
 
-    def _own_address(self) -> str:
-        """The address from which this node connects to the master."""
-        if self._job.rank == 0:
-            return self._host
-        with socket.create_connection((self._host, self._port), timeout=LOST_AFTER) as connection:
-            return str(connection.getsockname()[0])
+    def _start(self) -> dict[str, Any]:
+        """On node 0: wait for the others, then start the next attempt."""
+        assert self._meeting is not None
 
-    def _wait_for_all_nodes(self, number: int) -> list[dict[str, Any]]:
-        """Returns the settings of every node."""
-        keys = [f"joined/{number}/{node}" for node in range(self._job.nodes)]
+        def awaiting() -> str:
+            missing = ", ".join(str(node) for node in self._look()["missing"])
+            return f"node {missing} to join at {self._host}:{self._port}"
 
-        def missing() -> str:
-            nodes = [str(node) for node, key in enumerate(keys) if not self._has(key)]
-            return f"node {', '.join(nodes)} to join at {self._host}:{self._port}"
+        self._wait_until(lambda: self._meeting.ready() is not None, awaiting=awaiting)  # type: ignore[union-attr]
+        members = self._meeting.ready()
+        if members is None:  # somebody was lost just now
+            return self._start()
+        listener = listen(self._host)
+        port = port_of(listener)
+        self._store = host_store(listener, host=self._host)
+        run_id = self.attempt.run_id if hasattr(self, "attempt") else os.urandom(6).hex()
+        self._meeting.publish(members, port=port, run_id=run_id)
+        plan: dict[str, Any] = self._look()["plan"]
+        return plan
 
-        self._wait_until(lambda: self._add(f"joined/{number}", 0) >= len(keys), awaiting=missing)
-        return [json.loads(self._get(key)) for key in keys]
+    def _wait_for_plan(self) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
 
-    def _check_equal(self, nodes: Sequence[dict[str, Any]]) -> None:
-        ours = nodes[self._job.rank]
-        for node, theirs in enumerate(nodes):
-            for setting in ("workers", "nodes"):
-                if theirs[setting] != ours[setting]:
-                    raise LaunchError(
-                        f"node {node} was started with {theirs[setting]} {setting}, node {self._job.rank} with "
-                        f"{ours[setting]}; use the same --gpus, --nproc_per_node, --ips and --nnodes on every node"
-                    )
+        def ready() -> bool:
+            state = self._look(self._number + 1)
+            if state["plan"]:
+                found.append(state["plan"])
+            elif state["done"] and not hasattr(self, "attempt"):
+                raise JobFinishedError
+            return bool(found)
+
+        def awaiting() -> str:
+            missing = ", ".join(str(node) for node in self._look()["missing"]) or "0"
+            return f"node {missing} to join at {self._host}:{self._port}"
+
+        self._wait_until(ready, awaiting=awaiting)
+        return found[0]
 
     # ------------------------------------------------------------------ while the workers run
 
     def num_nodes_waiting(self) -> int:
         """torchelastic calls this ten times a second, and restarts the workers if the result is not 0."""
-        with self._lost_node_0():
-            self._raise_if_failed()
-            self._heartbeat()
-            waiting = self._add(f"joined/{self._number + 1}", 0)
-        if waiting:
-            self._print_status(f"another node requested restart {self._number + 1} of {self._job.max_restarts}")
-        return waiting
+        state = self._look()
+        self._raise_if_stopped(state)
+        if not (why := state["restart"]):
+            return 0
+        self.resizing = why == "resize"
+        if why == "failure":
+            number = self.attempt.restarts + 1
+            self._print_status(f"another node requested restart {number} of {self._job.max_restarts}")
+        else:
+            self._print_status("a node was lost" if why == "loss" else "a node joins or leaves")
+        return 1
 
-    def _heartbeat(self) -> None:
-        """Show that this node is alive; on node 0, raise if another node is not. It would wait for that node forever.
+    def members_change(self) -> bool:
+        """Whether another node is to blame for workers that lost their peers. Waits until that can be known."""
+        if not self._job.elastic:
+            return False
 
-        The other nodes need not check: if node 0 is gone, the store does not answer, and node 0 tells them about the
-        rest. A node sends no heartbeat while it stops its workers for a restart.
-        """
-        now = time.monotonic()
-        if now < self._next_heartbeat:
-            return
-        self._next_heartbeat = now + HEARTBEAT_EVERY
-        self._add(f"heartbeat/{self._job.rank}", 1)
-        limit = LOST_AFTER + self._job.stop_timeout
-        for node in range(1, self._job.nodes) if self._job.rank == 0 else ():
-            count = self._add(f"heartbeat/{node}", 0)
-            last_count, since = self._heartbeats.get(node, (-1, now))
-            if count != last_count:
-                self._heartbeats[node] = (count, now)
-            elif now - since > limit:
-                raise LaunchError(f"lost node {node}: its fleetrun or its machine has not responded for {limit:g} s")
+        def known() -> bool:
+            state = self._look()
+            self._raise_if_stopped(state)
+            return state["restart"] in ("loss", "resize") or state["restart"] == "failure"
+
+        self._poll(known, seconds=LOST_AFTER + GONE_AFTER)
+        return self._look()["restart"] in ("loss", "resize")
 
     def all_nodes_done(self) -> bool:
-        with self._lost_node_0():
-            increment = int(self._reported_done < self._number)
+        if self._reported_done < self._number:
             self._reported_done = self._number
-            return self._add(f"done/{self._number}", increment) >= self._job.nodes
+            self._call("done", attempt=self._number)
+        return bool(self._look()["done"])
 
     def add_failures(self, failures: Sequence[Failure]) -> None:
         self._failures += failures
+        self._failed = True
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._poll(lambda: time.monotonic() >= deadline, seconds=seconds + 1)
+
+    def tick(self) -> None:
+        if self._joined and time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK_EVERY
+            with contextlib.suppress(LaunchError):
+                self._look()
 
     # ------------------------------------------------------------------ the end
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, signal: int | None = None) -> None:
         """Stop all other nodes. Only the first reason is kept."""
-        with contextlib.suppress(DistError, NoAnswerError):
-            if self._store is not None and not self._has("failed"):
-                self._set("failed", f"node {self._job.rank}: {reason}")
+        self._tell("stop", reason=f"node {self._job.rank}: {reason}", signal=signal)
+
+    def depart(self, reason: str, *, signal: int) -> None:
+        """This node stops: so do the others, unless --elastic lets them go on without it."""
+        self._tell("depart", reason=f"node {self._job.rank}: {reason}", signal=signal)
 
     def leave(self, *, failed: bool) -> list[Failure]:
-        """Leave the store; after a failure, return the failures of the other nodes."""
+        """Leave the meeting; after a failure, return the failures of the other nodes."""
         failures: list[Failure] = []
-        if self._store is None:
+        if not self._joined:
             return failures
-        with contextlib.suppress(DistError, NoAnswerError):
-            nodes = [node for node in range(self._job.nodes) if self._has(f"joined/0/{node}")]
-            self._set(f"failures/{self._job.rank}", json.dumps([asdict(failure) for failure in self._failures]))
+        with contextlib.suppress(LaunchError):
+            self._call("report", failures=[asdict(failure) for failure in self._failures])
             if failed:
-                self._wait_for_keys("failures", nodes, seconds=self._job.stop_timeout + 2.0)  # they stop their workers
-                silent = [node for node in nodes if not self._has(f"failures/{node}")]
+                seconds = self._job.stop_timeout + GONE_AFTER + 1.0  # they stop their workers
+                self._poll(lambda: not self._call("reports")["missing"], seconds=seconds, raise_if_stopped=False)
+                told = self._call("reports")
+                silent = sorted({*told["missing"], *told["lost"]})
                 if silent:
                     names = ", ".join(map(str, silent))
                     self._print_status(f"no answer from node {names}, which may have failed first")
-                nodes = [node for node in nodes if node not in silent]
-                for node in nodes:
-                    if node != self._job.rank:
-                        failures += [Failure(**values) for values in json.loads(self._get(f"failures/{node}"))]
-            self._set(f"left/{self._job.rank}", "")
-            if self._job.rank == 0:
-                self._wait_for_keys("left", nodes, seconds=QUIET_WAIT)
+                for node, values in told["failures"].items():
+                    if int(node) != self._job.rank:
+                        failures += [Failure(**value) for value in values]
+            self._call("leave")
+        if self._meeting is not None and self._server is not None:
+            self._poll(self._meeting.everyone_left, seconds=QUIET_WAIT, raise_if_stopped=False)
+            self._server.end()
+        if self._client is not None:
+            self._client.close()
         return failures
 
-    def _wait_for_keys(self, name: str, nodes: Sequence[int], *, seconds: float) -> None:
-        self._poll(lambda: all(self._has(f"{name}/{node}") for node in nodes), seconds=seconds, raise_if_failed=False)
+    def _tell(self, name: str, **arguments: Any) -> None:
+        if self._joined:
+            with contextlib.suppress(LaunchError):
+                self._call(name, **arguments)
 
-    # ------------------------------------------------------------------ the store
+    # ------------------------------------------------------------------ the meeting
 
-    @contextlib.contextmanager
-    def _lost_node_0(self) -> Iterator[None]:
-        """Turn errors of the store into a LaunchError."""
+    def _look(self, attempt: int | None = None) -> dict[str, Any]:
+        state: dict[str, Any] = self._call("look", attempt=self._number if attempt is None else attempt)
+        return state
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        rank = self._job.rank
         try:
-            yield
-        except (DistError, NoAnswerError, OSError):
-            address = f"{self._host}:{self._port}"
-            raise LaunchError(f"lost node 0 at {address}: its fleetrun or its machine does not respond") from None
+            if self._meeting is not None:
+                return self._meeting.call(name, rank, **arguments)
+            deadline = time.monotonic() + GONE_AFTER
+            while True:
+                assert self._client is not None
+                try:
+                    return self._client.call(name, rank, **arguments)
+                except (OSError, EOFError):  # perhaps only the connection was lost
+                    self._client.close()
+                    while not self._connect():
+                        if time.monotonic() > deadline:
+                            raise self._lost_node_0() from None
+                        time.sleep(POLL_EVERY)
+                    if self._joined:
+                        with contextlib.suppress(OSError, EOFError):
+                            self._client.call("join", rank, **self._introduction())
+                    if time.monotonic() > deadline:
+                        raise self._lost_node_0() from None
+        except MeetingError as error:
+            raise LaunchError(str(error)) from None
 
-    def _call(self, method: Callable[..., Result], *arguments: Any) -> Result:
-        return self._caller.call(method, self._store, *arguments, seconds=LOST_AFTER)
+    def _lost_node_0(self) -> LaunchError:
+        where = f"{self._host}:{self._port}"
+        return LaunchError(f"lost node 0 at {where}: its fleetrun or its machine does not respond")
 
-    def _has(self, key: str) -> bool:
-        return self._call(TCPStore.check, [key])
-
-    def _set(self, key: str, value: str) -> None:
-        self._call(TCPStore.set, key, value)
-
-    def _get(self, key: str) -> str:
-        return self._call(TCPStore.get, key).decode()
-
-    def _add(self, key: str, amount: int) -> int:
-        return self._call(TCPStore.add, key, amount)
-
-    def _raise_if_failed(self) -> None:
-        if self._store is not None and self._has("failed"):
-            raise NodeFailedError(self._get("failed"))
+    def _raise_if_stopped(self, state: dict[str, Any]) -> None:
+        if stop := state["stop"]:
+            raise NodeFailedError(stop["reason"], signal=stop["signal"])
 
     def _wait_until(self, ready: Callable[[], bool], *, awaiting: Callable[[], str]) -> None:
         """Wait for at most --join_timeout seconds, and after a while print what for."""
@@ -258,11 +289,11 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         if not self._poll(ready, seconds=self._job.join_timeout - quiet):
             raise LaunchError(f"timed out after {self._job.join_timeout} s waiting for {awaiting()}")
 
-    def _poll(self, ready: Callable[[], bool], *, seconds: float, raise_if_failed: bool = True) -> bool:
+    def _poll(self, ready: Callable[[], bool], *, seconds: float, raise_if_stopped: bool = True) -> bool:
         deadline = time.monotonic() + seconds
         while not ready():
-            if raise_if_failed:
-                self._raise_if_failed()
+            if raise_if_stopped and self._joined:
+                self._raise_if_stopped(self._look())
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_EVERY)

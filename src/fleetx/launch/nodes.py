@@ -24,7 +24,7 @@ def local_addresses() -> dict[str, str]:
 def _resolve(host: str) -> set[str]:
     try:
         return {str(info[4][0]).split("%")[0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, ValueError):  # ValueError: not even the form of a name
         return set()
 
 

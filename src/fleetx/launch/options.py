@@ -17,18 +17,20 @@ from fleetx.errors import LaunchError
 from fleetx.launch import devices, environment, nodes
 from fleetx.launch.help import EPILOG, SUMMARY, UNSUPPORTED
 from fleetx.launch.job import Job
+from fleetx.launch.secret import read_secret
 
-_positive, _not_negative = click.IntRange(min=1), click.IntRange(min=0)
+_MOST = 4096  # workers of one node
+_positive, _not_negative = click.IntRange(1, 1_000_000), click.IntRange(0, 1_000_000)
 
 # Also accepted: dashes instead of underscores, and these older names.
-ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts"}
+ALIASES = {"selected_gpus": "gpus", "devices": "gpus", "max_restart": "max_restarts", "cluster_node_ips": "ips"}
 
 OPTIONS = {
     "Workers": [
         click.Option(["--gpus"], metavar="0,1,2,3", help=(
             "Run one worker on each of these GPUs. With --device cpu, run the same number of workers on the CPU. "
             "[default: all]")),
-        click.Option(["--nproc_per_node"], type=_positive, metavar="N", help=(
+        click.Option(["--nproc_per_node"], type=click.IntRange(1, _MOST), metavar="N", help=(
             "Number of workers on this node. [default: one per GPU, or 1 on the CPU]")),
         click.Option(["--device"], type=click.Choice([devices.CPU, devices.CUDA]), help=(
             "Device to train on. [default: $FLEETX_DEVICE if set, else cuda if there are GPUs, else cpu]")),
@@ -46,14 +48,38 @@ OPTIONS = {
             "Address of node 0, where the nodes rendezvous. [default with --ips: the first of them, port 6069]")),
         click.Option(["--rank"], type=_not_negative, metavar="R", help=(
             "Rank of this node, from 0. [default with --ips: the position of its address]")),
+        click.Option(["--secret_file"], metavar="FILE", help=(
+            "File with the job secret, by which the nodes recognise each other; only you may read it (chmod 600). "
+            "[default: $FLEETX_JOB_SECRET]")),
+        click.Option(["--node_ip"], metavar="a", help="Address of this node, one of --ips. [default: found]"),
+        click.Option(["--started_port"], type=click.IntRange(1025, 65535), metavar="P", help=(
+            "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
+        click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's modes; there is one."),
         click.Option(["--join_timeout"], type=_positive, default=600, show_default=True, metavar="S", help=(
             "Seconds to wait for the other nodes.")),
     ],
-    "Logs and failures": [
+    "Logs": [
         click.Option(["--log_dir"], default="log", show_default=True, metavar="DIR", help=(
             "Directory for workerlog.N, N = 0, 1, ... on each node. Logs of an earlier run are deleted.")),
+    ],
+    "Failures": [
         click.Option(["--max_restarts"], type=_not_negative, default=0, show_default=True, metavar="N", help=(
             "How many times to restart all workers after a failure.")),
+        click.Option(["--elastic"], metavar="MIN:MAX", help=(
+            "Go on without workers (on one node) or nodes (on several) that are lost, as long as MIN remain, and take "
+            "them back. WORLD_SIZE changes, and all workers restart.")),
+        click.Option(["--regrow_after"], type=_not_negative, default=60, show_default=True, metavar="S", help=(
+            "With --elastic on one node: seconds until the workers that were left out come back.")),
+        click.Option(["--restart_delay"], type=click.IntRange(0, 60), default=1, show_default=True, metavar="S", help=(
+            "Seconds to wait after two attempts in a row that failed within 10 s; doubles with each further one, up to "
+            "60. 0 always restarts at once.")),
+        click.Option(["--cold"], is_flag=True, help=(
+            "Start the workers of a restart from scratch, instead of as forks of a process that has imported torch.")),
+        click.Option(["--preload"], metavar="a,b", help=(
+            "Modules that this process imports besides torch and fleetx, such as transformers.")),
+        click.Option(["--grace_period"], type=_not_negative, default=25, show_default=True, metavar="S", help=(
+            "Seconds that a worker has to save its state and exit, after fleetrun got SIGTERM or before the number of "
+            "workers changes.")),
         click.Option(["--stop_timeout"], type=_not_negative, default=5, show_default=True, metavar="S", help=(
             "Seconds that a worker has to exit after it failed or was asked to stop, before it is killed.")),
     ],
@@ -144,6 +170,8 @@ def _unknown(name: str) -> str:
 def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...], module: bool, **options: Any) -> Job:
     if not module:
         _check_script(script)
+    if options["started_port"] is not None:
+        os.environ["FLAGS_START_PORT"] = str(options["started_port"])
     environment.first_port()  # report a bad $FLAGS_START_PORT before anything starts
     gpus = None if options["gpus"] is None else _gpu_names(options["gpus"])
     nproc: int | None = options["nproc_per_node"]
@@ -152,7 +180,17 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
             f"--nproc_per_node {nproc} does not match --gpus {','.join(gpus)}, which lists {len(gpus)}; "
             f"give only one of the two"
         )
-    node_count, rank, address, master = _node_layout(options)
+    elastic = None if options["elastic"] is None else _elastic(options["elastic"])
+    node_count, rank, address, master = _node_layout(options, elastic=elastic)
+    if elastic and node_count == 1:
+        nproc = _elastic_workers(elastic, nproc=nproc, gpus=gpus, max_restarts=options["max_restarts"])
+    secret = read_secret(options["secret_file"], environ=environ)
+    if elastic and node_count > 1 and not secret:
+        raise LaunchError("--elastic on several nodes requires a job secret: set FLEETX_JOB_SECRET or --secret_file")
+    warm = (options["max_restarts"] > 0 or elastic is not None) and not options["cold"]
+    preload = _split_list("--preload", options["preload"]) if options["preload"] is not None else []
+    if preload and not warm:
+        raise LaunchError("--preload is for restarts: it requires --max_restarts or --elastic, and not --cold")
 
     visible = devices.visible_gpus(installed=devices.installed_gpus(), environ=environ)
     device = devices.device_of(options["device"], gpus=gpus, visible=visible, environ=environ)
@@ -177,8 +215,15 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
         paddle_api=options["paddle_api"],
         log_dir=Path(options["log_dir"]),
         max_restarts=options["max_restarts"],
+        restart_delay=options["restart_delay"],
+        warm=warm,
+        preload=tuple(preload),
+        elastic=elastic[0] if elastic else None,
+        regrow_after=options["regrow_after"],
+        grace_period=options["grace_period"],
         stop_timeout=options["stop_timeout"],
         join_timeout=options["join_timeout"],
+        secret=secret,
     )
 
 
@@ -196,7 +241,7 @@ def _check_script(script: str) -> None:
 def _split_list(option: str, text: str) -> list[str]:
     items = [item.strip() for item in text.split(",")]
     if "" in items:
-        example = "0,1" if option == "--gpus" else "10.0.0.1,10.0.0.2"
+        example = {"--gpus": "0,1", "--ips": "10.0.0.1,10.0.0.2"}.get(option, "transformers,torchvision")
         raise LaunchError(f"{option} {text!r}: must be a comma-separated list such as {example}")
     duplicates = sorted({item for item in items if items.count(item) > 1})
     if duplicates:
@@ -212,11 +257,36 @@ def _gpu_names(text: str) -> list[str]:
     return gpus
 
 
-def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tuple[str, int] | None]:
+def _elastic(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and least.isascii() and most.isascii() and len(text) < 20):
+        raise LaunchError(f"--elastic {text}: must be MIN:MAX, such as 2:4")
+    if not 1 <= int(least) < int(most) <= _MOST:
+        raise LaunchError(f"--elastic {text}: MIN must be at least 1 and less than MAX, and MAX at most {_MOST}")
+    return int(least), int(most)
+
+
+def _elastic_workers(
+    elastic: tuple[int, int], *, nproc: int | None, gpus: Sequence[str] | None, max_restarts: int
+) -> int:
+    """The number of workers to start with, on a single node."""
+    given = len(gpus) if gpus is not None else nproc
+    if given is not None and given != elastic[1]:
+        raise LaunchError(f"--elastic {elastic[0]}:{elastic[1]} does not match {given} workers; MAX must be the same")
+    if not max_restarts:
+        raise LaunchError("--elastic on one node requires --max_restarts, because a worker that is lost has failed")
+    return elastic[1]
+
+
+def _node_layout(
+    options: Mapping[str, Any], *, elastic: tuple[int, int] | None
+) -> tuple[int, int, str | None, tuple[str, int] | None]:
     """(number of nodes, rank of this node, its address, rendezvous address)"""
     nnodes, rank = options["nnodes"], options["rank"]
     master = None if options["master"] is None else _host_and_port(options["master"])
     ips = None if options["ips"] is None else _split_list("--ips", options["ips"])
+    if elastic and ips is None and nnodes is None and (rank is not None or master is not None):
+        nnodes = elastic[1]
     if ips is not None:
         if nnodes is not None and nnodes != len(ips):
             raise LaunchError(
@@ -225,10 +295,12 @@ def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tupl
             )
         nnodes = len(ips)
     elif nnodes is None:
-        for option in ("rank", "master"):
+        for option in ("rank", "master", "node_ip"):
             if options[option] is not None:
                 raise LaunchError(f"--{option} is for several nodes and requires --nnodes or --ips")
         nnodes = 1
+    if elastic and nnodes > 1 and nnodes != elastic[1]:
+        raise LaunchError(f"--elastic {elastic[0]}:{elastic[1]} does not match {nnodes} nodes; MAX must be the same")
     if rank is not None and rank >= nnodes:
         raise LaunchError(f"--rank {rank}: must be less than the number of nodes, {nnodes}")
     if ips is None:
@@ -236,8 +308,10 @@ def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tupl
         if nnodes > 1 and missing:
             raise LaunchError(f"--nnodes {nnodes} requires {' and '.join(missing)} (or list all nodes with --ips)")
         return nnodes, rank or 0, None, master if nnodes > 1 else None
+    if options["node_ip"] is not None and options["node_ip"] not in ips:
+        raise LaunchError(f"--node_ip {options['node_ip']} is not one of --ips {','.join(ips)}")
     if rank is None:
-        rank = nodes.rank_in(ips)
+        rank = nodes.rank_in(ips) if options["node_ip"] is None else ips.index(options["node_ip"])
     default_port = (environment.first_port() or environment.FIRST_PORT) - 1
     return nnodes, rank, ips[rank], (master or (ips[0], default_port)) if nnodes > 1 else None
 
@@ -245,6 +319,10 @@ def _node_layout(options: Mapping[str, Any]) -> tuple[int, int, str | None, tupl
 def _host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         raise LaunchError(f"--master {text}: must be HOST:PORT, with a port from 1 to 65535")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise LaunchError(f"--master {text!r}: {host!r} cannot be the name of a host") from None
     return host, int(port)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+MARK = "TORCHELASTIC_ERROR_FILE"
+
 
 class OrphanKiller:
     """Kills the registered process groups if this process dies before `dismiss`.
@@ -34,6 +36,10 @@ class OrphanKiller:
                 _watch(read_end, self.directory)
             os._exit(0)
         os.close(read_end)
+
+    def mark(self, name: str) -> dict[str, str]:
+        """The variable by which processes of this run are recognised; for a worker, the file of its error as well."""
+        return {MARK: str(self.directory / name)}
 
     def register(self, groups: Iterable[int]) -> None:
         self._send("+", groups)
@@ -85,7 +91,7 @@ def _watch(read_end: int, directory: Path) -> None:
 
 def _descendants(directory: Path) -> list[int]:
     """Processes that inherited a worker's environment, recognised by its error file in `directory`."""
-    mark = f"TORCHELASTIC_ERROR_FILE={directory}/".encode()
+    mark = f"{MARK}={directory}/".encode()
     processes = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         with contextlib.suppress(OSError):

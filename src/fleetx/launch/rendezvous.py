@@ -8,7 +8,8 @@ it, so it survives any worker. It listens on one address; torchrun's listens on 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -34,13 +35,29 @@ class FleetrunRendezvous(RendezvousHandler):
     """torchelastic's rendezvous interface, plus what fleetrun's agent needs."""
 
     attempt: Attempt  # the current one
+    resizing = False  # the workers are stopped because others come or go: they have time to save their state
+
+    def wait(self, seconds: float) -> None:
+        """Wait before the next attempt."""
+        time.sleep(seconds)
 
     def add_failures(self, failures: Sequence[Failure]) -> None:
         """Keep failures of this node to report them to the other nodes."""
 
+    def members_change(self) -> bool:
+        """Whether workers that lost their peers did so because a node has gone, which is not a failure of theirs."""
+        return False
+
+    def tick(self) -> None:
+        """Called while the workers are being stopped."""
+
     def all_nodes_done(self) -> bool:
         """Report that the workers of this node have succeeded; returns whether those of all nodes have."""
         return True
+
+    def leave(self, *, failed: bool) -> list[Failure]:
+        """The end of this node; after a failure, returns the failures of the other nodes."""
+        return []
 
     def get_backend(self) -> str:
         return "fleetrun"
@@ -66,18 +83,62 @@ class FleetrunRendezvous(RendezvousHandler):
 
 
 class SingleNodeRendezvous(FleetrunRendezvous):
-    """A single node need not wait for others: its first workers start before torch is imported."""
+    """A single node need not wait for others: its first workers start before torch is imported.
 
-    def __init__(self, job: Job, *, attempt: Attempt, listener: socket.socket):
+    With --elastic, the workers that failed by themselves are left out of the next attempt, if enough others remain, and
+    come back after a while.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        attempt: Attempt,
+        listener: socket.socket,
+        print_status: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._job = job
         self.attempt = attempt
         self._listener: socket.socket | None = listener
+        self._print_status = print_status
+        self._clock = clock
+        self._failed: set[int] | None = None  # slots, if the attempt failed
+        self._grow_at = 0.0
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._listener is None:
+            last = self.attempt
             self.attempt, self._listener = single_node_attempt(
-                self._job, number=self.attempt.number + 1, run_id=self.attempt.run_id
+                self._job,
+                slots=self._next_slots(),
+                number=last.number + 1,
+                restarts=last.restarts + (self._failed is not None),
+                run_id=last.run_id,
             )
+            self._failed = None
         store = host_store(self._listener, host=LOOPBACK)
         self._listener = None
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.attempt.master_port))
+
+    def add_failures(self, failures: Sequence[Failure]) -> None:
+        slots = self.attempt.slots
+        self._failed = {slots[failure.rank] for failure in failures if not failure.secondary}
+
+    def num_nodes_waiting(self) -> int:
+        """Not 0 when workers that were left out are to come back."""
+        self.resizing = len(self.attempt.slots) < self._job.workers and self._clock() >= self._grow_at
+        if self.resizing:
+            self._print_status(f"back to {self._job.workers} workers")
+        return int(self.resizing)
+
+    def _next_slots(self) -> tuple[int, ...]:
+        everyone = tuple(range(self._job.workers))
+        if self._job.elastic is None or self._failed is None:
+            return everyone
+        remaining = tuple(slot for slot in self.attempt.slots if slot not in self._failed)
+        if not self._job.elastic <= len(remaining) < len(everyone):
+            return everyone
+        self._grow_at = self._clock() + self._job.regrow_after
+        self._print_status(f"going on with {len(remaining)} of {len(everyone)} workers")
+        return remaining

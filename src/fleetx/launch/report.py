@@ -78,7 +78,7 @@ def _failure_of(worker: Worker, *, workers: LocalWorkers, job: Job, logs: Logs) 
         return None
     log = logs.path(worker.local_rank)
     return Failure(
-        rank=job.rank * job.workers + worker.local_rank,
+        rank=workers.attempt.first_rank + worker.local_rank,
         node=job.rank,
         attempt=workers.attempt.number,
         exit_code=exit_code,

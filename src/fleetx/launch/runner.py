@@ -16,10 +16,9 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from types import CodeType, ModuleType, TracebackType
 
-WORKER = os.getpid()
 PADDLE_API = "FLEETX_PADDLE_API"
-# Not the error file itself: the user's own `@record` may write that one without ending the process.
-RECORD = f"{path}.last" if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
+worker: int | None = None  # the process that `main` made a worker; a child that it forks is none
+record_file: str | None = None
 
 
 def die_with(parent: int) -> None:
@@ -120,7 +119,7 @@ def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 def record(error: BaseException, *, exit_code: int) -> None:
     """Report `error` to the launcher, in torchelastic's format, with additions under `fleetx`."""
-    if RECORD is None or os.getpid() != WORKER:  # a forked child is not the worker
+    if record_file is None or os.getpid() != worker:
         return
     try:
         import json
@@ -138,9 +137,9 @@ def record(error: BaseException, *, exit_code: int) -> None:
             "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}},
             "fleetx": {"time": now, "exit_code": exit_code, "kind": type(error).__name__},
         }
-        with open(f"{RECORD}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+        with open(f"{record_file}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(data, file)
-        os.replace(f"{RECORD}.part", RECORD)  # so that the launcher never reads half a record
+        os.replace(f"{record_file}.part", record_file)  # so that the launcher never reads half a record
     except Exception:
         pass  # a full disk, a json.py next to the script: do not hide the user's error, which is still logged
 
@@ -181,16 +180,25 @@ def run(kind: str, target: str) -> None:
             record(error, exit_code=130)
             print_interrupted(error)
             sys.exit(130)
-        getattr(sys.excepthook, "annotate", lambda error: None)(error)  # set by fleetx.comm.peers, if loaded
+        error = getattr(sys.excepthook, "leaving", lambda error: error)(error)  # set by fleetx.comm.peers, if loaded
         record(error, exit_code=1)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    _, parent, log, kind, target, *arguments = sys.argv
+def main(command: list[str]) -> None:
+    """Make this process a worker: PARENT LOG script|module TARGET ARGUMENTS..."""
+    global worker, record_file
+    parent, log, kind, target, *arguments = command
     die_with(int(parent))
     redirect_to(log)
+    worker = os.getpid()
+    # Not the error file itself: the user's own `@record` may write that one without ending the process.
+    record_file = f"{path}.last" if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
     serve_paddle_scripts()
     sys.argv = [target, *arguments]
     run(kind, target)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

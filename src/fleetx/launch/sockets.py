@@ -6,6 +6,7 @@ This module does not import torch: the first workers start, and know the port of
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 from fleetx.errors import LaunchError
@@ -19,21 +20,21 @@ def listen(host: str, *, port: int = 0) -> socket.socket:
     """Listen on one address only; by default a TCPStore listens on all of them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise LaunchError(f"cannot resolve host {host} ({error.strerror})") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"cannot resolve host {host} ({reason})") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", port))  # the network translates the address (NAT): no interface has it
+        listener.bind(address)
         listener.listen(4096)
     except OSError as error:
         listener.close()
-        hint = "; choose another port with --master" if port and error.errno == errno.EADDRINUSE else ""
+        hint = ""
+        if error.errno == errno.EADDRINUSE and port:
+            hint = "; choose another port with --master"
+        elif error.errno == errno.EADDRNOTAVAIL:  # perhaps the network translates it (NAT)
+            hint = "; node 0 must be named by an address of one of its own interfaces"
         raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}){hint}") from None
     return listener
 
@@ -51,16 +52,22 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def single_node_attempt(job: Job, *, number: int, run_id: str) -> tuple[Attempt, socket.socket]:
+def single_node_attempt(
+    job: Job, *, slots: tuple[int, ...], number: int = 0, restarts: int = 0, run_id: str = ""
+) -> tuple[Attempt, socket.socket]:
     """The attempt, and the socket on which its store will listen."""
     listener = listen(LOOPBACK)
     first = first_port()
-    ports = [first + index for index in range(job.workers)] if first else free_ports(job.workers)
+    ports = [first + index for index in range(len(slots))] if first else free_ports(len(slots))
     attempt = Attempt(
         number=number,
-        run_id=run_id,
+        run_id=run_id or os.urandom(6).hex(),
         master_addr=LOOPBACK,
         master_port=port_of(listener),
         endpoints=tuple(f"{LOOPBACK}:{port}" for port in ports),
+        nodes=1,
+        node=0,
+        slots=slots,
+        restarts=restarts,
     )
     return attempt, listener

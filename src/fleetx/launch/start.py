@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
+from fleetx.launch.environment import common_environment
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Echo, Logs
 from fleetx.launch.orphan_killer import OrphanKiller
 from fleetx.launch.sockets import single_node_attempt
+from fleetx.launch.warm import ForkServer
 from fleetx.launch.workers import LocalWorkers, adopt_orphans
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -44,12 +47,16 @@ class Launch:
         self.environ = dict(os.environ)  # for the workers, before we change our own for torch
         self.killer = killer
         self.workers: LocalWorkers | None = None
+        self.server: ForkServer | None = None
+        self.helpers = {killer.pid}
 
     def run(self) -> int:
         _raise_on_signals()
         echo = None
         try:
             print_status(self._banner())
+            if not self.job.single_node and not self.job.secret:
+                print_status("no job secret: whoever reaches --master can join or stop this job; see --secret_file")
             echo = Echo(self.logs.path(0))
             code, message = self._run_agent()
             echo.stop()  # copy everything, however slow the terminal; Ctrl-C can still interrupt this
@@ -58,12 +65,14 @@ class Launch:
             if sigval is None:
                 raise
             self._stop(sigval)
-            code, message = 128 + sigval, f"fleetrun: stopped by {sigval.name}"
+            code, message = 128 + sigval, f"fleetrun: stopped by {sigval.name}{self._how_workers_ended()}"
         finally:
             for name in _STOP_SIGNALS:
                 signal.signal(name, signal.SIG_IGN)  # the rest is short and must not be interrupted
             if self.workers and self.workers.alive():
                 self.workers.kill()
+            if self.server:
+                self.server.end()
             if echo:
                 echo.stop(seconds=5)
         if message:
@@ -74,25 +83,52 @@ class Launch:
         """Start the workers of an attempt. On a single node, those of the first attempt are already running."""
         if self.workers is None or self.workers.attempt != attempt:
             self.workers = LocalWorkers(
-                self.job, attempt=attempt, logs=self.logs, killer=self.killer, environ=self.environ
+                self.job,
+                attempt=attempt,
+                logs=self.logs,
+                killer=self.killer,
+                environ=self.environ,
+                helpers=self.helpers,
+                server=self.server,
             )
             self.workers.start()
+            self._prepare_restart()
         return self.workers
 
-    def _stop(self, sigval: signal.Signals) -> None:
-        """Give the workers --stop_timeout seconds; a second signal kills them immediately."""
+    def _prepare_restart(self) -> None:
+        """Start the fork server, after the first workers, so that it does not delay them."""
+        job, server = self.job, self.server
+        if not job.warm or (server and (server.alive() or server.refusal)):
+            return
+        # The kernel shows this environment for the workers too, and for what they fork.
+        environ = {**common_environment(job, environ=self.environ), **self.killer.mark("fork_server")}
+        self.server = ForkServer(environ=environ, modules=job.preload)
+        self.helpers.add(self.server.pid)
+        self.killer.register([self.server.pid])
+
+    def _stop(
+        self, sigval: signal.Signals, *, seconds: int | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Give the workers time: --grace_period after SIGTERM, else --stop_timeout. A second signal kills them."""
+        job = self.job
+        if seconds is None:
+            seconds = job.grace_period if sigval == signal.SIGTERM else job.stop_timeout
         try:
             if self.workers:
-                self.workers.stop(sigval, seconds=self.job.stop_timeout)
+                self.workers.stop(sigval, seconds=seconds, tick=tick)
         except BaseException as error:
             if not hasattr(error, "sigval"):
                 raise
+
+    def _how_workers_ended(self) -> str:
+        count = self.workers.killed if self.workers else 0
+        return f"; {count} worker{'s' if count > 1 else ''} did not exit in time and had to be killed" if count else ""
 
     def _run_agent(self) -> tuple[int, str]:
         """(exit code, message to print at the end)"""
         job = self.job
         if job.single_node:
-            attempt, listener = single_node_attempt(job, number=0, run_id=os.urandom(6).hex())
+            attempt, listener = single_node_attempt(job, slots=tuple(range(job.workers)))
             # Importing torch takes seconds, and the workers need not wait for it: if one connects to the store before
             # the store is up, the connection waits in the socket's queue.
             self.start(attempt)
@@ -100,36 +136,49 @@ class Launch:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from fleetx.launch.agent import Agent, check_torch, silence_torchelastic
-        from fleetx.launch.multi_node import MultiNodeRendezvous, NodeFailedError
+        from fleetx.launch.multi_node import JobFinishedError, MultiNodeRendezvous, NodeFailedError
         from fleetx.launch.rendezvous import FleetrunRendezvous, SingleNodeRendezvous
         from fleetx.launch.report import failure_report, first_cause_first
 
         silence_torchelastic()
         check_torch(job)
         cluster = None if job.single_node else MultiNodeRendezvous(job, print_status=print_status)
-        rendezvous: FleetrunRendezvous = cluster or SingleNodeRendezvous(job, attempt=attempt, listener=listener)
+        rendezvous: FleetrunRendezvous = cluster or SingleNodeRendezvous(
+            job, attempt=attempt, listener=listener, print_status=print_status
+        )
         agent = Agent(job, rendezvous=rendezvous, logs=self.logs, start=self.start, print_status=print_status)
-        reason = ""
+        stopped_by: NodeFailedError | None = None
         try:
             failed = agent.run().is_failed()
         except NodeFailedError as error:
-            failed, reason = True, str(error)
+            failed, stopped_by = True, error
+            # If the other node was told to stop, the workers of all nodes have time to save their state together.
+            self._stop(signal.SIGTERM, seconds=None if error.signal else job.stop_timeout, tick=rendezvous.tick)
+        except JobFinishedError:
+            rendezvous.leave(failed=False)
+            return 0, "fleetrun: the job finished before this node was needed"
         except BaseException as error:
-            if cluster:
-                sigval = getattr(error, "sigval", None)
-                cluster.abort(f"stopped by {sigval.name}" if sigval else str(error))
-                cluster.leave(failed=False)
+            sigval = getattr(error, "sigval", None)
+            if cluster and sigval:
+                cluster.depart(f"stopped by {sigval.name}", signal=int(sigval))
+            elif cluster:
+                cluster.abort(str(error))
+            if sigval:
+                self._stop(sigval, tick=rendezvous.tick)
+            else:
+                self._stop(signal.SIGTERM, seconds=job.stop_timeout, tick=rendezvous.tick)
+            rendezvous.leave(failed=False)
             raise
-        failures = agent.failures
-        if cluster:
-            if failed and not reason:
-                cluster.abort("a worker failed")
-            failures = failures + cluster.leave(failed=failed)
+        if failed and not stopped_by and cluster:
+            cluster.abort("a worker failed")
+        failures = agent.failures + rendezvous.leave(failed=failed)
         if not failed:
             return 0, ""
+        if stopped_by and stopped_by.signal:
+            return 128 + stopped_by.signal, f"fleetrun: stopped because another node was: {stopped_by}"
         if failures:
             return 1, failure_report(first_cause_first(failures), job=job)
-        return 1, f"fleetrun: stopped because another node stopped: {reason}"
+        return 1, f"fleetrun: stopped because another node stopped: {stopped_by}"
 
     def _banner(self) -> str:
         job = self.job
@@ -139,6 +188,8 @@ class Launch:
             text += f" {','.join(job.gpus)}"
         if not job.single_node:
             text += f", node {job.rank} of {job.nodes}"
+        if job.elastic:
+            text += f", at least {job.elastic}{'' if job.single_node else ' nodes'}"
         if job.threads:
             text += f", {job.threads} thread{'s' if job.threads > 1 else ''} each (OMP_NUM_THREADS)"
         return f"{text}, logs in {self.logs.directory}/workerlog.*"

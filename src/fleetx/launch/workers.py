@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from fleetx.errors import LaunchError
@@ -17,6 +17,7 @@ from fleetx.launch.environment import worker_environment
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Logs
 from fleetx.launch.orphan_killer import OrphanKiller
+from fleetx.launch.warm import Forked, ForkServer
 
 RUNNER = Path(__file__).with_name("runner.py")
 KILL_TIMEOUT = 5.0  # seconds to wait after SIGKILL: a process inside a driver call may not react even to that
@@ -33,19 +34,14 @@ def adopt_orphans() -> None:
 class Worker:
     """One process, the leader of its own group. `proc` and `close` are torchelastic's interface SubprocessHandler."""
 
-    def __init__(self, job: Job, *, local_rank: int, variables: Mapping[str, str], log: Path, error_file: Path):
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, *, local_rank: int, error_file: Path):
+        self.proc = process
         self.local_rank = local_rank
         self.error_file = error_file  # written by torchelastic's `@record`, if the user's script uses it
         self.record = error_file.with_name(f"{error_file.name}.last")  # written by the runner
         self.exit_code: int | None = None  # as in subprocess: -9 for SIGKILL
         self.exit_time = 0.0
         self.failing_since: float | None = None
-        kind = "module" if job.module else "script"
-        runner = [sys.executable, "-u", str(RUNNER), str(os.getpid()), str(log.resolve()), kind]
-        try:
-            self.proc = subprocess.Popen([*runner, job.target, *job.arguments], env=variables, start_new_session=True)
-        except OSError as error:
-            raise LaunchError(f"cannot start worker {local_rank} ({error.strerror})") from None
         try:
             self.pidfd: int | None = os.pidfd_open(self.proc.pid)
         except (AttributeError, OSError):
@@ -53,9 +49,13 @@ class Worker:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+            if death_sig == signal.SIGKILL:
+                os.killpg(self.proc.pid, signal.SIGKILL)
+                return
+            # Not its children: without its data loaders it could not save its state.
+            os.kill(self.proc.pid, death_sig or signal.SIGTERM)
             # A stopped process handles no other signal, and would use up the whole --stop_timeout.
-            os.killpg(self.proc.pid, signal.SIGCONT)
+            os.kill(self.proc.pid, signal.SIGCONT)
 
     def poll(self) -> bool:
         """Whether it has exited; the first call that finds so records the time."""
@@ -69,10 +69,24 @@ class Worker:
 class LocalWorkers:
     """All workers of one attempt on this node."""
 
-    def __init__(self, job: Job, *, attempt: Attempt, logs: Logs, killer: OrphanKiller, environ: Mapping[str, str]):
+    def __init__(
+        self,
+        job: Job,
+        *,
+        attempt: Attempt,
+        logs: Logs,
+        killer: OrphanKiller,
+        environ: Mapping[str, str],
+        helpers: set[int],
+        server: ForkServer | None,
+    ):
         self.job = job
         self.attempt = attempt
+        self.warm = server is not None and server.ready()
+        self._server = server
+        self._helpers = helpers  # processes of fleetrun itself: neither workers nor left by workers
         self.stopped_at: float | None = None  # when we began to stop them: a later exit is not the cause
+        self.killed = 0  # workers that did not exit in time
         self._workers: list[Worker] = []
         self._logs, self._killer, self._environ = logs, killer, environ
 
@@ -80,18 +94,43 @@ class LocalWorkers:
         return iter(self._workers)
 
     def start(self) -> None:
+        self._started = time.monotonic()
         number = self.attempt.number
         if number:
-            self._logs.write_separator(f"restart {number} of {self.job.max_restarts}")
-        for local_rank in range(self.job.workers):
+            size = f", {len(self.attempt.endpoints)} workers" if self.job.elastic else ""
+            self._logs.write_separator(f"restart {self.attempt.restarts} of {self.job.max_restarts}{size}")
+        for local_rank in range(len(self.attempt.slots)):
             error_file = self._killer.directory / f"{number}-{local_rank}.json"
             variables = worker_environment(
                 self.job, attempt=self.attempt, local_rank=local_rank, error_file=error_file, environ=self._environ
             )
-            log = self._logs.path(local_rank)
-            worker = Worker(self.job, local_rank=local_rank, variables=variables, log=log, error_file=error_file)
-            self._killer.register([worker.proc.pid])
-            self._workers.append(worker)
+            log = str(self._logs.path(local_rank).resolve())
+            kind = "module" if self.job.module else "script"
+            command = [str(os.getpid()), log, kind, self.job.target, *self.job.arguments]
+            process = self._fork(command, variables) or self._popen(command, variables)
+            self._killer.register([process.pid])
+            self._workers.append(Worker(process, local_rank=local_rank, error_file=error_file))
+
+    def _fork(self, command: list[str], variables: Mapping[str, str]) -> Forked | None:
+        if not self.warm or self._server is None:
+            return None
+        forked = self._server.fork(command, environ=variables)
+        if forked is None:
+            self.warm = False
+            self._kill_others()  # it may have forked without an answer
+        return forked
+
+    @staticmethod
+    def _popen(command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        try:
+            words = [sys.executable, "-u", str(RUNNER), *command]
+            return subprocess.Popen(words, env=variables, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"cannot start a worker ({error.strerror})") from None
+
+    def life(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
 
     def alive(self) -> list[Worker]:
         return [worker for worker in self if not worker.poll()]
@@ -114,7 +153,7 @@ class LocalWorkers:
         self._reap_adopted()
         self._kill_hanging()
 
-    def stop(self, death_sig: signal.Signals, *, seconds: float) -> None:
+    def stop(self, death_sig: signal.Signals, *, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Send `death_sig` to all, wait `seconds`, then kill what is left and everything the workers had started.
 
         If all workers have succeeded, this is a no-op: what their scripts left running was left on purpose.
@@ -125,20 +164,22 @@ class LocalWorkers:
         self.stopped_at = self.stopped_at or time.time()
         for worker in alive:
             worker.close(death_sig)
-        self._wait_for_all(seconds)
+        self._wait_for_all(seconds, tick=tick)
+        self.killed = len(self.alive())
         self.kill()
 
     def kill(self) -> None:
         for worker in self.alive():
             worker.close(signal.SIGKILL)
         self._wait_for_all(KILL_TIMEOUT)
-        kill_descendants(exclude={self._killer.pid, *(worker.proc.pid for worker in self.alive())})
+        self._kill_others()
         self._killer.unregister(worker.proc.pid for worker in self)
 
-    def _wait_for_all(self, seconds: float) -> None:
+    def _wait_for_all(self, seconds: float, *, tick: Callable[[], None] = lambda: None) -> None:
         deadline = time.monotonic() + seconds
         while self.alive() and (left := deadline - time.monotonic()) > 0:
             self.wait(min(left, 0.1))
+            tick()
 
     def _kill_hanging(self) -> None:
         """Kill workers whose main thread raised long ago: the process may be waiting forever for another thread."""
@@ -148,9 +189,13 @@ class LocalWorkers:
                 if time.monotonic() - worker.failing_since > self.job.stop_timeout:
                     worker.close(signal.SIGKILL)
 
+    def _kill_others(self) -> None:
+        """Kill all processes below this one that are neither running workers nor our own helpers."""
+        kill_descendants(exclude={*self._helpers, *(worker.proc.pid for worker in self.alive())})
+
     def _reap_adopted(self) -> None:
         """Wait for adopted orphans that have exited, which would otherwise stay zombies."""
-        ours = {worker.proc.pid for worker in self} | {self._killer.pid}
+        ours = {worker.proc.pid for worker in self} | self._helpers
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in ours:
                 os.waitpid(child.si_pid, 0)

@@ -1,8 +1,8 @@
-"""Optimizers for large batches, which scale the step of each tensor. They are ordinary torch optimizers.
+"""Optimizers for large batches, whose steps depend on each tensor as a whole. They are ordinary torch optimizers.
 
-    from fleetx.optim import Lamb, Lars
+    from fleetx.optim import Lamb, Lars, Muon
 
-`dispatch` chooses, per tensor, one of two implementations of the same formulas:
+For Lars and Lamb, `dispatch` chooses, per tensor, one of two implementations of the same formulas:
 
     native.py   compiled kernels (kernels.c): fp32 on the CPU
     foreach.py  torch's foreach functions: every other device, dtype and layout, and without the compiled kernels
@@ -10,5 +10,6 @@
 
 from fleetx.optim.lamb import Lamb
 from fleetx.optim.lars import Lars
+from fleetx.optim.muon import Muon, adamw_names
 
-__all__ = ["Lamb", "Lars"]
+__all__ = ["Lamb", "Lars", "Muon", "adamw_names"]

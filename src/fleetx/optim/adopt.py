@@ -1,4 +1,4 @@
-"""Turn the user's optimizer into a Lars or a Lamb, in place."""
+"""Turn the user's optimizer into a Lars, Lamb or Muon, in place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from fleetx.errors import NOT_BUILT
 from fleetx.optim import native
 from fleetx.optim.layerwise import Group, Layerwise
 
@@ -20,18 +21,21 @@ def adoption_problems(
     wanted: str,
     target: type[Layerwise],
     own_options: Callable[[Group, list[int]], Group],
+    *,
+    decays: bool = True,
 ) -> Iterator[str]:
     """Why `optimizer` cannot become a `target`.
 
     kinds, wanted   the classes that can, and their names for a user
     own_options     the options that the part sets in a group, given the positions of excluded parameters
+    decays          does the part bring its own weight decay?
     """
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, Layerwise):
         yield f"the optimizer is already a {name}: turn strategy.{part} off, or pass {wanted}"
     elif type(optimizer) not in kinds:  # a subclass may have a step() of its own, which would be lost
         yield f"{part} needs {wanted}, not {name}: pass one to fleet.distribute"
-    elif any(group["weight_decay"] for group in groups):
+    elif decays and any(group["weight_decay"] for group in groups):
         yield (
             f"the optimizer has its own weight_decay ({max(group['weight_decay'] for group in groups)}), and {part} "
             f"would apply a second one: pass weight_decay=0 to {name} and set "
@@ -47,7 +51,7 @@ def adoption_problems(
             yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
     for option in ("differentiable", "capturable"):
         if any(group.get(option) for group in groups):
-            yield f"{part} does not support {option}: pass {option}=False to {name}"
+            yield f"{part} with {option} {NOT_BUILT}: pass {option}=False to {name}"
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
         yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"

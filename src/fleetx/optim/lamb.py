@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from fleetx.optim.adam import adamw_update
 from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
 
@@ -62,7 +62,7 @@ class Lamb(Layerwise):
         decays = [0.0 if skip else float(group["weight_decay"]) for skip in excluded]
         adapts = [not skip or group["always_adapt"] for skip in excluded]
         if not group["adapt"]:
-            return self._adamw(group, params, decays)
+            return adamw_update(self, group, params, decays)
         steps = [self._step(p) for p in params]
         torch._foreach_add_(steps, 1.0)
         firsts = [accumulated(self.state[p], "exp_avg", p) for p in params]
@@ -91,23 +91,3 @@ class Lamb(Layerwise):
         elif state["step"].device.type != "cpu":  # from a fused Adam
             state["step"] = state["step"].cpu()
         return state["step"]
-
-    def _adamw(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
-        beta1, beta2 = group["betas"]
-        for p in params:
-            state = self.state[p]
-            if "step" not in state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32, device=p.device if group.get("fused") else None)
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                elif state[name].dtype is not p.dtype:
-                    state[name] = state[name].to(p.dtype)
-        for decay in dict.fromkeys(decays):
-            chosen = [p for p, d in zip(params, decays, strict=True) if d == decay]
-            adamw(
-                chosen, gradients(chosen), [self.state[p]["exp_avg"] for p in chosen],
-                [self.state[p]["exp_avg_sq"] for p in chosen], [], [self.state[p]["step"] for p in chosen],
-                foreach=group.get("foreach"), fused=group.get("fused"), amsgrad=False, beta1=beta1, beta2=beta2,
-                lr=group["lr"], weight_decay=decay, eps=group["eps"], maximize=group["maximize"],
-            )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The base class of Lars and Lamb: checks, excluded parameters, step() around the formula, checkpoints."""
+"""The base class of Lars, Lamb and Muon: checks, excluded parameters, step() around the formula, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Group = dict[str, Any]
 
 
 class Layerwise(Optimizer):
-    """An optimizer that scales the step of each tensor by norms.
+    """An optimizer whose step depends on each tensor as a whole: on its norm, or on its singular values.
 
-    `group["excluded"]` has the positions of the parameters that get neither decay nor scaling. They are not moved to
-    groups of their own, because schedulers and other code rely on the user's groups.
+    `group["excluded"]` has the positions of the parameters that are updated as by a plain optimizer. They are not moved
+    to groups of their own, because schedulers and other code rely on the user's groups.
     """
 
     own: ClassVar[tuple[str, ...]]  # options of a group that the plain optimizer does not have, and `weight_decay`
     needs: ClassVar[tuple[str, ...]]  # options of the plain optimizer that the update needs
+    excludes: ClassVar[str] = "exclude_from_weight_decay"  # what the user calls the patterns of excluded names
     # Under a strategy, which sets the `own` options in place of the user and the checkpoint:
     decide: Callable[[Group], Group] | None = None  # returns them for a group
     declared: list[Group] | None = None  # what it returned, per group
@@ -30,13 +31,13 @@ class Layerwise(Optimizer):
         if differentiable:
             raise ValueError(f"{type(self).__name__} does not support differentiable=True: pass differentiable=False")
         if isinstance(exclude, str) or not all(isinstance(p, str) and p for p in exclude):
-            raise ValueError(f"exclude_from_weight_decay must be a list of substrings of names, not {exclude!r}")
+            raise ValueError(f"{self.excludes} must be a list of substrings of names, not {exclude!r}")
         self._patterns = list(exclude)
         super().__init__(params, defaults)
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         for pattern in exclude:
             if not any(pattern in name for name in names):
-                raise ValueError(f"exclude_from_weight_decay: {pattern!r} matches no parameter name")
+                raise ValueError(f"{self.excludes}: {pattern!r} matches no parameter name")
 
     def add_param_group(self, param_group: Group) -> None:
         chosen = {k: v for k, v in param_group.items() if k in self.own and k not in ("excluded", "adapt")}
@@ -57,13 +58,13 @@ class Layerwise(Optimizer):
 
     def _complete(self, group: Group, chosen: Group) -> None:
         """Set the `own` options of a new group except those it came with, or at least which parameters it excludes."""
-        if "exclude_from_weight_decay" in group:
-            raise ValueError("exclude_from_weight_decay is not an option of a group: pass it to the optimizer")
+        if self.excludes in group:
+            raise ValueError(f"{self.excludes} is not an option of a group: pass it to the optimizer")
         if self.decide is not None and self.declared is not None:
             self.declared.append(self.decide(group) | chosen)
             group.update(self.declared[-1])
         elif self._patterns and "param_names" not in group:
-            raise ValueError("exclude_from_weight_decay needs names: pass model.named_parameters()")
+            raise ValueError(f"{self.excludes} needs names: pass model.named_parameters()")
         elif "excluded" not in group:
             named = enumerate(group.get("param_names", ()))
             group["excluded"] = [i for i, name in named if any(pattern in name for pattern in self._patterns)]

@@ -13,7 +13,6 @@ gets the same rates, bit for bit.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fleetx.base.suggest import did_you_mean
+from fleetx.base.user_line import warn
 from fleetx.comm.session import current
 from fleetx.errors import StrategyError
 
@@ -151,7 +151,7 @@ class _Schedule(LRScheduler):
             raise StrategyError(f"this state was saved for an optimizer with {groups}")
         here = self._settings
         if changed := [f"{k}={here.get(k)!r} (saved: {saved.get(k)!r})" for k in here if here[k] != saved.get(k)]:
-            warnings.warn(f"the schedule resumes with changed settings: {', '.join(changed)}", stacklevel=2)
+            warn(f"the schedule resumes with changed settings: {', '.join(changed)}")
         super().load_state_dict(state)
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -235,6 +235,7 @@ class UnboundSchedule:
 
     peak: float
     curve: Any
+    name: str = "scheduled_learning_rate"  # of the variable that it was in FleetX
 
     def __call__(self, t: int) -> float:
         """The rate after t updates."""

@@ -23,7 +23,11 @@ def not_covered(module: str) -> Callable[[str], Any]:
 
 
 def shown(module: str) -> str:
-    return "paddle" + module.removeprefix(_HOME)
+    """The name of a module as the script has it: fleet was paddle.fleet before it was paddle.distributed.fleet."""
+    name = module.removeprefix(_HOME)
+    if (name == ".fleet" or name.startswith(".fleet.")) and "paddle.fleet" not in sys.modules:
+        name = f".distributed{name}"
+    return f"paddle{name}"
 
 
 def sentence(module: str, name: str) -> str:

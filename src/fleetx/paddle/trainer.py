@@ -17,37 +17,48 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
-from fleetx.base.trees import arguments, loss_of, map_tensors, samples_in
+from fleetx.base.trees import arguments, map_tensors, samples_in
 from fleetx.comm.session import current
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import UsageError
-from fleetx.paddle.static import feeds
+from fleetx.paddle.static import devices, feeds
 from fleetx.paddle.static import training as static
+from fleetx.paddle.static.executor import Executor
 
 LINE = "epoch id: %d, step%d, train_loss: %f, total time cost = %f, step per second: %f, speed: %f"
 BENCHMARK_STEPS = 100
+NO_DALI = "use_dali=True has no effect: torch's DataLoader reads the images; speed it up with num_workers"
 
 
 class MultiGPUTrainer:
     """Trains on all workers, with or without GPUs."""
 
+    def __init__(self, place: devices.Place | None = None):
+        """place: as in the first versions of FleetX. It is only checked, like that of an Executor."""
+        self._place = Executor(place).place
+
     def fit(self, model: nn.Module, dataloader: Any, epoch: int, use_dali: bool = False, start_step: int = 10) -> None:
         """Train for `epoch` epochs. Steps from `start_step` on are timed and printed; speed is steps per second."""
-        _check_call(model, use_dali)
+        self._check_call(model, use_dali)
         for number in range(epoch):
             total = 0.0
             for i, batch in enumerate(_batches(dataloader)):
-                loss, _, seconds = _timed(_step, model, batch)
+                loss, seconds = _timed(_step, model, batch)
                 if i >= start_step:
                     total += seconds
                     print(LINE % (number, i, loss, total, (i - start_step + 1) / total, 1 / seconds), flush=True)
 
     def val(
-        self, model: nn.Module, dataloader: Any, target_list: Sequence[Any], current_epoch: int = -1
+        self,
+        model: nn.Module,
+        dataloader: Any,
+        target_list: Sequence[Any],
+        current_epoch: int = -1,
+        use_dali: bool = False,
     ) -> dict[str, float]:
         """Print and return the mean of each target over all samples of all workers."""
-        _check_call(model)
-        names = [target if isinstance(target, str) else target.name for target in target_list]
+        self._check_call(model, use_dali)
+        names = _names(target_list)
         world = current().here()
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=world.device)
         for batch in _batches(dataloader):
@@ -64,27 +75,65 @@ class MultiGPUTrainer:
         return results
 
     def quick_benchmark(self, model: nn.Module, dataloader: Any, start_step: int = 20, end_step: int = 200) -> float:
-        """Return how many samples per second this worker trains, over the steps from start_step to end_step - 1."""
-        _check_call(model)
-        return _throughput(_step, model, dataloader, start_step, end_step)
+        """Return steps per second, from start_step to end_step - 1. A loader with fewer batches is repeated."""
+        self._check_call(model)
+        if not 0 <= start_step < end_step:
+            raise UsageError(f"start_step = {start_step}: must be at least 0 and below end_step = {end_step}")
+        seconds = [_timed(_step, model, batch)[1] for batch in _batches(dataloader, end_step)]
+        return _speed(seconds[start_step:], start_step)
 
-    def benchmark(self, model: nn.Module, dataloader: Any, start_step: int = 20) -> float:
-        """Like quick_benchmark, over 100 steps."""
-        return self.quick_benchmark(model, dataloader, start_step, start_step + BENCHMARK_STEPS)
+    def benchmark(
+        self, model: nn.Module, dataloader: Any, epoch: int, use_dali: bool = False, start_step: int = 20
+    ) -> float:
+        """Train for `epoch` epochs; return the steps per second of the last one, over 100 steps from start_step on."""
+        self._check_call(model, use_dali)
+        if epoch < 1 or start_step < 0:
+            raise UsageError(f"epoch = {epoch}, start_step = {start_step}: must be at least 1 and 0")
+        seconds: list[float] = []
+        for _ in range(epoch):
+            seconds = [_timed(_step, model, batch)[1] for batch in _batches(dataloader)]
+            if len(seconds) <= start_step:
+                raise UsageError(f"an epoch has {len(seconds)} steps: start_step = {start_step} must be below that")
+        return _speed(seconds[start_step : start_step + BENCHMARK_STEPS], start_step)
 
-    def benchmark_val(self, model: nn.Module, dataloader: Any, start_step: int = 20, end_step: int = 200) -> float:
-        """Return how many samples per second this worker evaluates."""
-        _check_call(model)
-        return _throughput(_eval_step, model, dataloader, start_step, end_step)
+    def benchmark_val(
+        self, model: nn.Module, dataloader: Any, target_list: Sequence[Any], use_dali: bool = False
+    ) -> dict[str, list[float]]:
+        """Return each target of each batch of this worker; prints the steps per second."""
+        self._check_call(model, use_dali)
+        names = _names(target_list)
+        results: dict[str, list[float]] = {name: [] for name in names}
+        seconds = []
+
+        def act(model: nn.Module, inputs: Any) -> float:
+            outputs = _outputs(model, inputs)
+            for name in names:
+                results[name].append(_value(outputs, name))
+            return 0.0
+
+        for batch in _batches(dataloader):
+            seconds.append(_timed(act, model, batch)[1])
+        if not seconds:
+            raise UsageError("there is nothing to evaluate: the loader gives no batch of tensors")
+        _speed(seconds, 0)
+        return results
+
+    def _check_call(self, model: Any, use_dali: bool = False) -> None:
+        if use_dali:
+            devices.say_once(NO_DALI)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"the trainer takes a model, not {type(model).__name__}")
+        if self._place is not None and current().world is not None:
+            self._place.check(fleet.device())
+        if static.is_minimized(model):
+            static.start_once(model)
 
 
-def _check_call(model: Any, use_dali: bool = False) -> None:
-    if use_dali:
-        raise UsageError("use_dali=True is not supported, because batches come from torch's DataLoader: remove it")
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the trainer takes a model, not {type(model).__name__}")
-    if static.is_minimized(model):
-        static.start_once(model)
+Trainer = MultiGPUTrainer  # its first name
+
+
+def _names(target_list: Sequence[Any]) -> list[str]:
+    return [target if isinstance(target, str) else target.name for target in target_list]
 
 
 def _batches(loader: Any, number: int | None = None) -> Iterator[Any]:
@@ -104,23 +153,18 @@ def _batches(loader: Any, number: int | None = None) -> Iterator[Any]:
             raise UsageError("the loader gives no batch")
 
 
-def _throughput(act: Callable[[nn.Module, Any], float], model: nn.Module, loader: Any, start: int, end: int) -> float:
-    if not 0 <= start < end:
-        raise UsageError(f"start_step = {start}: must be at least 0 and below end_step = {end}")
-    samples, total = 0, 0.0
-    for i, batch in enumerate(_batches(loader, end)):
-        _, number, seconds = _timed(act, model, batch)
-        if i >= start:
-            samples, total = samples + number, total + seconds
-    print(f"steps {start} to {end - 1}: {samples / total:f} samples per second", flush=True)
-    return samples / total
+def _speed(seconds: list[float], first: int) -> float:
+    """Print and return steps per second."""
+    speed = len(seconds) / sum(seconds)
+    print(f"steps {first} to {first + len(seconds) - 1}: {speed:f} steps per second", flush=True)
+    return speed
 
 
-def _timed(act: Callable[[nn.Module, Any], float], model: nn.Module, batch: Any) -> tuple[float, int, float]:
-    """Return the loss, the number of samples, and the seconds."""
+def _timed(act: Callable[[nn.Module, Any], float], model: nn.Module, batch: Any) -> tuple[float, float]:
+    """Return the loss and the seconds."""
     start = time.perf_counter()
     inputs = _inputs(model, batch)
-    return act(model, inputs), samples_in(inputs), time.perf_counter() - start
+    return act(model, inputs), time.perf_counter() - start
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -157,11 +201,6 @@ def _outputs(model: nn.Module, inputs: Any) -> Any:
             return model(*args, **kwargs)
     finally:
         model.train(training)
-
-
-def _eval_step(model: nn.Module, inputs: Any) -> float:
-    loss = loss_of(_outputs(model, inputs))
-    return 0.0 if loss is None else loss.item()
 
 
 def _value(outputs: Any, name: str) -> float:

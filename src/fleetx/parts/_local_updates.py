@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -15,7 +15,7 @@ from fleetx.base.module_names import sparse_problem
 from fleetx.comm.averaging import Background, average, completed
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, StepContext
-from fleetx.errors import UsageError
+from fleetx.errors import NOT_BUILT, UsageError
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.part import Part, name_of, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -44,15 +44,17 @@ class LocalUpdates(Part):
     allow_single: bool = False
     """Allow a single rank, for debugging."""
 
+    decides: ClassVar[str] = "in which rounds the parameters are averaged"
+
     def period(self) -> int:
         """Rounds in a period, as far as the cost of communication is concerned."""
         raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
         if self.overlap and self._outer:
-            yield "overlap cannot be combined with outer_lr or outer_momentum: remove one of them"
+            yield f"overlap with outer_lr or outer_momentum {NOT_BUILT}: remove one of them"
         if self.overlap and self.average_momentum:
-            yield "overlap cannot be combined with average_momentum: remove one of them"
+            yield f"overlap with average_momentum {NOT_BUILT}: remove one of them"
         if not self.overlap and self.overlap_share != type(self)().overlap_share:
             yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
 
@@ -71,6 +73,13 @@ class LocalUpdates(Part):
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}  # the round of the last average
+
+    def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
+        return bool(state.get("under_way"))
+
+    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Without the average under way: the ranks are equal already."""
+        return {key: value for key, value in state.items() if key != "under_way"}
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         """Two copies: the sent parameters and their mean, or the outer optimizer's anchor and momentum."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -34,9 +35,13 @@ class Clip(Part):
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
-            yield f"clip does not support the sparse gradients of {sparse}: set sparse=False there"
+            yield f"clip with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
-    @at(Stage.GRADIENT, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD})
+    @at(
+        Stage.GRADIENT,
+        bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD},
+        because="their norm is not that of the gradient",
+    )
     def shrink(self, grads: list[Tensor], ctx: StepContext) -> None:
         """limit the norm of the gradient to clip_norm"""
         norm = ctx.norm(grads)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
@@ -38,7 +39,7 @@ class GradientMerge(Part):
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if sparse := sparse_modules(model):
-            yield f"gradient_merge does not support the sparse gradients of {sparse}: set sparse=False there"
+            yield f"gradient_merge with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:

@@ -10,6 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.optim import Lamb, exclusion
 from fleetx.optim.adopt import adopt, adoption_problems, kernels_remark
 from fleetx.strategy.effect import Effect, differs
@@ -39,10 +40,14 @@ class LAMB(Part):
         wanted = "torch.optim.Adam or AdamW"
         yield from adoption_problems("lamb", optimizer, (Adam, AdamW), wanted, Lamb, self._own_options)
         if type(optimizer) in (Adam, AdamW) and any(group["amsgrad"] for group in optimizer.param_groups):
-            yield "lamb does not support amsgrad: pass amsgrad=False to the optimizer"
+            yield f"lamb with amsgrad {NOT_BUILT}: pass amsgrad=False to the optimizer"
         yield from exclusion.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
 
-    @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
+    @at(
+        Stage.UPDATE,
+        bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM},
+        because="its formula takes moments of the gradient itself",
+    )
     def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """p - lr * |p| / |u| * u for each tensor, where u is Adam's direction plus decay * p"""
         find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)

@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.optim import Lars, exclusion
 from fleetx.optim.adopt import adopt, adoption_problems, kernels_remark
 from fleetx.strategy.effect import Effect, differs
@@ -49,10 +50,14 @@ class LARS(Part):
             if any(not group["momentum"] for group in optimizer.param_groups):
                 yield "lars needs momentum: pass, for example, momentum=0.9 to SGD"
             if any(group["dampening"] for group in optimizer.param_groups):
-                yield "lars does not support dampening: pass dampening=0 to SGD"
+                yield f"lars with dampening {NOT_BUILT}: pass dampening=0 to SGD"
         yield from exclusion.problems("lars", model, optimizer, self.exclude_from_weight_decay)
 
-    @at(Stage.UPDATE, bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM})
+    @at(
+        Stage.UPDATE,
+        bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM},
+        because="its formula takes the norm of the gradient itself, and adds momentum",
+    )
     def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
         find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)

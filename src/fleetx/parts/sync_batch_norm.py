@@ -15,6 +15,7 @@ from fleetx.base.module_names import named_modules
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Stage, at
@@ -29,14 +30,14 @@ class SyncBatchNorm(Part):
     """
 
     neutral: ClassVar[dict[str, str]] = {}
-    effect: ClassVar[Effect] = more("bytes_sent", "statistics are sent", by=5000)
+    effect: ClassVar[Effect] = more("bytes_sent", "statistics are sent", by=6000)
     costs: ClassVar[str] = "network: two small collectives per BatchNorm, one in forward and one in backward"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         for name, module in _norms(model):
             if type(module).forward is not _BatchNorm.forward:
                 yield (
-                    f"sync_batch_norm does not support {name!r}: {type(module).__name__} has its own forward. Use a "
+                    f"sync_batch_norm with {name!r} {NOT_BUILT}: {type(module).__name__} has its own forward. Use a "
                     "BatchNorm of torch.nn there, or turn sync_batch_norm off"
                 )
 

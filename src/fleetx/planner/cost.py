@@ -76,6 +76,8 @@ def step_cost(
     network += _reduction(terms, profile, backward)
     if stages is not None and (tied := sum(tied_bytes(stages))):
         network += _between(terms.cluster.all_reduce, terms.cluster.ranks, 2).seconds(tied)
+    if terms.gathered and terms.cluster.ranks > terms.stages:
+        network += terms.cluster.all_gather.seconds(terms.gathered / max(terms.stages, terms.shards))
     streamed = (terms.streamed + terms.merged * terms.streamed_per_step) / terms.stages + _bucket_copies(terms)
     if peak is None:
         peak = _peak(terms, profile, variant, n, stages) + kept + terms.extra_bytes

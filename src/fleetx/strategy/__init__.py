@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fleetx.base.suggest import did_you_mean
+from fleetx.base.suggest import did_you_mean, shown
 from fleetx.errors import StrategyError
 from fleetx.strategy import ignored
 from fleetx.strategy.compose import Plan, compose
@@ -102,7 +102,7 @@ class DistributedStrategy:
         if name in ignored.UNSUPPORTED:
             raise StrategyError(f"{name}: {ignored.UNSUPPORTED[name]}")
         hint = did_you_mean(name, attributes, otherwise=f"possible names: {', '.join(attributes)}")
-        raise StrategyError(f"DistributedStrategy has no {name!r}: {hint}")
+        raise StrategyError(f"DistributedStrategy has no {shown(name)}: {hint}")
 
     def _switch(self, switch: str, value: Any) -> None:
         if isinstance(value, Mapping) and not every()[switch].flat:
@@ -110,7 +110,7 @@ class DistributedStrategy:
             value = True
         if not isinstance(value, bool):
             settings = "" if every()[switch].flat else " or a dict of settings"
-            raise StrategyError(f"{switch} = {value!r}: must be True or False{settings}")
+            raise StrategyError(f"{switch} = {shown(value)}: must be True or False{settings}")
         self._switches[switch] = value
 
     def __dir__(self) -> Iterable[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from fleetx.errors import StrategyError
+from fleetx.errors import NOT_BUILT, StrategyError
 from fleetx.strategy.part import Part
 from fleetx.strategy.settings import changed
 from fleetx.strategy.stage import Act, Fact, Stage, always
@@ -31,7 +31,8 @@ class Plan:
 
 def compose(parts: Iterable[Part]) -> Plan:
     """Order the acts of all parts, or raise one StrategyError with every conflict between them."""
-    parts = tuple(parts)
+    given = tuple(parts)
+    parts = tuple(part.beside(given) for part in given)
     acts = sorted((a for p in parts for a in p.acts()), key=lambda a: a.name)
     plan: list[Act] = []
     known: list[frozenset[Fact]] = []
@@ -40,8 +41,7 @@ def compose(parts: Iterable[Part]) -> Plan:
     for stage in Stage:
         here = [a for a in acts if a.stage is stage]
         if stage.solo and len(here) > 1:
-            both = "both" if len(here) == 2 else "all"
-            conflicts.append((here, f"{_names(here)} {both} {stage.solo}: use only one of them"))
+            conflicts += _rivals(here, stage)
         for act in _ordered(here, facts, conflicts):
             conflicts += _objections(act, facts, acts)
             plan.append(act)
@@ -77,16 +77,32 @@ def _ordered(here: list[Act], facts: Set[Fact], conflicts: list[Conflict]) -> li
         return here
 
 
+def _rivals(here: list[Act], stage: Stage) -> Iterator[Conflict]:
+    """Why only one of these acts can be at this stage."""
+    both = "both" if len(here) == 2 else "all"
+    for decides in sorted({a.part.decides for a in here if a.part.decides}):
+        same = [a for a in here if a.part.decides == decides]
+        if len(same) > 1:
+            yield same, f"{_names(same)} both decide {decides}, and only one can: use only one of them"
+    if len({a.part.decides or a for a in here}) > 1:
+        why = f", and {stage.because}" if stage.because else f"; combining them {NOT_BUILT}"
+        yield here, f"{_names(here)} {both} {stage.solo}{why}: use only one of them"
+
+
 def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflict]:
     for fact in (f for f in Fact if f in act.claim.needs - facts):
         switch = f"`{act.switch}`"
         yield [act], f"{switch} needs {fact.value}, which nothing in this strategy produces: turn {switch} off"
-    for fact in (f for f in Fact if f in act.claim.bars & facts):
+    for fact in (f for f in Fact if f in (act.claim.bars | act.claim.unbuilt) & facts):
         for maker in (a for a in acts if fact in a.claim.makes):
             change = " or change these settings" if _settings(act) or _settings(maker) else ""
-            statement = f"`{act.switch}`{_settings(act)} does not work with {fact.value}"
-            cause = f"which `{maker.switch}`{_settings(maker)} produces"
-            yield [act, maker], f"{statement}, {cause}: turn one of them off{change}"
+            act_, cause = f"`{act.switch}`{_settings(act)}", f"which `{maker.switch}`{_settings(maker)} produces"
+            if fact in act.claim.unbuilt:
+                statement = f"{act_} together with {fact.value}, {cause}, {NOT_BUILT}"
+            else:
+                why = f", because {act.claim.because}" if act.claim.because else ""
+                statement = f"{act_} does not work with {fact.value}, {cause}{why}"
+            yield [act, maker], f"{statement}: turn one of them off{change}"
 
 
 def _instead(among: Iterable[Act]) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Effect:
     """A quantity of a training run that the part changes.
 
-    `acts` compares the run with the part and the same run without it. The quantities are those that
-    `fleetx.verify.observe` counts per rank, from the third step on.
+    `acts` compares the run with the part and the same run without it, in the first and in the second half of the steps
+    from the third on. The quantities are those that `fleetx.verify.observe` counts per rank.
     """
 
     quantity: str

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fleetx.base.suggest import did_you_mean
-from fleetx.errors import StrategyError
+from fleetx.base.suggest import did_you_mean, shown
+from fleetx.errors import NOT_BUILT, StrategyError
 
 # Settings of Paddle's BuildStrategy before DistributedStrategy existed.
 _ON_THE_STRATEGY = (
@@ -79,17 +79,17 @@ _DEFAULTS: dict[str, tuple[Any, str]] = {
     "without_graph_optimization": (False, "there is no graph"),
 }
 
-_SERVER = "parameter-server training is not supported: remove it and train collectively"
-_TENSOR_PARALLEL = "tensor parallelism is not supported: use sharding or pipeline"
-_QUANTIZATION = "quantization is not supported: remove it"
+_SERVER = f"parameter-server training {NOT_BUILT}: remove it and train collectively"
+_TENSOR_PARALLEL = f"tensor parallelism {NOT_BUILT}: use sharding or pipeline"
+_QUANTIZATION = f"quantization {NOT_BUILT}: remove it"
 UNSUPPORTED: dict[str, str] = {
     "a_sync": _SERVER,
     "a_sync_configs": _SERVER,
-    "elastic": "restarts are an option of the launcher: use fleetrun --max_restarts",
+    "elastic": "restarts are an option of the launcher: use fleetrun --max_restarts or --elastic",
     "tensor_parallel": _TENSOR_PARALLEL,
     "tensor_parallel_configs": _TENSOR_PARALLEL,
     "hybrid_configs": "set the pipeline and sharding switches; data parallelism uses the remaining ranks",
-    "asp": "weight sparsity is not supported: remove it",
+    "asp": f"weight sparsity {NOT_BUILT}: remove it",
     "qat": _QUANTIZATION,
     "qat_configs": _QUANTIZATION,
 }
@@ -105,7 +105,7 @@ def checked(name: str, value: Any) -> Any:
     if isinstance(default, _RECORDS):
         return _record(name, default, value)
     if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
-        raise StrategyError(f"{name} = {value!r}: must be a {type(default).__name__} (default {default!r})")
+        raise StrategyError(f"{name} = {shown(value)}: must be a {type(default).__name__} (default {default!r})")
     return value
 
 
@@ -129,11 +129,11 @@ def _record(name: str, default: Any, value: Any) -> Any:
         given = {f: getattr(value, f) for f in fields if hasattr(value, f)}
         given |= {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
         if not given:
-            raise StrategyError(f"{name} = {value!r}: must be a dict or an object; {known}")
+            raise StrategyError(f"{name} = {shown(value)}: must be a dict or an object; {known}")
     for key, item in given.items():
         if key not in fields:
-            raise StrategyError(f"{name} has no {key!r}: {did_you_mean(key, fields, otherwise=known)}")
+            raise StrategyError(f"{name} has no {shown(key)}: {did_you_mean(key, fields, otherwise=known)}")
         kind = type(getattr(default, key))
         if type(item) is not kind:
-            raise StrategyError(f"{name}.{key} = {item!r}: must be {kind.__name__}")
+            raise StrategyError(f"{name}.{key} = {shown(item)}: must be {kind.__name__}")
     return dataclasses.replace(default, **given)

@@ -72,8 +72,10 @@ class Part:
     neutral: ClassVar[Mapping[str, Any] | None] = None
     # Stages that torch takes over because of this part, with what it does there.
     done_by_torch: ClassVar[Mapping[Stage, str]] = {}
-    # Facts under which torch cannot do it.
-    barred_by_torch: ClassVar[frozenset[Fact]] = frozenset()
+    # Facts with which that is not built yet.
+    unbuilt_in_torch: ClassVar[frozenset[Fact]] = frozenset()
+    # What only one part can decide, where several would, to complete "both decide ...".
+    decides: ClassVar[str] = ""
     # Switches that do not work with this part, with what to do instead of turning one of them off.
     instead: ClassVar[Mapping[str, str]] = {}
     # What the part costs, in one line, for `explain`.
@@ -82,6 +84,10 @@ class Part:
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one sentence each."""
         return iter(())
+
+    def beside(self, parts: Iterable[Part]) -> Part:
+        """This part as it acts together with these: with settings that depend on which of them are on."""
+        return self
 
     # --- what the engine asks ---------------------------------------------------------------------
     # Does the state belong to its rank, so that another rank cannot resume with it?
@@ -100,6 +106,14 @@ class Part:
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """The state that this part carries across steps. The engine makes, saves, loads and returns it."""
         return {}
+
+    def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
+        """Can only the rank that saved this state use it?"""
+        return self.per_rank_state and bool(state)
+
+    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What another number of ranks takes over of this state, after parameters that differed were averaged."""
+        return state
 
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         """Finish what is running in the background, for a checkpoint or (`last`) at the end. All ranks call it."""
@@ -138,6 +152,8 @@ class Part:
     effect: ClassVar[Effect | None] = None
     # Settings at which verify's model (blocks.0 to blocks.3, a BatchNorm, two replicas) shows the effect.
     example: ClassVar[Mapping[str, Any]] = {}
+    # Settings that add conflicts with other strategies, which verify lists.
+    other_examples: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     # Settings, on top of `example`, at which the part loses nothing; None if `example` does not either.
     lossless: ClassVar[Mapping[str, Any] | None] = None
     # How far off its rounding may lead, as a share of the distance trained.
@@ -148,9 +164,8 @@ class Part:
         mine = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]
         switch = switch_of(type(self))
         acts = [Act(self, switch, getattr(self, name), claim) for name, claim in mine]
-        bars = self.barred_by_torch
-        done = self.done_by_torch.items()
-        return acts + [Act(self, switch, None, Claim(stage, bars=bars), meaning) for stage, meaning in done]
+        unbuilt, done = self.unbuilt_in_torch, self.done_by_torch.items()
+        return acts + [Act(self, switch, None, Claim(stage, unbuilt=unbuilt), meaning) for stage, meaning in done]
 
 
 def claims(part: type[Part]) -> dict[str, Claim]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fleetx.base.suggest import did_you_mean
+from fleetx.base.suggest import did_you_mean, shown
 from fleetx.errors import StrategyError
 from fleetx.strategy.part import Part, defaults_of, switch_of
 
@@ -33,7 +33,7 @@ class Settings(MutableMapping[str, Any]):
     def replace(self, values: Any) -> None:
         """Assign the whole dict: missing keys return to their defaults."""
         if not isinstance(values, Mapping):
-            raise StrategyError(f"{self._where()} = {values!r}: must be a dict; possible keys: {self._keys()}")
+            raise StrategyError(f"{self._where()} = {shown(values)}: must be a dict; possible keys: {self._keys()}")
         part = self._check(dict(values))
         self._values = {key: _plain(getattr(part, key)) for key in self._defaults}
         self._assigned = set(values)
@@ -82,14 +82,14 @@ class Settings(MutableMapping[str, Any]):
 
     def _unknown(self, key: Any) -> str:
         hint = did_you_mean(key, self._defaults, otherwise=f"possible keys: {self._keys()}")
-        return f"{self._where()} has no {key!r}: {hint}"
+        return f"{self._where()} has no {shown(key)}: {hint}"
 
     def _wrong(self, error: ValidationError) -> Iterator[str]:
         reasons: dict[tuple[str, str], list[str]] = {}  # several, if a setting may have one of several types
         for e in error.errors():
             key = str(e["loc"][0])
             place = self._where(key) + "".join(f"[{i}]" for i in e["loc"][1:] if isinstance(i, int))
-            reasons.setdefault((key, f"{place} = {e['input']!r}"), []).append(_plain_english(e["msg"]))
+            reasons.setdefault((key, f"{place} = {shown(e['input'])}"), []).append(_plain_english(e["msg"]))
         for (key, assignment), texts in reasons.items():
             *rest, last = dict.fromkeys(texts)
             text = f"{', '.join(rest)} or {last}" if rest else last

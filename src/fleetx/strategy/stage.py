@@ -46,16 +46,21 @@ class Stage(IntEnum):
 
     @property
     def solo(self) -> str:
-        """What a part does here that no second part can do as well; empty where several parts may act."""
-        return _SOLO.get(self, "")
+        """What only one part can do here; empty where several parts may act."""
+        return _SOLO.get(self, ("", ""))[0]
+
+    @property
+    def because(self) -> str:
+        """Why only one can; empty if two are merely not built yet."""
+        return _SOLO.get(self, ("", ""))[1]
 
 
 _SOLO = {
-    Stage.LOSS: "scale the loss",
-    Stage.GATE: "control which steps update the parameters",
-    Stage.REDUCE: "control what ranks exchange during backward",
-    Stage.UPDATE: "change the optimizer's update rule",
-    Stage.SCHEDULE: "run forward and backward themselves",
+    Stage.LOSS: ("scale the loss", "a loss has one scale"),
+    Stage.GATE: ("control which steps update the parameters", "a step updates them or does not"),
+    Stage.REDUCE: ("control what ranks exchange during backward", ""),
+    Stage.UPDATE: ("change the optimizer's update rule", "an update follows one rule"),
+    Stage.SCHEDULE: ("run forward and backward themselves", "each of them runs once"),
 }
 
 
@@ -65,6 +70,7 @@ class Fact(Enum):
     SCALED = "gradients multiplied by a loss scale"
     SUMMED = "gradients summed over merged steps without averaging"
     MOMENTUM = "gradients that already contain momentum"
+    RESIDUAL = "gradients of which each rank keeps a part for later steps"
     LOCAL = "gradients that differ between ranks"
     PARTED = "parameters sharded across ranks"
     STAGED = "a model split into pipeline stages"
@@ -84,6 +90,8 @@ class Claim:
     stage: Stage
     needs: frozenset[Fact] = frozenset()
     bars: frozenset[Fact] = frozenset()
+    because: str = ""
+    unbuilt: frozenset[Fact] = frozenset()
     makes: frozenset[Fact] = frozenset()
     ends: frozenset[Fact] = frozenset()
     when: Callable[[Any], bool] = always
@@ -123,6 +131,8 @@ def at(
     *,
     needs: Collection[Fact] = (),
     bars: Collection[Fact] = (),
+    because: str = "",
+    unbuilt: Collection[Fact] = (),
     makes: Collection[Fact] = (),
     ends: Collection[Fact] = (),
     when: Callable[[Any], bool] = always,
@@ -130,12 +140,17 @@ def at(
 ) -> Callable[[Method], Method]:
     """Mark a method as an act: its stage, and the facts that it needs, bars, makes and ends.
 
+    because: why no code could work with the facts that it bars, if no act before it ends them.
+    unbuilt: facts that it could work with, but does not yet.
     when: a predicate on the part. If it is False, the act is not in the plan, such as at the neutral setting.
     replay: if False, a FORWARD context is not entered again when a piece of the forward is recomputed.
     """
 
     def mark(method: Method) -> Method:
-        claim = Claim(stage, frozenset(needs), frozenset(bars), frozenset(makes), frozenset(ends), when, replay)
+        claim = Claim(
+            stage, frozenset(needs), frozenset(bars), because, frozenset(unbuilt), frozenset(makes), frozenset(ends),
+            when, replay,
+        )  # fmt: skip
         method.claim = claim  # type: ignore[attr-defined]
         return method
 

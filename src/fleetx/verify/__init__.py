@@ -10,4 +10,5 @@ each strategy acts.
     own_model.py      the same for the user's model and strategy
     command.py        what the command line asks for
     report.py         the matrix as text, HTML and JSON
+    unbuilt.py        what is not built yet, from the errors themselves
 """

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fleetx.errors import StrategyError
+from fleetx.errors import NOT_BUILT, StrategyError
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.part import claims, every
+from fleetx.strategy.part import Part, claims, defaults_of, every
 
 Switches = tuple[str, ...]
 
@@ -24,26 +24,36 @@ def combinations(largest: int, among: Sequence[str] = ()) -> Iterator[Switches]:
         yield from itertools.combinations(among or switches(), size)
 
 
-def settings(switch: str, *, lossless: bool = False) -> dict[str, Any]:
-    """The settings at which verify's model shows what a strategy does."""
-    part = every()[switch]
-    return dict(part.example) | dict((part.lossless or {}) if lossless else {})
+def parts(chosen: Switches, *, lossless: bool = False) -> dict[str, Part]:
+    """These strategies with settings at which verify's model shows what they do, as they act together."""
+    alone = {}
+    for switch in chosen:
+        kind = every()[switch]
+        alone[switch] = kind(**(dict(kind.example) | dict((kind.lossless or {}) if lossless else {})))
+    return {switch: part.beside(alone.values()) for switch, part in alone.items()}
 
 
-def declared(chosen: Switches, *, lossless: bool = False) -> dict[str, Any]:
-    """The arguments of DistributedStrategy."""
+def declared(chosen: Switches, full: Switches = (), *, lossless: bool = False) -> dict[str, Any]:
+    """The arguments of DistributedStrategy. full: a larger combination, whose settings to use."""
+    acting = parts(full or chosen, lossless=lossless)
     out: dict[str, Any] = {}
     for switch in chosen:
-        own = settings(switch, lossless=lossless)
-        names = {field: name for name, field in every()[switch].flat.items()}
+        part, defaults = acting[switch], defaults_of(every()[switch])
+        own = {key: getattr(part, key) for key in defaults if getattr(part, key) != defaults[key]}
+        names = {field: name for name, field in part.flat.items()}
         out |= {switch: True} | {names[k]: v for k, v in own.items()} if names else {switch: own or True}
     return out
 
 
-def refusal(chosen: Switches) -> str:
+def refusals(strategy: dict[str, Any]) -> list[str]:
     """Why these strategies do not work together; empty if they do."""
     try:
-        DistributedStrategy(**declared(chosen)).plan()
+        DistributedStrategy(**strategy).plan()
     except StrategyError as error:
-        return "; ".join(error.problems)
-    return ""
+        return error.problems
+    return []
+
+
+def kind_of(problems: Sequence[str]) -> str:
+    """Are these strategies a contradiction, or only not built yet?"""
+    return "unbuilt" if all(NOT_BUILT in problem for problem in problems) else "refused"

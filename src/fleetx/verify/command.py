@@ -35,6 +35,9 @@ def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
     for path in options["output"]:
         if path.suffix not in report.FORMATS:
             raise UsageError(f"--output {path}: the name must end in {', '.join(report.FORMATS)}")
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"--output {path}: there is no folder {path.absolute().parent}: create it first")
+    among = tuple(dict.fromkeys(among))
     chosen = list(every_combination(options["size"] or 2, among))
     judge, verdicts, start = Judge(options["device"]), [], time.monotonic()
     try:

@@ -10,13 +10,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fleetx.errors import FleetxError
+from fleetx.errors import FleetxError, StrategyError
 from fleetx.strategy.part import every
 from fleetx.verify import oracle, runs
-from fleetx.verify.combinations import Switches, declared, refusal, settings
+from fleetx.verify.combinations import Switches, declared, kind_of, parts, refusals
 from fleetx.verify.ranks import RankError, Ranks
 
 _FLOAT32 = ("amp", "dgc")  # strategies that only act on float32
@@ -41,7 +41,7 @@ class Seen:
 @dataclass
 class Verdict:
     switches: Switches
-    kind: str = "failed"  # refused, equal, lossy or failed
+    kind: str = "failed"  # equal, lossy, refused (a contradiction), unbuilt or failed
     reason: str = ""
     error: float = 0.0  # distance to the oracle, as a share of the distance trained
     bound: float = 0.0
@@ -54,6 +54,10 @@ class Verdict:
     def ok(self) -> bool:
         return self.kind != "failed"
 
+    @property
+    def ran(self) -> bool:
+        return self.kind not in ("refused", "unbuilt")
+
     def json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -65,6 +69,7 @@ class Judge:
         self._device = device
         self._pools = dict(pools or {})
         self._run = cache(self._run_once)
+        self._results: dict[str, Results] = {}
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -73,15 +78,15 @@ class Judge:
     def judge(self, chosen: Switches) -> Verdict:
         start = time.monotonic()
         verdict = Verdict(chosen)
-        if reason := refusal(chosen):
-            verdict.kind, verdict.reason = "refused", reason
+        if problems := refusals(declared(chosen)):
+            verdict.kind, verdict.reason = kind_of(problems), "; ".join(problems)
             return verdict
         try:
             self._numbers(verdict)
-            if verdict.kind != "refused":
+            if verdict.ran:
                 self._effects(verdict)
         except RankError as error:
-            verdict.reason = str(error)
+            verdict.kind, verdict.reason = "failed", str(error)
         verdict.seconds = time.monotonic() - start
         return verdict
 
@@ -95,8 +100,8 @@ class Judge:
         size, dtype = ranks_for(chosen), dtype_for(chosen)
         verdict.ranks, verdict.dtype = size, str(dtype).removeprefix("torch.")
         results = self._run(chosen, chosen, size, True)
-        if "refused" in results[0]:
-            verdict.kind, verdict.reason = "refused", results[0]["refused"]
+        if problems := results[0].get("refused"):
+            verdict.kind, verdict.reason = kind_of(problems), "; ".join(problems)
             return
         found = state(results)
         model = runs.Stack()
@@ -133,14 +138,23 @@ class Judge:
         lossless = lossless and any(every()[s].lossless is not None for s in chosen)
         if size not in self._pools:
             self._pools[size] = Ranks(size, device=self._device)
-        return self._pools[size].run(_job, declared(chosen, lossless=lossless), full, dtype_for(full))
+        job = declared(chosen, full, lossless=lossless), full, dtype_for(full)
+        # `full` decides only the optimizer and the type, so most runs are the same for many combinations.
+        key = repr((job[0], type(runs.optimizer_for(nn.Linear(1, 1), full)), job[2], size))
+        if key not in self._results:
+            self._results[key] = self._pools[size].run(_job, *job)
+        return self._results[key]
 
 
 def _job(strategy: dict[str, Any], full: Switches, dtype: torch.dtype) -> dict[str, Any]:
     try:
         return runs.run(strategy, full, dtype)
     except FleetxError as error:
-        return {"refused": str(error)}
+        return {"refused": problems_of(error)}
+
+
+def problems_of(error: FleetxError) -> list[str]:
+    return error.problems if isinstance(error, StrategyError) else [str(error)]
 
 
 def observed(switch: str, on: Results, off: Results) -> Seen:
@@ -149,20 +163,27 @@ def observed(switch: str, on: Results, off: Results) -> Seen:
     if effect is None:
         return Seen("declares no effect", "nothing", 0, 0, acts=False)
     if "refused" in off[0]:
-        raise RankError(f"without `{switch}` it raises an error: {off[0]['refused']}")
-    totals = quantities(on)
-    values = totals[effect.quantity], quantities(off)[effect.quantity]
-    visible = totals["replicas"] >= effect.replicas
-    return Seen(effect.sentence, effect.quantity, *values, effect.acts(*values) if visible else None)
+        raise RankError(f"without `{switch}` it raises an error: {'; '.join(off[0]['refused'])}")
+    half = len(on[0]["steps"]) // 2
+    early, late, total = (
+        tuple(quantities(results, part)[effect.quantity] for results in (on, off))
+        for part in (slice(half), slice(half, None), slice(None))
+    )
+    acts = None
+    if 1 + max(r["replica"] for r in on) >= effect.replicas:
+        # It may stop acting in the middle. A half in which nothing is sent anyway shows nothing.
+        halves = [pair for pair in (early, late) if pair[1] >= total[1] / 10]
+        acts = all(effect.acts(*pair) for pair in (total, *halves))
+    return Seen(effect.sentence, effect.quantity, total[0], total[1], acts)
 
 
-def quantities(results: Results) -> dict[str, float]:
-    """What was counted, over all ranks."""
-    out = {key: sum(r["values"][key] for r in results) for key in results[0]["values"]}
-    out["most_bytes_sent"] = max(r["values"]["bytes_sent"] for r in results)
-    out["bytes_held"] /= len(results)
-    out["replicas"] = 1 + max(r["replica"] for r in results)
-    out["ranks_apart"] = sum(len(set(same)) > 1 for same in _replicas(results))
+def quantities(results: Results, part: slice) -> dict[str, float]:
+    """What was counted in these steps, over all ranks."""
+    by_rank = [{key: sum(s[key] for s in r["steps"][part]) for key in r["steps"][0]} for r in results]
+    out = {key: sum(counted[key] for counted in by_rank) for key in by_rank[0]}
+    out["most_bytes_sent"] = max(counted["bytes_sent"] for counted in by_rank)
+    out["bytes_held"] /= sum(len(r["steps"][part]) for r in results)
+    out["ranks_apart"] = sum(len(set(same)) > 1 for same in _replicas(results, part))
     return out
 
 
@@ -171,11 +192,12 @@ def state(results: Results) -> dict[str, Tensor]:
     return {name: tensor for result in reversed(results) for name, tensor in result["state"].items()}
 
 
-def _replicas(results: Results) -> Iterator[list[float]]:
-    """After each step, the checksums of the ranks that hold the same parameters."""
+def _replicas(results: Results, part: slice) -> Iterator[list[float]]:
+    """After each of these steps, the checksums of the ranks that hold the same parameters."""
     holding: dict[tuple[str, ...], list[list[float]]] = {}
     for result in results:
-        holding.setdefault(tuple(result["state"]), []).append(result["checksums"])
+        sums = [step["checksum"] for step in result["steps"][part]]
+        holding.setdefault(tuple(result["state"]), []).append(sums)
     for same in holding.values():
         yield from (list(values) for values in zip(*same, strict=True))
 
@@ -190,11 +212,10 @@ def dtype_for(chosen: Switches) -> torch.dtype:
 
 def all_settings(chosen: Switches) -> dict[str, dict[str, Any]]:
     """Every setting of each strategy, defaults included."""
-    out = {}
-    for switch in chosen:
-        part = every()[switch](**settings(switch, lossless=True))
-        out[switch] = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
-    return out
+    return {
+        switch: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+        for switch, part in parts(chosen, lossless=True).items()
+    }
 
 
 def rounded(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

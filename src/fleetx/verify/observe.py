@@ -28,19 +28,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def bytes_sent() -> int:
-    """Bytes that this process has sent over its open TCP connections, as the kernel counts them."""
-    total = 0
+def connections() -> dict[str, int]:
+    """Bytes that this process has sent over each of its open TCP connections, as the kernel counts them."""
+    found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if (inode := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+                        found[inode] = struct.unpack_from("Q", info, _BYTES_SENT)[0]
         except OSError:  # closed meanwhile
             continue
-    return total
+    return found
+
+
+def sent_since(before: dict[str, int]) -> int:
+    """By connection: those of an earlier training may be closed meanwhile."""
+    return sum(sent - before.get(inode, 0) for inode, sent in connections().items())
 
 
 class _Collectives(TorchDispatchMode):
@@ -54,18 +59,18 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_COUNTED = ("calls", "half_outputs", "gradient_norm")  # while a step runs
+
+
 class Observer:
-    """Quantities of one run. Call `before` and `after` around each step."""
+    """Quantities of the steps of one run. Call `before` and `after` around each step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
         self._model, self._device = model, device
-        self._steps = 0
+        self._number = 0
         self._collectives = _Collectives()
-        self.values = {
-            "bytes_sent": 0.0, "calls": 0.0, "half_outputs": 0.0, "updates": 0.0,
-            "gradient_norm": 0.0, "distance": 0.0, "bytes_held": 0.0,
-        }  # fmt: skip
-        self.checksums: list[float] = []  # of the parameters after each step that counts
+        self._counts = dict.fromkeys(_COUNTED, 0.0)
+        self.steps: list[dict[str, float]] = []  # what was counted in each step from FIRST on
         optimizer.register_step_pre_hook(self._see_gradients)
 
     @contextmanager
@@ -80,38 +85,39 @@ class Observer:
         finally:
             handle.remove()
 
-    @property
-    def _counts(self) -> bool:
-        return self._steps + 1 >= FIRST
-
-    def _sent(self) -> int:
-        return bytes_sent() if self._device.type == "cpu" else self._collectives.total
-
     def _see_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._counts and next(module.children(), None) is None and next(module.parameters(), None) is not None:
-            self.values["calls"] += 1
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            self._counts["calls"] += 1
             if isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16):
-                self.values["half_outputs"] += 1
+                self._counts["half_outputs"] += 1
 
     def _see_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._counts:
-            grads = [local(p.grad).double() for p in self._params() if p.grad is not None]
-            self.values["gradient_norm"] += sum(float(g.square().sum()) for g in grads) ** 0.5
+        grads = [local(p.grad).double() for p in self._params() if p.grad is not None]
+        self._counts["gradient_norm"] += sum(float(g.square().sum()) for g in grads) ** 0.5
 
     def _params(self) -> list[Tensor]:
         return [p for p in self._model.parameters() if p.device.type != "meta"]
 
     def before(self) -> None:
         self._old = [local(p.detach()).clone() for p in self._params()]
-        self._at = self._sent()
+        self._counts = dict.fromkeys(_COUNTED, 0.0)
+        self._before = connections() if self._device.type == "cpu" else {}
+        self._collectives.total = 0
 
     def after(self) -> None:
-        if self._counts:
-            new = [local(p.detach()) for p in self._params()]
-            moved = sum(float((a - b).double().square().sum()) for a, b in zip(new, self._old, strict=True)) ** 0.5
-            self.values["bytes_sent"] += self._sent() - self._at
-            self.values["updates"] += moved > 0
-            self.values["distance"] += moved
-            self.values["bytes_held"] = float(sum(p.nbytes for p in new))
-            self.checksums.append(sum(float(p.double().abs().sum()) for p in new))
-        self._steps += 1
+        sent = sent_since(self._before) if self._device.type == "cpu" else self._collectives.total
+        self._number += 1
+        if self._number < FIRST:
+            return
+        new = [local(p.detach()) for p in self._params()]
+        moved = sum(float((a - b).double().square().sum()) for a, b in zip(new, self._old, strict=True)) ** 0.5
+        self.steps.append(
+            self._counts
+            | {
+                "bytes_sent": float(sent),
+                "updates": float(moved > 0),
+                "distance": moved,
+                "bytes_held": float(sum(p.nbytes for p in new)),
+                "checksum": sum(float(p.double().abs().sum()) for p in new),
+            }
+        )

@@ -24,7 +24,8 @@ Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "amp", "dgc"}
 KNOWN = NEUTRAL | {
-    "adaptive_localsgd", "clip", "gradient_merge", "lamb", "lars", "localsgd", "pipeline", "sync_batch_norm",
+    "adaptive_localsgd", "clip", "gradient_merge", "lamb", "lars", "localsgd", "muon", "pipeline",
+    "sync_batch_norm",
 }  # fmt: skip
 
 
@@ -129,6 +130,7 @@ def _rule(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callabl
     names = {p: name for name, p in params.items()}
     states = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in params.items()}
     steps = 0
+    matrices = _hidden_matrices(model) if "muon" in settings else []
 
     @torch.no_grad()
     def layerwise(grads: dict[str, Tensor]) -> None:
@@ -137,7 +139,8 @@ def _rule(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callabl
         for group in optimizer.param_groups:
             for name in (names[p] for p in group["params"] if names[p] in grads):
                 first, second = states[name]
-                move = _lamb if "lamb" in settings else _lars
+                others = _adamw if "muon" in settings else _lamb if "lamb" in settings else _lars
+                move = _muon if name in matrices else others
                 move(params[name], grads[name], first, second, group, settings, steps)
 
     def plain(grads: dict[str, Tensor]) -> None:
@@ -145,7 +148,7 @@ def _rule(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callabl
             p.grad = grads.get(name)
         optimizer.step()
 
-    return layerwise if {"lars", "lamb"} & set(settings) else plain
+    return layerwise if {"lars", "lamb", "muon"} & set(settings) else plain
 
 
 def _lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Settings, steps: int) -> None:
@@ -155,6 +158,32 @@ def _lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Sett
     u = m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + group["eps"])
     u += settings["lamb"]["lamb_weight_decay"] * p
     p.sub_(group["lr"] * _ratio(p, u) * u)
+
+
+def _muon(p: Tensor, g: Tensor, b: Tensor, _: Tensor, group: Any, settings: Settings, steps: int) -> None:
+    muon = settings["muon"]
+    b.lerp_(g, 1 - muon["momentum"])
+    x = (g.lerp(b, muon["momentum"]) if muon["nesterov"] else b).flatten(1)
+    x = x / max(float(x.norm()), 1e-7)
+    for _step in range(muon["ns_steps"]):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.sub_(group["lr"] * muon["rms"] * math.sqrt(max(x.shape)) * x.view_as(p))
+
+
+def _hidden_matrices(model: nn.Module) -> list[str]:
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1]
+    output = id(named[-1][1])
+    return [n for n, p in named if id(p) not in embeddings | {output} and "embed" not in n]
+
+
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Settings, steps: int) -> None:
+    beta1, beta2 = group["betas"]
+    m.lerp_(g, 1 - beta1)
+    v.lerp_(g * g, 1 - beta2)
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.sub_(group["lr"] * m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + group["eps"]))
 
 
 def _lars(p: Tensor, g: Tensor, velocity: Tensor, _: Tensor, group: Any, settings: Settings, steps: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
-import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,33 +15,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from fleetx.errors import FleetxError, UsageError
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import every, switch_of
+from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
-from fleetx.verify.judge import Results, distance, observed, state
+from fleetx.verify.judge import Results, distance, observed, problems_of, state
 from fleetx.verify.oracle import Settings
 from fleetx.verify.ranks import Ranks
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
 STEPS = 6
+_RETURNS = "it must return (model, x, y, loss_fn)"
 
 
 def make(where: str) -> Made:
     """Call the user's function `module:function`, which returns (model, x, y, loss_fn)."""
     module, _, name = where.partition(":")
+    if not module or not name or module.endswith(".py"):
+        raise UsageError(f"--model {where}: write module:function, such as train:example for example() in train.py")
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ModuleNotFoundError, AttributeError) as error:
         raise UsageError(f"--model {where}: {error}: pass module:function, such as train:example") from error
+    except Exception as error:
+        raise UsageError(f"--model {where}: importing {module} raised {_told(error)}") from error
+    if not callable(function):
+        raise UsageError(f"--model {where}: {name} is not a function but {function!r}")
     torch.manual_seed(0)
-    made = function()
-    if not (isinstance(made, Sequence) and len(made) == 4 and isinstance(made[0], nn.Module)):
-        at = inspect.getsourcefile(function)
-        raise UsageError(f"--model {where} ({at}): must return (model, x, y, loss_fn), not {type(made).__name__}")
+    try:
+        made = function()
+    except Exception as error:
+        raise UsageError(f"--model {where}: {name}() raised {_told(error)}") from error
+    if not isinstance(made, Sequence) or len(made) != 4:
+        what = f"{len(made)} values" if isinstance(made, Sequence) else type(made).__name__
+        raise UsageError(f"--model {where}: {name}() returned {what}, but {_RETURNS}")
+    for value, kind, words in zip(
+        made, (nn.Module, Tensor, Tensor), ("a module", "a tensor", "a tensor"), strict=False
+    ):
+        if not isinstance(value, kind):
+            raise UsageError(
+                f"--model {where}: {name}() returned {type(value).__name__} instead of {words}: {_RETURNS}"
+            )
+    if not callable(made[3]):
+        raise UsageError(f"--model {where}: {name}() returned {made[3]!r} instead of a loss function: {_RETURNS}")
     return tuple(made)
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's code, with the line that raised it."""
+    here, torchs = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith((here, torchs, "<"))]
+    at = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def _try(where: str, made: Made, size: int) -> None:
+    """One step in this process, so that mistakes show without other ranks."""
+    model, x, y, loss_fn = copy.deepcopy(made[0]), *made[1:]
+    if len(x) != len(y) or len(x) < size:
+        raise UsageError(
+            f"--model {where}: x has {len(x)} samples and y has {len(y)}: they need equally many, at least one per rank"
+        )
+    try:
+        loss = loss_fn(model(x), y)
+        loss.backward()
+    except Exception as error:
+        raise UsageError(f"--model {where}: loss_fn(model(x), y) and its backward raised {_told(error)}") from error
+    if drops := [name for name, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p and m.training]:
+        raise UsageError(
+            f"--model {where}: dropout ({', '.join(drops[:3])}) draws other random numbers on each rank, so the result "
+            "cannot be compared: return the model with p=0 there"
+        )
 
 
 def verify(where: str, strategy: DistributedStrategy, size: int, device: str) -> tuple[bool, list[str]]:
@@ -48,24 +98,59 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
     settings = _settings(strategy)
     if unknown := set(settings) - oracle.KNOWN:
         raise UsageError(f"verify cannot compute what {', '.join(sorted(unknown))} leads to: turn it off")
+    made = make(where)
+    _try(where, made, size)
     dtype = torch.float32 if {"amp", "dgc"} & set(settings) else torch.float64
-    declared = strategy.declared()
+    steps = max(STEPS, 2 * settings.get("gradient_merge", {}).get("k_steps", 1) + 2)
+    declared = _acting(strategy)
+    exact = _lossless(declared, settings)
     pool = Ranks(size, device=device)
     try:
-        results = pool.run(_job, where, declared, list(settings), dtype)
+        run = partial(pool.run, _job, where, steps)
+        results = run(declared, list(settings), dtype)
         if "refused" in results[0]:
-            return False, [results[0]["refused"]]
-        right, lines = _numbers(make(where), settings, results, dtype)
+            return False, results[0]["refused"]
+        compared = results if exact == declared else run(exact, list(settings), dtype)
+        right, lines = _numbers(made, steps, _settings(DistributedStrategy(**exact)), compared, dtype)
         for switch in settings:
-            without = {
-                k: v for k, v in declared.items() if k not in (switch, f"{switch}_configs", *every()[switch].flat)
-            }
-            seen = observed(switch, results, pool.run(_job, where, without, list(settings), dtype))
+            if exact != declared and (lossless := every()[switch].lossless):
+                lines.append(f"{switch} was compared with {lossless}, because it loses precision otherwise")
+        for switch in settings:
+            names = (switch, f"{switch}_configs", *every()[switch].flat)
+            without = {k: v for k, v in declared.items() if k not in names}
+            seen = observed(switch, results, run(without, list(settings), dtype))
             right &= seen.acts is not False
-            lines.append(f"{switch} acts: {seen.sentence}" if seen.acts else seen.failure(switch))
+            lines.append(f"{switch} acts: {seen.sentence}" if seen.acts else _not_seen(strategy, switch, seen, steps))
     finally:
         pool.stop()
     return right, lines
+
+
+def _acting(strategy: DistributedStrategy) -> dict[str, Any]:
+    """The strategy with the settings that its parts have because of each other, to leave one of them out."""
+    out = copy.deepcopy(strategy.declared())
+    for switch, settings in _settings(strategy).items():
+        given = {} if every()[switch].flat else getattr(strategy, f"{switch}_configs")
+        if other := {key: settings[key] for key in given if settings[key] != given[key]}:
+            out[f"{switch}_configs"] = out.get(f"{switch}_configs", {}) | other
+    return out
+
+
+def _not_seen(strategy: DistributedStrategy, switch: str, seen: Any, steps: int) -> str:
+    part = next(part for part in strategy.plan().parts if switch_of(type(part)) == switch)
+    return (
+        f"{seen.failure(switch)}. That may be right for this model and {steps} steps with "
+        f"{changed(part) or 'its defaults'}: try settings with which it must act"
+    )
+
+
+def _lossless(declared: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The strategy with settings at which no part of it loses precision."""
+    out = copy.deepcopy(declared)
+    for switch in settings:
+        if lossless := every()[switch].lossless:
+            out[f"{switch}_configs"] = out.get(f"{switch}_configs", {}) | dict(lossless)
+    return out
 
 
 def _settings(strategy: DistributedStrategy) -> dict[str, dict[str, Any]]:
@@ -76,9 +161,11 @@ def _settings(strategy: DistributedStrategy) -> dict[str, dict[str, Any]]:
     }
 
 
-def _numbers(made: Made, settings: Settings, results: Results, dtype: torch.dtype) -> tuple[bool, list[str]]:
+def _numbers(
+    made: Made, steps: int, settings: Settings, results: Results, dtype: torch.dtype
+) -> tuple[bool, list[str]]:
     model, x, y, loss_fn = made
-    found, start, batches = state(results), model.state_dict(), [(x, y)] * STEPS
+    found, start, batches = state(results), model.state_dict(), [(x, y)] * steps
     bound = max([1e-4 if dtype is torch.float32 else 1e-10, *(every()[s].rounding for s in settings)])
     replicas = 1 + max(r["replica"] for r in results)
 
@@ -98,19 +185,32 @@ def _numbers(made: Made, settings: Settings, results: Results, dtype: torch.dtyp
     if {"localsgd", "adaptive_localsgd"} & set(settings):
         lines.append("between two averages the ranks train apart, so this is not training on the big batch")
     elif (difference := gap(1)) > bound:
-        norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
-        why = "the loss of the whole batch is not the mean over its shares: use fleet.weight"
-        if norms and "sync_batch_norm" not in settings:
-            why = f"BatchNorm ({', '.join(norms[:3])}) uses the statistics of each share: turn sync_batch_norm on"
-        lines.append(f"one process with the big batch differs by {difference:.1e}, because {why}")
+        lines.append(
+            f"one process with the big batch differs by {difference:.1e}, because {_why(made, settings, replicas)}"
+        )
     else:
         lines.append(f"it equals one process with the big batch, off by {difference:.1e}")
     return True, lines
 
 
-def _job(where: str, declared: dict[str, Any], switches: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+def _why(made: Made, settings: Settings, replicas: int) -> str:
+    """Why training on shares of the batch is not training on all of it."""
+    model, x, *_ = made
+    norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if norms and ("sync_batch_norm" not in settings or "pipeline" in settings):
+        micro = "micro-batch" if "pipeline" in settings else "share"
+        way_out = "" if "sync_batch_norm" in settings else ": turn sync_batch_norm on"
+        return f"BatchNorm ({', '.join(norms[:3])}) uses the statistics of each {micro}{way_out}"
+    if len(x) % replicas:
+        return f"{len(x)} samples cannot be divided evenly over {replicas} ranks: use fleet.weight, or other batches"
+    return "the loss of the whole batch is not the mean of the losses of its shares: use a mean, or fleet.weight"
+
+
+def _job(
+    where: str, steps: int, declared: dict[str, Any], switches: Sequence[str], dtype: torch.dtype
+) -> dict[str, Any]:
     try:
         model, x, y, loss_fn = make(where)
-        return runs.train(model, [(x, y)] * STEPS, loss_fn, declared, switches, dtype)
+        return runs.train(model, [(x, y)] * steps, loss_fn, declared, switches, dtype)
     except FleetxError as error:
-        return {"refused": str(error)}
+        return {"refused": problems_of(error)}

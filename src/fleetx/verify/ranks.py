@@ -25,6 +25,7 @@ class Ranks:
     """n processes in one process group. `run(job, *args)` calls job(*args) in each and returns the results by rank.
 
     before: a module-level function that each process calls before every job.
+    start_method: one of multiprocessing's.
     """
 
     def __init__(
@@ -34,19 +35,20 @@ class Ranks:
         device: str = "cpu",
         before: Callable[[], Any] | None = None,
         job_seconds: float = JOB_SECONDS,
+        start_method: str = "spawn",
     ):
         self.size, self._device, self._before, self._job_seconds = size, device, before, job_seconds
+        self._context: Any = get_context(start_method)
         self._start()
 
     def _start(self) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        context = get_context("spawn")
-        pipes = [context.Pipe() for _ in range(self.size)]
+        pipes = [self._context.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(
+            self._context.Process(
                 target=_serve, args=(rank, self.size, port, self._device, theirs, self._before), daemon=True
             )
             for rank, (_, theirs) in enumerate(pipes)
@@ -56,6 +58,8 @@ class Ranks:
         self._collect(START_SECONDS)
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        if not all(process.is_alive() for process in self._processes):
+            self._renew()
         for pipe in self._pipes:
             pipe.send((job, args))
         return self._collect(self._job_seconds)

@@ -9,12 +9,17 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fleetx import __version__
+from fleetx.verify import unbuilt
 from fleetx.verify.judge import Verdict
 
-SIGNS = {"equal": "=", "lossy": "~", "refused": "x", "failed": "!"}
-LEGEND = (
-    "= equal to one plain float64 process, up to rounding    ~ lossy, within its bound    x raises an error    ! failed"
-)
+SIGNS = {"equal": "=", "lossy": "~", "refused": "x", "unbuilt": "o", "failed": "!"}
+LEGEND = [
+    "= equal to one plain float64 process, up to rounding",
+    "~ lossy, within its bound",
+    "x raises an error: a contradiction",
+    "o raises an error: not built yet",
+    "! failed",
+]
 
 
 def matrix(verdicts: Iterable[Verdict]) -> list[list[str]]:
@@ -33,7 +38,7 @@ def text(verdicts: Sequence[Verdict]) -> str:
     rows = matrix(verdicts)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", LEGEND, ""] if len(rows) > 1 else []
+    lines += ["", *LEGEND, ""] if len(rows) > 1 else []
     lines += [f"FAILED  {_name(v)}: {v.reason.strip()}" for v in verdicts if not v.ok]
     return "\n".join([*lines, summary(verdicts)])
 
@@ -43,13 +48,14 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     seen = sum(e.acts is True for v in verdicts for e in v.effects.values())
     return (
         f"{len(verdicts)} combinations: {counts['equal']} equal, {counts['lossy']} lossy within bounds, "
-        f"{counts['refused']} raise an error, {counts['failed']} failed; {seen} effects observed"
+        f"{counts['refused']} contradictions and {counts['unbuilt']} not built yet (both raise an error), "
+        f"{counts['failed']} failed; {seen} effects observed"
     )
 
 
 def details(verdict: Verdict) -> list[str]:
     """One combination in words."""
-    if verdict.kind == "refused":
+    if not verdict.ran:
         return [f"{_name(verdict)}: raises an error: {verdict.reason}"]
     how = f"off by {verdict.error:.1e} of the distance trained (bound {verdict.bound:.0e}, {verdict.dtype})"
     lines = [f"{_name(verdict)}: {verdict.kind}: {how}, on {verdict.ranks} ranks"]
@@ -79,16 +85,21 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     ]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(5, "|" + " --- |" * len(rows[0]))
-    lines += ["", LEGEND.replace("    ", "; ") + ".", ""]
+    lines += ["", "; ".join(LEGEND) + ".", ""]
     if triples := [v for v in verdicts if len(v.switches) > 2]:
         lines += [f"Of these, {len(triples)} are triples: {summary(triples)}.", ""]
+    lines += [f"- FAILED {_name(v)}: {v.reason.strip()}" for v in verdicts if not v.ok]
     lines += ["## How each strategy is observed", ""]
     lines += ["| strategy | seen | with it | without it |", "| --- | --- | --- | --- |"]
     for v in (v for v in verdicts if len(v.switches) == 1):
         seen = v.effects[v.switches[0]]
         lines.append(f"| {v.switches[0]} | {seen.sentence} (`{seen.quantity}`) | {seen.on:g} | {seen.off:g} |")
-    lines += ["", "## Pairs that raise an error", ""]
-    lines += [f"- {_name(v)}: {v.reason}" for v in verdicts if v.kind == "refused" and len(v.switches) == 2]
+    for kind, title in (("refused", "Contradictions"), ("unbuilt", "Not built yet")):
+        lines += ["", f"## {title}", ""]
+        lines += [f"- {_name(v)}: {v.reason}" for v in verdicts if v.kind == kind and len(v.switches) == 2]
+    lines += [f"- {problem}" for problem in unbuilt.beside_others()]
+    lines += ["", "Settings and models, whatever they are combined with:", ""]
+    lines += [f"- {text}" for text in unbuilt.messages()]
     return "\n".join(lines) + "\n"
 
 
@@ -99,9 +110,9 @@ def _made(device: str, seconds: float) -> str:
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #ccc;padding:.2rem .55rem;text-align:center}
 th:first-child,td.name{text-align:left;white-space:nowrap}td.equal{background:#cdebc5}td.lossy{background:#fdf0b8}
-td.refused{background:#e4e4e4}td.failed{background:#f6b8b0;font-weight:bold}pre{white-space:pre-wrap;font-size:13px}
+td.refused{background:#e4e4e4}td.unbuilt{background:#d3e0f5}td.failed{background:#f6b8b0;font-weight:bold}pre{white-space:pre-wrap;font-size:13px}
 @media(prefers-color-scheme:dark){body{background:#181818;color:#ddd}td,th{border-color:#555}td.equal{background:#24551b}
-td.lossy{background:#5d5210}td.refused{background:#3a3a3a}td.failed{background:#7a2018}}"""
+td.lossy{background:#5d5210}td.refused{background:#3a3a3a}td.unbuilt{background:#26395c}td.failed{background:#7a2018}}"""
 
 
 def page(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
@@ -119,7 +130,7 @@ def page(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>fleetx verify</title><style>{_STYLE}</style>'
         f"<h1>fleetx verify</h1><p>{html.escape(head)}<br>{html.escape(summary(verdicts))}</p>"
-        f"<table>{''.join(body)}</table><p>{html.escape(LEGEND)}</p>"
+        f"<table>{''.join(body)}</table><p>{'<br>'.join(map(html.escape, LEGEND))}</p>"
         f"<h2>Every combination</h2><pre>{said}</pre></html>\n"
     )
 

@@ -42,7 +42,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def optimizer_for(model: nn.Module, switches: Sequence[str]) -> Optimizer:
-    if "lamb" in switches:
+    if {"lamb", "muon"} & set(switches):
         return Adam(model.parameters(), lr=LR)
     return SGD(model.parameters(), lr=LR, momentum=0.9)
 
@@ -82,8 +82,7 @@ def train(
             observer.after()
     return {
         "state": {name: whole(t).double().cpu() for name, t in model.state_dict().items()},
-        "values": observer.values,
-        "checksums": observer.checksums,
+        "steps": observer.steps,
         "replica": replicas.rank,
     }
 

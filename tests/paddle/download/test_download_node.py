@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from file_server import tar
 
-from fleetx import fleet
+from fleetx import UsageError, fleet
 from fleetx.paddle.download import Downloader, DownloadError, node, records
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
@@ -226,6 +226,42 @@ def test_ranks_download_once_before_and_once_after_init(ranks, server, tmp_path)
     assert results == [(f"{tmp_path}/before", f"{tmp_path}/after", 2)] * 2
     assert server.got("set/a.tar") == [None, None]  # one for each folder
     assert (tmp_path / "before/x.bin").read_bytes() == (tmp_path / "after/x.bin").read_bytes()
+
+
+def download_my_shard(config, where):
+    fleet.init()
+    shards = {"shard_num": fleet.worker_num(), "shard_id": fleet.worker_index()}
+    if fleet.worker_index() == 1:
+        time.sleep(0.5)  # not for the result: without a wait, worker 0 would look first
+    try:
+        path = Downloader().download_from_bos(config, where, **shards)
+    except DownloadError as error:
+        return str(error)
+    return sorted(p.name for p in Path(path).glob("*.txt"))
+
+
+def test_every_worker_of_a_sharded_download_finds_the_shards_of_all(ranks, server, tmp_path):
+    tars = {f"{i}.tar": tar({f"part-{i}.txt": b"1"}) for i in range(4)}
+    (tmp_path / "x.yaml").write_text(f"bos_path: {server.publish(tars)}\n")
+    first, second = ranks.run(download_my_shard, str(tmp_path / "x.yaml"), str(tmp_path / "data"))
+    assert {f"part-{i}.txt" for i in range(4)} <= set(first)
+    assert first == second
+
+
+def test_a_shard_that_fails_fails_for_all_workers(ranks, server, tmp_path):
+    (tmp_path / "x.yaml").write_text(f"bos_path: {server.publish({'0.tar': BIG, '1.tar': BIG})}\n")
+    del server.files["/set/1.tar"]
+    first, second = ranks.run(download_my_shard, str(tmp_path / "x.yaml"), str(tmp_path / "data"))
+    assert first.startswith("the shard of worker 1 failed: ")
+    assert "1.tar: the server answered 404" in first
+    assert "1.tar: the server answered 404" in second
+
+
+def test_a_sharded_download_of_several_workers_needs_fleet_init(server, bring, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"waits for the shards of all 2 workers: call fleet\.init\(\) before it"):
+        bring(server.publish({"a.tar": BIG}), shard_num=1, shard_id=0)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

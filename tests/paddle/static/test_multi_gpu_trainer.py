@@ -11,8 +11,11 @@ import torch
 from small_applications import batch, make
 from static_models import losses, minimized, started
 
+import fleetx
 from fleetx import UsageError, fleet
+from fleetx.comm import notices
 from fleetx.paddle.api import fluid
+from fleetx.paddle.static import training
 from fleetx.paddle.trainer import MultiGPUTrainer
 
 LINE = re.compile(
@@ -71,12 +74,59 @@ def test_arrays_count_as_many_samples_as_tensors():
     assert MultiGPUTrainer().val(minimized(), arrays, ["acc1", "loss"]) == expected
 
 
-def test_a_benchmark_counts_the_samples_of_arrays_too(monkeypatch):
-    clock = count()
-    each_step_takes_a_second = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("fleetx.paddle.trainer.time", each_step_takes_a_second)
-    arrays = [{name: tensor.numpy() for name, tensor in batch("resnet", rows=6).items()}]
-    assert MultiGPUTrainer().quick_benchmark(minimized(), arrays, start_step=0, end_step=3) == 6
+@pytest.fixture
+def seconds(monkeypatch):
+    """A clock by which a step takes a quarter of a second."""
+    clock = count(step=0.25)
+    monkeypatch.setattr("fleetx.paddle.trainer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+
+def test_a_quick_benchmark_goes_round_the_loader_and_tells_steps_per_second(seconds, capsys):
+    model = minimized()
+    assert MultiGPUTrainer().quick_benchmark(model, batches(2), start_step=1, end_step=4) == 4
+    assert capsys.readouterr().out == "steps 1 to 3: 4.000000 steps per second\n"
+    assert training.run_count(model) == 4
+
+
+@pytest.mark.parametrize("model", [minimized, eager], ids=["minimized", "eager"])
+def test_the_third_argument_of_benchmark_is_the_number_of_epochs(seconds, capsys, model):
+    made, runs = model(), []
+    loader = Counted(batches(3), runs)
+    assert MultiGPUTrainer().benchmark(made, loader, 2, False, 1) == 4
+    assert capsys.readouterr().out == "steps 1 to 2: 4.000000 steps per second\n"
+    assert len(runs) == 2
+
+
+class Counted(list):
+    def __init__(self, items, runs):
+        super().__init__(items)
+        self.runs = runs
+
+    def __iter__(self):
+        self.runs.append(1)
+        return super().__iter__()
+
+
+def test_benchmark_val_returns_the_targets_of_each_batch():
+    model, loader = minimized(), batches(2)
+    found = MultiGPUTrainer().benchmark_val(model, loader, ["acc1", model.loss], use_dali=True)
+    outs = [make("resnet").eval()(**one) for one in loader]
+    assert found == {name: pytest.approx([getattr(out, name).item() for out in outs]) for name in ("acc1", "loss")}
+
+
+def test_dali_is_left_out_with_one_notice(capsys, monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+    model, trainer = minimized(), MultiGPUTrainer()
+    trainer.fit(model, batches(1), 1, use_dali=True)
+    trainer.val(model, batches(1), ["acc1"], 0, True)
+    assert capsys.readouterr().err.count("use_dali=True has no effect") == 1
+
+
+def test_a_trainer_takes_a_place_and_has_an_older_name():
+    assert fleetx.Trainer is fleetx.MultiGPUTrainer
+    fleetx.Trainer(fluid.CUDAPlace(0)).fit(minimized(), batches(1), 1)
+    with pytest.raises(UsageError, match="takes a place"):
+        MultiGPUTrainer("gpu:0")
 
 
 def test_val_of_two_ranks_counts_the_samples_of_both(ranks):
@@ -90,25 +140,11 @@ def validated():
     return MultiGPUTrainer().val(model, [batches(2)[fleet.worker_index()]], ["acc1", "loss"])
 
 
-BENCHMARKS = {
-    "quick": lambda trainer: trainer.quick_benchmark(minimized(), batches(2), start_step=1, end_step=4),
-    "long": lambda trainer: trainer.benchmark(eager(), batches(2), start_step=1),
-    "val": lambda trainer: trainer.benchmark_val(minimized(), batches(2), start_step=1, end_step=4),
-}
-
-
-@pytest.mark.parametrize("which", BENCHMARKS)
-def test_a_benchmark_goes_round_the_loader_and_tells_samples_per_second(which, capsys, monkeypatch):
-    monkeypatch.setattr("fleetx.paddle.trainer.BENCHMARK_STEPS", 3)
-    found = BENCHMARKS[which](MultiGPUTrainer())
-    assert found > 0
-    assert capsys.readouterr().out == f"steps 1 to 3: {found:f} samples per second\n"
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda t, m: t.fit(m, batches(), 1, use_dali=True), "remove it"),
+        (lambda t, m: t.benchmark(m, batches(2), 1), "an epoch has 2 steps: start_step = 20 must be below that"),
+        (lambda t, m: t.benchmark(m, batches(2), 0), "epoch = 0, start_step = 20: must be at least 1 and 0"),
         (lambda t, m: t.fit("model", batches(), 1), "takes a model, not str"),
         (lambda t, m: t.val(m, batches(), ["acc9"]), "does not return 'acc9': it returns loss, acc1, acc5"),
         (lambda t, m: t.val(m, [], ["acc1"]), "the loader gives no batch"),

@@ -9,9 +9,9 @@ from small_applications import batch, flat, make
 from static_models import losses, minimized, optimizer_of, started
 
 from fleetx import UsageError, fleet
+from fleetx.comm import notices
 from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid
-from fleetx.paddle.static import devices
 
 
 @pytest.fixture
@@ -231,9 +231,12 @@ def test_minimize_takes_no_other_output():
         fluid.optimizer.SGD(0.1).minimize(make("resnet").target["acc1"])
 
 
-def test_fleet_must_be_begun_before_an_optimizer_is_distributed():
-    with pytest.raises(UsageError, match=r"fleet\.init\(\) has not been called"):
-        paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1))
+def test_an_optimizer_that_is_distributed_first_begins_fleet_with_a_notice(capsys, monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+    model = make("resnet")
+    paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1)).minimize(model.loss)
+    assert fleet.worker_num() == 1
+    assert "fleet.distributed_optimizer calls fleet.init(is_collective=True)" in capsys.readouterr().err
 
 
 def test_workers_that_would_train_each_alone_are_refused(monkeypatch):
@@ -258,7 +261,7 @@ def test_only_places_and_programs_are_taken(wrong):
 
 # --- places and settings --------------------------------------------------------------------------
 def test_a_gpu_means_the_cpu_where_that_computes_and_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(devices, "_said", set())
+    monkeypatch.setattr(notices, "_said", set())
     assert fluid.CUDAPlace(0) == fluid.CUDAPlace(0)
     assert capsys.readouterr().err == "fleetx: CUDAPlace means the CPU here, because this run uses the CPU\n"
     fluid.CUDAPlace(1).check(torch.device("cpu"))
@@ -275,7 +278,7 @@ def test_a_place_that_is_not_the_workers_own_is_refused():
 
 
 def test_settings_of_the_graph_are_checked_by_name_and_said_to_have_no_meaning(capsys, monkeypatch):
-    monkeypatch.setattr(devices, "_said", set())
+    monkeypatch.setattr(notices, "_said", set())
     execution, build = fluid.ExecutionStrategy(), fluid.BuildStrategy()
     execution.num_threads = 2
     build.enable_inplace = True

@@ -66,10 +66,19 @@ def test_fleet_has_all_that_fleetx_has():
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("paddle.fluid.layers.fc", r"does not support paddle\.fluid\.layers\.fc: layers come from torch"),
+        (
+            "paddle.fluid.layers.fc",
+            "^fleetx runs Paddle scripts whose model is one of fleetx.applications, .*layers.fc",
+        ),
+        ("paddle.nn.Linear", "build this in torch and call fleet.distribute; see docs/coming_from_paddle.md"),
+        ("paddle.fluid.ParamAttr", "^fleetx runs Paddle scripts whose model is one of fleetx.applications"),
+        ("paddle.fluid.data", "^fleetx runs Paddle scripts whose model is one of fleetx.applications"),
+        ("paddle.static.nn", "^fleetx runs Paddle scripts whose model is one of fleetx.applications"),
+        ("paddle.fleet.init_server", "^fleetx does not support parameter servers, which .*init_server is for"),
+        ("paddle.DataParallel", "^fleetx runs Paddle's static scripts only, not paddle.DataParallel"),
         ("paddle.fluid.Exector", "did you mean 'Executor'"),
-        ("paddle.to_tensor", r"does not support paddle\.to_tensor: .*paddle has CPUPlace, CUDAPlace"),
-        ("paddle.distributed.fleet.util", r"does not support paddle\.fleet\.util"),
+        ("paddle.to_variable", r"does not support paddle\.to_variable: .*paddle has CPUPlace, CUDAPlace"),
+        ("paddle.distributed.fleet.util", r"does not support paddle\.distributed\.fleet\.util"),
         ("paddle.fluid.CompiledProgram", "there is no graph to compile: run the program itself"),
         ("paddle.disable_static", "for eager training use PyTorch"),
     ],
@@ -84,12 +93,17 @@ def test_an_attribute_that_is_not_covered_says_so_and_what_is(code, says):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("import paddle.nn.functional as F", r"does not support paddle\.nn\.functional"),
-        ("import paddle.vision", r"does not support paddle\.vision"),
+        ("import paddle.nn.functional as F", r"one of fleetx.applications, and has no paddle\.nn\.functional"),
+        ("import paddle.vision", r"one of fleetx.applications, and has no paddle\.vision"),
+        ("from paddle.fluid.dygraph import Linear", r"static scripts only, not paddle\.fluid\.dygraph"),
+        (
+            "import paddle.fluid.incubate.fleet.parameter_server",
+            r"^fleetx does not support parameter servers, which paddle\.fluid\.incubate\.fleet\.parameter_server",
+        ),
         ("from paddle.fluid import Exector", "did you mean 'Executor'"),
         ("from paddle.optimizer.lr import CosineDecay", r"does not support paddle\.optimizer\.lr\.CosineDecay"),
-        ("from paddle.fluid.incubate.fleet.collective import fleet", r"does not support paddle\.fluid\.incubate"),
-        ("import paddle.distributed.fleet.utils", r"does not support paddle\.fleet\.utils"),
+        ("import paddle.distributed.fleet.utils", r"does not support paddle\.distributed\.fleet\.utils"),
+        ("import paddle.fleet.utils", r"does not support paddle\.fleet\.utils"),
     ],
 )
 def test_an_import_that_is_not_covered_says_so_and_what_is(installed, line, says):
@@ -176,7 +190,8 @@ def test_without_either_nothing_is_found(tmp_path):
 def test_the_option_reaches_the_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    attempt = Attempt(number=0, run_id="r", master_addr="127.0.0.1", master_port=1, endpoints=("127.0.0.1:1",))
+    where = {"master_addr": "127.0.0.1", "master_port": 1, "endpoints": ("127.0.0.1:1",), "nodes": 1, "node": 0}
+    attempt = Attempt(number=0, run_id="r", slots=(0,), restarts=0, **where)
     for words, expected in (([], None), (["--paddle-api", "fleetx"], "fleetx"), (["--paddle_api", "paddle"], "paddle")):
         job = parse(["--device", "cpu", *words, "train.py"], environ={})
         found = environment.worker_environment(

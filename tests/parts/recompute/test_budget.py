@@ -76,11 +76,11 @@ def measured(model, optimizer, inputs, forward):
 
 
 def convolutions():
-    return Convolutions(6, 16), images(16)
+    return Convolutions(4, 16), images(16)
 
 
 def transformer():
-    return Transformer(6, 64), tokens(16, 64)
+    return Transformer(3, 64), tokens(16, 64)
 
 
 @pytest.mark.parametrize(("make", "optimizer"), covering([convolutions, transformer], [adam, sgd], strength=1))
@@ -115,22 +115,21 @@ def test_more_bytes_never_take_more_time():
 
 def test_a_budget_that_is_too_small_is_an_error_with_the_minimum():
     fleet.init()
-    model = Transformer()
+    model = Convolutions(2)
     strategy = fleet.DistributedStrategy(recompute={"memory_budget": "100KiB"})
     model, _ = fleet.distribute(model, sgd(model), strategy)
     with pytest.raises(StrategyError) as caught:
-        model(*tokens())
+        model(*images())
     text = str(caught.value)
-    plain = Transformer()
-    least = budget.choose(TrainingStep(plain, sgd(plain), tokens()), "min", timed=False).peak
+    plain = Convolutions(2)
+    least = budget.choose(TrainingStep(plain, sgd(plain), images()), "min", timed=False).peak
     assert "does not fit into 100.0 KiB" in text
     assert format_bytes(least) in text
     assert "micro-batch" in text
 
 
 def test_the_user_s_model_and_random_state_do_not_change():
-    make, inputs = MODELS["convolutions"]
-    model = make()
+    model, inputs = Convolutions(2), images
     model(*inputs()).sum().backward()
     before = weights(model) | {k: p.grad.clone() for k, p in model.named_parameters()}
     torch.manual_seed(11)
@@ -144,11 +143,11 @@ def test_the_user_s_model_and_random_state_do_not_change():
 def test_only_larger_inputs_are_planned_again_and_explain_shows_the_plans(caplog):
     caplog.set_level(logging.INFO)
     fleet.init()
-    model = Transformer()
+    model = Convolutions(2)
     strategy = fleet.DistributedStrategy(recompute={"memory_budget": "min"})
     model, _ = fleet.distribute(model, sgd(model), strategy)
     for n in (4, 2, 4, 8):
-        model(*tokens(n)).sum().backward()
+        model(*images(n)).sum().backward()
     assert caplog.text.count("blocks are recomputed") == 2
     assert "blocks are recomputed" in str(fleet.explain(model=model))
 
@@ -157,21 +156,21 @@ def test_a_plan_is_stored_and_found_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FLEETX_CACHE", str(tmp_path))
     caplog.set_level(logging.INFO)
     settings = {"recompute": {"memory_budget": 0.9}}
-    first = train("transformer", settings)
+    first = train("convolutions", settings)
     assert len(list((tmp_path / "recompute").iterdir())) == 1
     caplog.clear()
-    assert_equal(train("transformer", settings), first)
+    assert_equal(train("convolutions", settings), first)
     assert "blocks are recomputed" not in caplog.text  # nothing was planned
-    train("transformer", {"recompute": {"memory_budget": 0.8}})
+    train("convolutions", {"recompute": {"memory_budget": 0.8}})
     assert len(list((tmp_path / "recompute").iterdir())) == 2
     next((tmp_path / "recompute").iterdir()).write_text("{")
-    assert_equal(train("transformer", settings), first)
+    assert_equal(train("convolutions", settings), first)
 
 
 def test_a_folder_that_cannot_be_written_only_warns(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEETX_CACHE", str(tmp_path / "file"))
-    train("transformer", {"recompute": {"memory_budget": 0.9}}, steps=1)
+    train("convolutions", {"recompute": {"memory_budget": 0.9}}, steps=1)
     assert "could not be stored" in caplog.text
 
 

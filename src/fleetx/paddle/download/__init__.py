@@ -1,6 +1,6 @@
 """Download data sets: a yaml names a remote folder, whose filelist.txt and meta.txt list the files.
 
-downloader   the public calls and their arguments
+downloader   the public calls and their arguments; named: those of FleetX for one data set
 config       the yaml: where the folder is
 listing      filelist.txt, meta.txt, shards, names that must stay inside the folder
 remote       files of a remote folder: http(s) with urllib, everything else with fsspec
@@ -8,6 +8,7 @@ fetch        one file: resumed, retried, its md5 checked
 unpack       one tar: into a temporary folder, then renamed into place
 folder       all files, in threads; records: what the local folder remembers
 node         one process per node does the work, the others wait for its outcome
+together     the workers of a sharded download wait for each other
 progress     a bar or a line now and then
 """
 
@@ -16,5 +17,13 @@ from __future__ import annotations
 from fleetx.errors import DownloadError
 from fleetx.paddle.download.downloader import Downloader
 from fleetx.paddle.download.fetch import Patience
+from fleetx.paddle.download.named import ImageNetDownloader, WikiDataDownloader, WMTDataDownloader
 
-__all__ = ["DownloadError", "Downloader", "Patience"]
+__all__ = [
+    "DownloadError",
+    "Downloader",
+    "ImageNetDownloader",
+    "Patience",
+    "WMTDataDownloader",
+    "WikiDataDownloader",
+]

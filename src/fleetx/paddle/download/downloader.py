@@ -17,6 +17,7 @@ from fleetx.paddle.download.folder import Folder
 from fleetx.paddle.download.listing import RECORDS
 from fleetx.paddle.download.node import is_first_worker, once_per_node
 from fleetx.paddle.download.remote import connect, split_name, without_secrets
+from fleetx.paddle.download.together import with_all_workers
 
 _LONGEST_YAML = 1 << 20
 YamlPath = str | PathLike[str]
@@ -38,7 +39,8 @@ class Downloader:
         """Download from `bos_path` of the yaml: http(s), or any address that fsspec can open. Returns local_path.
 
         `fs_yaml`: a .yaml or .yml file, or the address of one. With `shard_num`, only every shard_num-th file of
-        filelist.txt, starting at number `shard_id`. `process_num`: how many files to download at once.
+        filelist.txt, starting at number `shard_id`; every worker must then call this, and returns when all have their
+        files. `process_num`: how many files to download at once.
         """
         return self._download(fs_yaml, local_path, shard_num, shard_id, process_num, config.BOS_KEYS, config.bos)
 
@@ -71,10 +73,14 @@ class Downloader:
             folder.fill(shard_id=shard_id, shard_num=shard_num)
 
         key = hashlib.sha256(json.dumps([keys, fs_yaml, shard_num, shard_id]).encode()).hexdigest()[:16]
-        try:
-            once_per_node(work, local / RECORDS, key=key, task=f"downloads {shown} into {local}", first=first)
-        except OSError as error:
-            raise DownloadError(f"{local}: cannot be written: {error}") from error
+
+        def call() -> None:
+            try:
+                once_per_node(work, local / RECORDS, key=key, task=f"downloads {shown} into {local}", first=first)
+            except OSError as error:
+                raise DownloadError(f"{local}: cannot be written: {error}") from error
+
+        with_all_workers(call) if shard_num > 0 else call()
         return local_path
 
     def _fetch_yaml(self, url: str, private: Path, *, shown: str) -> Path:

@@ -17,6 +17,7 @@ from fleetx.errors import DownloadError, UsageError
 from fleetx.paddle.download.remote import Remote, TransientError
 
 _CHUNK = 1 << 20
+_RESERVE = 64 << 20  # bytes of disk that a file of unknown length leaves free: it may have no end
 _PROGRESS = 1 << 20  # an attempt that gets this many bytes further than any before it is not counted as failed
 
 
@@ -93,6 +94,10 @@ class Fetcher:
             while chunk := reply.read(_CHUNK):
                 if self.stop.is_set():
                     raise AbortedError
+                if reply.total is None:
+                    check_disk(
+                        part.parent, len(chunk) + _RESERVE, f"{name} has no stated length and after {size} bytes needs"
+                    )
                 file.write(chunk)
                 size += len(chunk)
                 self.on_bytes(name, size)

@@ -51,6 +51,7 @@ class Folder:
         meta = listing.read_meta(*self._list(META))
         files = listing.shard(everything, shard_id=shard_id, shard_num=shard_num)
         listed = {file.name for file in files}
+        listing.check_distinct([*(file.name for file in everything), *meta])
         meta = [name for name in meta if name not in listed]
         self._owners = dict.fromkeys([FILELIST, *listed], FILELIST) | dict.fromkeys([META, *meta], META)
         self._each(self._fetch_meta, meta, str)
@@ -80,7 +81,16 @@ class Folder:
             raise DownloadError(f"{address}: is not UTF-8 text", failed=[name]) from None
 
     def _fetch_meta(self, name: str) -> None:
-        self._fetcher.fetch(name, self._part(name), self._local / name)
+        self._fetcher.fetch(name, self._part(name), self._target(name))
+
+    def _target(self, name: str) -> Path:
+        """Where a file belongs, unless a link that is there already leads out of the folder."""
+        target = self._local / name
+        if not target.parent.resolve().is_relative_to(self._local.resolve()):
+            raise DownloadError(
+                f"{target}: a link in {self._local} leads out of it; remove the link or choose another folder"
+            )
+        return target
 
     def _part(self, name: str, md5: str = "no-md5") -> Path:
         """Where to download a file to. Each md5 has its own path: a new version never resumes an old one."""
@@ -92,7 +102,7 @@ class Folder:
 
     def _check(self, file: ListedFile) -> Task:
         """Find out what is left to do. A tar that was deleted after it was unpacked is not downloaded again."""
-        target, path = self._local / file.name, self._record(file)
+        target, path = self._target(file.name), self._record(file)
         record = records.read(path) if file.is_tar else {}
         unpacked = record.get("md5") == file.md5 and is_intact(self._local, record["members"])
         if unpacked:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -28,7 +29,9 @@ class ListedFile:
 def check_inside(name: str, *, where: str) -> str:
     """Return the normalized name, or raise an error if it leaves the folder. `where` is the source of the name."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+    if any(unicodedata.category(c) == "Cc" for c in name):
+        raise DownloadError(f"{where}: the name {name!r} has control characters; rename the file")
+    if path.is_absolute() or ".." in path.parts or not path.parts:
         raise DownloadError(f"{where}: the name {name!r} leaves the folder; names must be relative and without '..'")
     if RECORDS in path.parts:
         raise DownloadError(f"{where}: the name {name!r} is in {RECORDS}, where fleetx keeps its own records")
@@ -50,6 +53,18 @@ def read_filelist(text: str, where: str) -> list[ListedFile]:
 def read_meta(text: str, where: str) -> list[str]:
     names = dict.fromkeys(check_inside(line, where=at) for line, at in _lines(text, where))
     return [name for name in names if name not in (FILELIST, META)]
+
+
+def check_distinct(names: Iterable[str]) -> None:
+    """Raise an error if two names differ only in case or Unicode form: on many file systems they are one file."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
+        if other != name:
+            raise DownloadError(
+                f"{other!r} and {name!r} differ only in case or Unicode form, so they are one file on many file "
+                "systems: rename one of them"
+            )
 
 
 def _lines(text: str, where: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import io
+import ipaddress
 import re
 import ssl
 from collections.abc import Callable
@@ -133,6 +134,7 @@ class Web:
         if start:
             headers["Range"] = f"bytes={start}-"
         for _ in range(_MAX_REDIRECTS):
+            _check_host(url, self.display(name))
             response = self._opener.open(request.Request(url, headers=headers, method=method), timeout=self._timeout)
             target = response.headers.get("Location")
             if response.status not in _REDIRECTS or not target:
@@ -149,6 +151,15 @@ class Web:
 
     def _url(self, name: str) -> str:
         return urlunsplit(self._parts._replace(path=f"{self._parts.path}/{quote(name)}"))
+
+
+def _check_host(url: str, shown: str) -> None:
+    """Raise an error for link-local addresses: clouds serve the credentials of a machine there, nobody serves data."""
+    with suppress(ValueError):
+        if ipaddress.ip_address(split(url).hostname or "").is_link_local:
+            raise DownloadError(
+                f"{shown}: leads to the link-local address {split(url).hostname}, which holds no data sets"
+            )
 
 
 def _length(response: Any) -> int | None:

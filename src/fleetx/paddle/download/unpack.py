@@ -57,6 +57,8 @@ def publish(temporary: Path, members: Members, folder: Path, *, owner: str, owne
     """Rename what was unpacked into `folder`. `owners` maps each name to the tar or list that it came from."""
     for name, member in members.items():
         source, target = temporary / name, folder / name
+        if not target.parent.resolve().is_relative_to(folder.resolve()):
+            raise DownloadError(f"{owner}: the member {name!r} is behind a link in {folder} that leads out of it")
         if member is None:
             target.mkdir(parents=True, exist_ok=True)
             continue

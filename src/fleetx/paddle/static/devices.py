@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 
 import torch
 
-from fleetx.comm.roles import from_environment
+from fleetx.comm.notices import say_once
 from fleetx.errors import UsageError
 
-_said: set[str] = set()
+__all__ = ["CPUPlace", "CUDAPlace", "Place", "on_cpu", "say_once"]
 
 
 def on_cpu() -> bool:
     """Like `fleet.device()`, but before `fleet.init`."""
     kind = os.environ.get("FLEETX_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     return kind == "cpu"
-
-
-def say_once(text: str) -> None:
-    """Print on the first worker."""
-    if text not in _said and from_environment().rank == 0:
-        print(f"fleetx: {text}", file=sys.stderr, flush=True)
-    _said.add(text)
 
 
 @dataclass(frozen=True)

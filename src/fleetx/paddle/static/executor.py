@@ -56,14 +56,17 @@ class Executor:
             return []
         training.check_can_run(program)
         names = _names(program, fetch_list)
-        variables = _variables(program, names)
+        variables = _variables(program, [name for name in names if name not in training.SCALARS])
         run = training.step if program.kind == "main" else training.evaluate
         inputs = feeds.tensors(application, feed)
         values = inputs | run(application, inputs)
+        parameters = {name for name, variable in variables.items() if isinstance(variable, Parameter)}
         results = [
-            full_value(application, name) if isinstance(variable, Parameter) else values[name]
-            for name, variable in zip(names, variables, strict=True)
-        ]
+            training.scalar(application, name) if name in training.SCALARS
+            else full_value(application, name) if name in parameters
+            else values[name]
+            for name in names
+        ]  # fmt: skip
         return [as_numpy(value) for value in results] if return_numpy else results
 
     def close(self) -> None:
@@ -86,9 +89,9 @@ def _names(program: Program, fetch_list: Any) -> list[str]:
     return [item.name if isinstance(item, Variable) else item for item in items]
 
 
-def _variables(program: Program, names: list[str]) -> list[Variable]:
+def _variables(program: Program, names: list[str]) -> dict[str, Variable]:
     """Look the names up before anything is trained."""
-    variables = program.variables(names) if names else []
+    variables = dict(zip(names, program.variables(names), strict=True)) if names else {}
     if training.is_pipelined(program.application):
         outputs = {variable.name for variable in program.outputs} - {program.application.loss.name}
         if others := [name for name in names if name in outputs]:

@@ -18,6 +18,7 @@ HOME = "fleetx.paddle.api"
 
 # The first match counts: longer names come first.
 _ALIASES = {
+    "paddle.fluid.incubate.fleet.base": "fleetx.fleet.base",
     "paddle.distributed.fleet.base": "fleetx.fleet.base",
     "paddle.fleet.base": "fleetx.fleet.base",
     "paddle.distributed.fleet": f"{HOME}.fleet",

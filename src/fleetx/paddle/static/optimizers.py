@@ -12,7 +12,7 @@ from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
 from fleetx.paddle.static import rates, training
-from fleetx.paddle.static.regularization import Clip, L2Decay
+from fleetx.paddle.static.regularization import Clip, L2Decay, clip_for_all
 from fleetx.strategy import DistributedStrategy
 
 Parameters = training.Parameters
@@ -72,7 +72,7 @@ class DistributedOptimizer:
     """A Paddle optimizer with a strategy: what fleet.distributed_optimizer returns to a static script."""
 
     def __init__(self, recipe: PaddleOptimizer, strategy: DistributedStrategy | None):
-        self.recipe, self.strategy = recipe, training.prepare_strategy(strategy, recipe.clip)
+        self.recipe, self.strategy = recipe, training.prepare_strategy(strategy, recipe.clip)  # checked at once
 
     def minimize(
         self,
@@ -85,7 +85,8 @@ class DistributedOptimizer:
         if startup_program is not None and startup_program.application is not getattr(loss, "application", None):
             raise UsageError("startup_program belongs to a different model than the loss: remove it")
         only = self.recipe.parameters if parameter_list is None else parameter_list
-        training.minimize(loss, self.recipe, self.strategy, only, no_grad_set)
+        strategy = training.prepare_strategy(self.strategy, self.recipe.clip or clip_for_all())
+        training.minimize(loss, self.recipe, strategy, only, no_grad_set)
         return [], []
 
     def get_lr(self) -> float:

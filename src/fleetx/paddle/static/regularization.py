@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fleetx.errors import UsageError
 
@@ -30,3 +31,20 @@ class ClipByGlobalNorm:
 
 
 Clip = ClipByGlobalNorm
+
+_for_all: Clip | None = None
+
+
+def set_gradient_clip(clip: Any, param_list: Any = None, program: Any = None) -> None:
+    """Clip the gradients of every model that is minimized afterwards, unless its optimizer has a grad_clip."""
+    global _for_all
+    if not isinstance(clip, Clip):
+        raise UsageError(f"clip = {clip!r}: must be a GradientClipByGlobalNorm")
+    if param_list is not None or program is not None:
+        raise UsageError("set_gradient_clip clips all gradients by one global norm: remove param_list and program")
+    _for_all = clip
+
+
+def clip_for_all() -> Clip | None:
+    """What set_gradient_clip has set."""
+    return _for_all

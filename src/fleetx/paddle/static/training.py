@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
+from fleetx import strategy as strategies
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.comm.roles import from_environment
 from fleetx.comm.session import current
@@ -24,9 +25,10 @@ from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import parameter_names
 from fleetx.paddle.static import devices, programs, rates
+from fleetx.paddle.static.leniency import relax
 from fleetx.paddle.static.regularization import Clip
+from fleetx.paddle.static.strategy import PaddleStrategy, of_paddle
 from fleetx.parts.auto import PLAN
-from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Training:
 
     def __init__(self) -> None:
         self.recipe: PaddleOptimizer | None = None  # set by minimize
-        self.strategy = DistributedStrategy()
+        self.strategy = PaddleStrategy()
         self.started = False
         self.optimizer: torch.optim.Optimizer | None = None  # set by fleet.distribute
 
@@ -64,11 +66,11 @@ def is_minimized(model: Any) -> TypeGuard[Application]:
 
 
 # --- minimize -------------------------------------------------------------------------------------
-def prepare_strategy(strategy: DistributedStrategy | None, clip: Clip | None) -> DistributedStrategy:
+def prepare_strategy(strategy: strategies.DistributedStrategy | None, clip: Clip | None) -> PaddleStrategy:
     """Return a checked copy of the strategy, or of that of fleet.init, with the clipping of the optimizer."""
-    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+    if strategy is not None and not isinstance(strategy, strategies.DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
-    result = copy.deepcopy(strategy or current().strategy or DistributedStrategy())
+    result = of_paddle(copy.deepcopy(strategy or current().strategy or PaddleStrategy()))
     if clip is not None:
         settings = result.clip_configs
         if "clip_norm" in settings.given and settings["clip_norm"] != clip.clip_norm:
@@ -92,7 +94,7 @@ def init_single_worker() -> None:
 
 
 def minimize(
-    loss: Variable, recipe: PaddleOptimizer, strategy: DistributedStrategy, only: Parameters, frozen: Parameters
+    loss: Variable, recipe: PaddleOptimizer, strategy: PaddleStrategy, only: Parameters, frozen: Parameters
 ) -> None:
     """Record how to train the program of this loss: the parameters `only`, except those in `frozen`."""
     if not isinstance(loss, Variable):
@@ -109,6 +111,7 @@ def minimize(
         p.requires_grad_(p.requires_grad and id(p) in trained)
     state.recipe, state.strategy, recipe.application = recipe, strategy, application
     programs.register(application, minimized=True)
+    relax(strategy, recipe, application, current().here())
     for name, reason in strategy.without_meaning():
         devices.say_once(f"{name} has no effect: {reason}")
     _distribute(application)
@@ -233,6 +236,20 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
     state.optimizer.zero_grad()
     current().find(application).extra["runs"] = done + 1  # the rate moves with each run, merged or not
     return outputs
+
+
+SCALARS = ("learning_rate_0", "scheduled_learning_rate", "loss_scaling_0")  # Paddle's names
+
+
+def scalar(application: Application, name: str) -> Tensor:
+    """A number of the last run: the learning rate, or the loss scale of amp."""
+    engine = current().find(application)
+    if name != "loss_scaling_0":
+        return torch.tensor(float(engine.optimizer.param_groups[0]["lr"]))
+    for part in engine.plan.parts:
+        if "scale" in (state := engine.context_of(part).state or {}):
+            return torch.tensor(float(state["scale"]))
+    raise UsageError("there is no 'loss_scaling_0': only strategy.amp in float16 scales the loss")
 
 
 def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from fleetx.base.suggest import did_you_mean
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.parts.amp import op_lists
 from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.effect import Effect, more
@@ -98,8 +99,8 @@ class AMP(Part):
             yield "custom_black_varnames: PyTorch models have no variable names: put module names in custom_black_list"
         if self.use_pure_fp16:
             yield (
-                "use_pure_fp16=True is not supported, because float16 parameters lose small updates: leave it False; "
-                "the forward runs in float16 anyway"
+                f"use_pure_fp16=True {NOT_BUILT}, because float16 parameters lose small updates: "
+                "leave it False; the forward runs in float16 anyway"
             )
         for name in sorted(set(self.custom_white_list) & set(self.custom_black_list)):
             yield f"{name!r} is in both custom_white_list and custom_black_list: remove it from one"
@@ -129,9 +130,9 @@ class AMP(Part):
         if any(p.dtype is torch.float16 for p in model.parameters()):
             yield "amp needs float32 parameters, but some are float16: do not call model.half()"
         if any(p.is_complex() for p in model.parameters()):
-            yield "amp in float16 does not support complex gradients: use bfloat16"
+            yield f"amp in float16 with complex gradients {NOT_BUILT}: use bfloat16"
         if sparse := sparse_modules(model):
-            yield f"amp in float16 does not support the sparse gradients of {sparse}: set sparse=False or use bfloat16"
+            yield f"amp in float16 with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False or use bfloat16"
 
     def _operations(self, modules: Mapping[str, nn.Module]) -> list[str]:
         return [n for n in (*self.custom_white_list, *self.custom_black_list) if n not in modules]

@@ -11,6 +11,7 @@ optimizer.py          SGD for gradients that already include momentum
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from torch.optim import SGD, Optimizer
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, Context, SetupContext, StepContext
-from fleetx.errors import UsageError
+from fleetx.errors import NOT_BUILT, UsageError
 from fleetx.optim.adopt import become
 from fleetx.parts.dgc import exchange, native
 from fleetx.parts.dgc.optimizer import MomentumInGrad
@@ -37,13 +38,18 @@ PASSES = 14  # over the gradients, to accumulate, select and add, in units of on
 PLAIN = 3.5  # times as many without the compiled codec
 
 
+def _corrects(dgc: DGC) -> bool:
+    return dgc.momentum_correction is not False
+
+
 @settings
 class DGC(Part):
     """Deep gradient compression: send only the largest values, and accumulate the rest with momentum for later steps.
 
     On each rank, for each tensor of at least 16384 elements: u <- m * u + g, v <- v + u; send the largest |v| and set
     them to zero in v and u; p <- p - lr * (mean over ranks of what was sent). Lin et al. 2018, arXiv 1712.01887.
-    Neutral: sparsity=[0.0] is SGD with momentum.
+    Without momentum_correction: v <- v + g, and the optimizer takes the mean of what was sent for its gradient.
+    Neutral: sparsity=[0.0] is SGD with momentum, or any other optimizer without momentum_correction.
     """
 
     rampup_begin_step: Annotated[int, Field(ge=0)] = 0
@@ -56,6 +62,8 @@ class DGC(Part):
     """Clip the gradient of each tensor on each rank to clip_norm / sqrt(ranks) before it is accumulated."""
     value_dtype: Literal["float32", "float16"] = "float32"
     """The type of the values on the wire. Rounding errors of float16 stay on the rank for later steps."""
+    momentum_correction: bool | None = None
+    """Accumulate SGD's momentum on each rank. None: unless `lars` or `lamb` is on, which apply their own."""
     allow_single: bool = False
     """Allow a single rank, for debugging."""
 
@@ -65,7 +73,7 @@ class DGC(Part):
     example: ClassVar[dict[str, Any]] = {"sparsity": [0.9]}
     lossless: ClassVar[dict[str, Any]] = {"sparsity": [0.0]}
     instead: ClassVar[dict[str, str]] = {
-        "clip": "set dgc_configs['clip_norm'] in place of `clip`",
+        "clip": ("set dgc_configs['clip_norm'] in place of `clip`, or dgc_configs['momentum_correction'] = False"),
         "fp16_allreduce": "set dgc_configs['value_dtype'] = 'float16' in place of `fp16_allreduce`",
     }
     costs: ClassVar[str] = (
@@ -76,26 +84,35 @@ class DGC(Part):
         if not self.sparsity:
             yield "sparsity is empty: give at least one value, such as [0.999]"
 
+    def beside(self, parts: Iterable[Part]) -> DGC:
+        others = [act for part in parts if part is not self for act in part.acts()]
+        if self.momentum_correction is None and any(act.stage is Stage.UPDATE for act in others):
+            return replace(self, momentum_correction=False)
+        return self
+
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         if world.size == 1 and not self.allow_single:
             yield (
                 "dgc: there is only one worker, so there is nothing to communicate: start more with fleetrun, or set "
                 "strategy.dgc_configs['allow_single'] = True for debugging"
             )
-        if type(optimizer) is not SGD:
-            yield (
-                "dgc needs torch.optim.SGD, because it takes over its momentum: use SGD instead of "
-                f"{type(optimizer).__name__}"
-            )
-            return
-        for option in ("nesterov", "dampening", "maximize", "differentiable"):
-            if any(group[option] for group in optimizer.param_groups):
-                yield f"dgc does not support SGD's {option}: remove it"
+        if self.momentum_correction is not False:
+            yield from self._momentum_problems(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if missing := [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
             yield f"dgc: {', '.join(missing[:3])} require a gradient but are not in the optimizer: freeze them"
         if sparse := sparse_modules(model):
-            yield f"dgc does not support the sparse gradients of {sparse}: set sparse=False there"
+            yield f"dgc with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
+
+    def _momentum_problems(self, optimizer: Optimizer) -> Iterator[str]:
+        instead = "or set dgc_configs['momentum_correction'] = False"
+        if type(optimizer) is not SGD:
+            name = type(optimizer).__name__
+            yield f"dgc takes over the momentum of torch.optim.SGD, which {name} does not have: use SGD, {instead}"
+            return
+        for option in ("nesterov", "dampening", "maximize", "differentiable"):
+            if any(group[option] for group in optimizer.param_groups):
+                yield f"dgc with SGD's {option} {NOT_BUILT}: remove it, {instead}"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         large = {name: p for name, p in params.items() if _compressed(p)}
@@ -114,7 +131,8 @@ class DGC(Part):
         terms.sent *= 2 * (1 - self.sparsity[-1]) * terms.cluster.ranks / 2
         slow = terms.cluster.device == "cpu" and not native.available()
         terms.streamed += PASSES * (PLAIN if slow else 1.0) * terms.gradients
-        terms.extra_bytes -= terms.gradients  # u replaces the optimizer's momentum
+        if self.momentum_correction is not False:
+            terms.extra_bytes -= terms.gradients  # u replaces the optimizer's momentum
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)
@@ -127,16 +145,24 @@ class DGC(Part):
         ctx.notes["spare"] = {}  # buffers for the next `new`
         return model
 
-    @at(Stage.REDUCE, makes={Fact.MOMENTUM})
+    @at(Stage.REDUCE, makes={Fact.MOMENTUM, Fact.RESIDUAL}, when=_corrects)
     def send(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """accumulate momentum and residuals on each rank, send the largest values, and average what was sent"""
+        return self._exchange(bucket, ctx)
+
+    @at(Stage.REDUCE, makes={Fact.RESIDUAL}, when=lambda self: not _corrects(self))
+    def send_without_momentum(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
+        """accumulate gradients on each rank, send the largest values, and average what was sent"""
+        return self._exchange(bucket, ctx)
+
+    def _exchange(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         if ctx.round < self.rampup_begin_step:
             return ctx.network.mean(bucket.buffer, bucket.index)
         sent = ctx.in_progress.setdefault("sent", {})  # the round in which each parameter was last sent
         if any(sent.get(name) == ctx.round for name in bucket.names):
             raise UsageError(
-                "dgc does not support a second backward before optimizer.step(), because the gradients of the first "
-                "were already sent: use strategy.gradient_merge, with a step after each backward"
+                "dgc: a second backward before optimizer.step() cannot work, because the gradients of the first were "
+                "already sent: use strategy.gradient_merge, with a step after each backward"
             )
         sent.update(dict.fromkeys(bucket.names, ctx.round))
         groups = {p: group for group in ctx.optimizer.param_groups for p in group["params"]}
@@ -151,14 +177,14 @@ class DGC(Part):
         )
         return ctx.notes["thread"].submit(lambda: work.run(bucket, ctx.network))
 
-    @at(Stage.UPDATE, needs={Fact.MOMENTUM})
+    @at(Stage.UPDATE, needs={Fact.MOMENTUM}, when=_corrects)
     def drop_momentum(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """skip SGD's momentum and weight decay where the gradient already includes them"""
         made: Any = become(optimizer, MomentumInGrad)
         made.in_grad = partial(self._in_grad, ctx)
         return made
 
-    @at(Stage.PARAMETER, needs={Fact.MOMENTUM})
+    @at(Stage.PARAMETER, needs={Fact.RESIDUAL})
     def commit_residuals(self, params: list[Tensor], ctx: StepContext) -> None:
         """keep the new residuals, or restore the old ones if the update was skipped"""
         notes, state = ctx.notes, ctx.state
@@ -189,16 +215,21 @@ class DGC(Part):
         if not _compressed(p):
             return g
         for kept in (ctx.state["u"], ctx.state["v"]):
+            if name not in kept:  # it was frozen until now
+                kept[name] = torch.zeros_like(p)
             if kept[name].stride() != p.stride():  # saved by a model in another memory format
                 kept[name] = torch.zeros_like(p).copy_(kept[name])
         u, v = ctx.state["u"][name], ctx.state["v"][name]
-        if (momentum := ctx.optimizer.state.get(p, {}).pop("momentum_buffer", None)) is not None:
-            u.copy_(momentum)  # from the rounds before compression
+        momentum, decay = 0.0, 0.0
+        if _corrects(self):
+            momentum, decay = groups[p]["momentum"], groups[p]["weight_decay"]
+            if (buffer := ctx.optimizer.state.get(p, {}).pop("momentum_buffer", None)) is not None:
+                u.copy_(buffer)  # from the rounds before compression
         new = None
         if ctx.scaled:  # an overflow may still be found on another rank, so keep the old u and v
             new = notes["spare"].pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
             ctx.in_progress.setdefault("new", {})[name] = new  # until the update is known to be applied
-        return exchange.LargeTensor(g, p, u, v, new, groups[p]["momentum"], groups[p]["weight_decay"])
+        return exchange.LargeTensor(g, p, u, v, new, momentum, decay)
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is None:

@@ -26,6 +26,7 @@ from fleetx.base.module_names import has_forward, named_modules, sparse_problem
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.parts.pipeline import device_guard, schedules
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
@@ -64,7 +65,7 @@ class Pipeline(Part):
 
     no_meaning: ClassVar[dict[str, str]] = {
         "p2p_cache_shape": "both sides know the shapes, which are never sent",
-        "enable_partial_send_recv": "tensor parallelism is not supported",
+        "enable_partial_send_recv": f"tensor parallelism {NOT_BUILT}",
     }
     means_unset: ClassVar[dict[str, tuple[int, str]]] = {
         "micro_batch_size": (1, "1 is Paddle's default and means not set: for micro-batches of 1, set micro_batch"),
@@ -75,7 +76,7 @@ class Pipeline(Part):
     example: ClassVar[dict[str, Any]] = {"stages": ["blocks.2"], "micro_batch": 2}
     costs: ClassVar[str] = "time: ranks wait while the pipeline fills and drains; network: what crosses the boundaries"
 
-    # --- what is not supported --------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
     def problems(self) -> Iterator[str]:
         if self.schedule_mode not in schedules.MODES:
             known = f"use one of {', '.join(schedules.MODES)}"
@@ -154,7 +155,7 @@ class Pipeline(Part):
         """add up the gradients of weights that several stages use, so that they stay equal"""
         ctx.notes["runtime"].sum_shared()
 
-    @at(Stage.SCHEDULE, bars={Fact.PARTED})
+    @at(Stage.SCHEDULE, unbuilt={Fact.PARTED})
     def run(self, batch: Any, ctx: StepContext) -> Tensor:
         """send the micro-batches through the stages, forward and backward"""
         loss: Tensor = ctx.notes["runtime"].step(batch)

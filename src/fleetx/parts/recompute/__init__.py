@@ -55,6 +55,7 @@ class Recompute(Part):
     neutral: ClassVar[dict[str, list[str]]] = {"checkpoints": ["*"]}
     effect: ClassVar[Effect] = more("calls", "modules run twice", by=0.5)
     example: ClassVar[dict[str, Any]] = {"checkpoints": ["blocks.*"]}
+    other_examples: ClassVar[tuple[dict[str, Any], ...]] = ({"memory_budget": "min"},)
     costs: ClassVar[str] = "time: a second forward up to the last named module; memory: only their outputs are kept"
 
     def problems(self) -> Iterator[str]:
@@ -98,7 +99,12 @@ class Recompute(Part):
         chain: Chain = ctx.notes["chain"]
         return chain.forward()
 
-    @at(Stage.FORWARD, replay=False, bars={Fact.PARTED, Fact.STAGED}, when=lambda self: self.memory_budget is not None)
+    @at(
+        Stage.FORWARD,
+        replay=False,
+        unbuilt={Fact.PARTED, Fact.STAGED},
+        when=lambda self: self.memory_budget is not None,
+    )
     def fit(self, ctx: StepContext) -> AbstractContextManager[Any]:
         """choose the fastest segments that fit into memory_budget, for a model that each rank holds whole"""
         if torch.is_grad_enabled():

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
 from fleetx.parts.sharding import fsdp
 from fleetx.parts.sharding.optimizers import unsupported as unsupported_optimizers
 from fleetx.parts.sharding.unshard import Unsharded
@@ -48,11 +49,11 @@ class Sharding(Part):
     segment_anchors: Names = Field(default_factory=list)
     """Names of the modules that are segments, if they are chosen by name. `*` matches within one level."""
     mp_degree: Annotated[int, Field(ge=1)] = 1
-    """Degree of tensor parallelism. Only 1 is supported."""
+    """Degree of tensor parallelism. Only 1 is built."""
     dp_degree: Annotated[int, Field(ge=1)] = 1
     """Number of replicas, which is ranks / sharding_degree with hybrid_dp. 1: not specified."""
     pp_degree: Annotated[int, Field(ge=1)] = 1
-    """Degree of pipeline parallelism. Only 1 is supported."""
+    """Degree of pipeline parallelism. Only 1 is built."""
     gradient_merge_acc_step: Annotated[int, Field(ge=1)] = 1
     """Number of merged steps. Only 1 is supported."""
     optimize_offload: bool = False
@@ -65,7 +66,7 @@ class Sharding(Part):
     done_by_torch: ClassVar[dict[Stage, str]] = {
         Stage.REDUCE: "FSDP reduce-scatters the gradients of each segment during backward"
     }
-    barred_by_torch: ClassVar[frozenset[Fact]] = frozenset({Fact.ROUTED})
+    unbuilt_in_torch: ClassVar[frozenset[Fact]] = frozenset({Fact.ROUTED})
     neutral: ClassVar[dict[str, int]] = {"sharding_degree": 1}
     effect: ClassVar[Effect] = less("bytes_held", "a rank holds fewer parameters", than=0.9)
     example: ClassVar[dict[str, Any]] = {"sharding_degree": 2}
@@ -81,9 +82,9 @@ class Sharding(Part):
             if None not in (a, b) and a != b:
                 yield f"{new} = {a} and {old} = {b} are the same setting: remove one"
         if self.mp_degree != 1:
-            yield f"mp_degree={self.mp_degree} is not supported, because there is no tensor parallelism: leave it at 1"
+            yield f"mp_degree = {self.mp_degree}: tensor parallelism {NOT_BUILT}: leave it at 1"
         if self.pp_degree != 1:
-            yield f"pp_degree = {self.pp_degree}: not supported: use strategy.pipeline without sharding"
+            yield f"pp_degree = {self.pp_degree}: a pipeline inside sharding {NOT_BUILT}: use strategy.pipeline alone"
         if self.gradient_merge_acc_step != 1:
             yield f"gradient_merge_acc_step = {self.gradient_merge_acc_step}: use strategy.gradient_merge instead"
         if self.optimize_offload:
@@ -119,7 +120,7 @@ class Sharding(Part):
                 f"{world.size // degree} replicas: remove dp_degree"
             )
         if isinstance(model, DistributedDataParallel):
-            yield "sharding does not support DistributedDataParallel: pass the model that it wraps"
+            yield "DistributedDataParallel keeps whole parameters on every rank: pass the model that it wraps"
         if world.size > 1:
             yield from fsdp.incompatibilities(model, self.segment_anchors)
             yield from unsupported_optimizers(optimizer)

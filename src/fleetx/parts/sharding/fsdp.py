@@ -10,6 +10,7 @@ from torch import nn
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
+from fleetx.errors import NOT_BUILT
 
 if TYPE_CHECKING:
     from fleetx.parts.sharding.segment import Segments
@@ -32,7 +33,7 @@ def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]
             yield f"{where}: {tied[0]!r} is tied to another parameter, so it cannot be in a segment: remove {pattern!r}"
     for name, p in model.named_parameters():
         if p.is_complex():
-            yield f"sharding does not support the complex parameter {plain_name(name)!r}: turn sharding off"
+            yield f"sharding of the complex parameter {plain_name(name)!r} {NOT_BUILT} in torch: turn sharding off"
         if p.dim() == 0:
             yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
 

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
+from fleetx.errors import NOT_BUILT
+
 _NEEDS_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
 def unsupported(optimizer: Optimizer) -> Iterator[str]:
     name = type(optimizer).__name__
     if isinstance(optimizer, _NEEDS_WHOLE_TENSORS):
-        yield f"sharding does not work with {name}, which torch cannot run on shards: use another one, such as AdamW"
+        yield f"{name} on shards {NOT_BUILT} in torch: use another optimizer, such as AdamW, or turn sharding off"
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
-        yield f"sharding does not work with {name}(fused=True), which torch cannot run on shards: remove fused=True"
+        yield f"{name}(fused=True) on shards {NOT_BUILT} in torch: remove fused=True, or turn sharding off"

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
 from fleetx import fleet
-from fleetx.fleet import DistributedStrategy, worker_index, worker_num
+from fleetx.applications import Program, Variable
+from fleetx.comm.session import current
+from fleetx.fleet import worker_index, worker_num
 from fleetx.paddle.not_covered import not_covered
+from fleetx.paddle.static import devices, saving
 from fleetx.paddle.static.optimizers import DistributedOptimizer, PaddleOptimizer
+from fleetx.paddle.static.programs import default_main_program, default_startup_program
+from fleetx.paddle.static.saving import save_persistables
+from fleetx.paddle.static.strategy import PaddleStrategy as DistributedStrategy
+
+main_program: Program  # as in Fleet 1.x; both are found by __getattr__ below
+startup_program: Program
 
 __all__ = ["DistributedStrategy", "distributed_optimizer", "worker_index", "worker_num"]
+__all__ += ["save_inference_model", "save_persistables"]
 __all__ += [name for name in fleet.__all__ if name not in __all__]
 
 
 def distributed_optimizer(
-    optimizer: PaddleOptimizer | Optimizer, strategy: DistributedStrategy | None = None
+    optimizer: PaddleOptimizer | Optimizer, strategy: fleet.DistributedStrategy | None = None
 ) -> DistributedOptimizer | Optimizer:
     """Return an optimizer whose `minimize(model.loss)` trains on all workers; torch's optimizers go to fleetx.fleet."""
     if isinstance(optimizer, PaddleOptimizer):
-        fleet.worker_index()  # raises an error before fleet.init, as in Paddle
+        if current().world is None:
+            devices.say_once("fleet.distributed_optimizer calls fleet.init(is_collective=True), which comes first")
+            fleet.init(is_collective=True)
         return DistributedOptimizer(optimizer, strategy)
     return fleet.distributed_optimizer(optimizer, strategy)
+
+
+def save_inference_model(
+    executor: Any,
+    dirname: str | Path,
+    feeded_var_names: Sequence[str],
+    target_vars: Sequence[Variable],
+    main_program: Program | None = None,
+    export_for_deployment: bool = True,
+) -> list[str]:
+    """fluid.io.save_inference_model with the executor first."""
+    return saving.save_inference_model(dirname, feeded_var_names, target_vars, executor, main_program)
 
 
 _not_covered = not_covered(__name__)
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("main_program", "startup_program"):
+        return default_main_program() if name == "main_program" else default_startup_program()
     return getattr(fleet, name) if name in fleet.__all__ else _not_covered(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetx.fleet import device_guard
-from fleetx.paddle.api.fluid import clip, layers, optimizer, regularizer
+from fleetx.paddle.api.fluid import clip, incubate, io, layers, optimizer, regularizer
 from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace
 from fleetx.paddle.static.executor import Executor
@@ -22,6 +22,8 @@ __all__ = [
     "default_startup_program",
     "device_guard",
     "global_scope",
+    "incubate",
+    "io",
     "layers",
     "optimizer",
     "regularizer",

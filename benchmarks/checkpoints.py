@@ -1,0 +1,89 @@
+"""What checkpoints cost: a save of 400 MB against plain torch.distributed.checkpoint, and saving in the background."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from benchmarks.frame import Run, Sides, benchmark
+from fleetx import fleet
+
+MEGABYTES = 400
+SAVE_GOAL, STALL_SECONDS, ADDED_GOAL = 1.2, 0.2, 1.03
+EVERY = 10  # steps between two saves in the background
+
+
+def _armed(parameters: int, *, momentum: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    fleet.init()
+    torch.manual_seed(0)
+    width = 1024
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(max(1, parameters // width**2))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if momentum else 0.0)
+    return fleet.distribute(model, optimizer)
+
+
+def _save(run: Run) -> Sides:
+    model, _ = _armed(MEGABYTES * 10**6 // 4, momentum=False)
+    folder = Path(tempfile.gettempdir()) / f"fleetx-benchmark-{fleet.worker_num()}"
+
+    def ours() -> None:
+        fleet.save(folder / "ours")
+
+    def theirs() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(model.state_dict(), checkpoint_id=folder / "theirs", no_dist=fleet.worker_num() == 1)
+
+    try:
+        return run.compare(ours, theirs)
+    finally:
+        fleet.barrier_worker()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@benchmark(ours="fleet.save", theirs="dcp.save", goal=SAVE_GOAL, ranks=1, rounds=12)
+def save_alone(run: Run) -> Sides:
+    """Save 400 MB from one process, with hashes and fsync, against torch.distributed.checkpoint."""
+    return _save(run)
+
+
+@benchmark(ours="fleet.save", theirs="dcp.save", goal=SAVE_GOAL, ranks=2, rounds=12)
+def save_on_two(run: Run) -> Sides:
+    """The same from two ranks that hold the same model."""
+    return _save(run)
+
+
+@benchmark(ours="saving", theirs="not saving", goal=ADDED_GOAL, ranks=1, rounds=12, threads=2)
+def background(run: Run) -> Sides:
+    """110 million parameters: 10 steps with one save in the background, against 10 steps. Prints the stall."""
+    model, optimizer = _armed(110_000_000, momentum=True)
+    x = torch.randn(256, 1024)
+    root = Path(tempfile.mkdtemp(prefix="fleetx-benchmark-"))
+    checkpoints = fleet.checkpoints(root, every=10**9, keep=1, asynchronous=True)
+    stalls = []
+
+    def steps(save: bool) -> None:
+        for n in range(EVERY):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.stepped()
+            if save and n == 0:
+                began = time.perf_counter()
+                checkpoints.save()
+                stalls.append(time.perf_counter() - began)
+
+    try:
+        return run.compare(lambda: steps(True), lambda: steps(False))
+    finally:
+        checkpoints.close()
+        shutil.rmtree(root, ignore_errors=True)
+        middle = sorted(stalls)[len(stalls) // 2]
+        print(f"a save stalls its step by {middle:.3f} s (most: {max(stalls):.3f}); goal {STALL_SECONDS}", flush=True)

@@ -1,0 +1,38 @@
+"""Warnings that point at the user's line: the innermost one outside fleetx and torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+Line = tuple[str, int]  # a file, and a line in it
+
+_FLEETX = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def user_line() -> Line | None:
+    """Where the script is; None if no line of it is running, as when Python ends."""
+    frame = _user_frame()
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def warn(message: str, *, line: Line | None = None) -> None:
+    """line: where to point if no line of the script is running."""
+    frame = _user_frame()
+    seen: dict[Any, Any] | None = None  # torch's and Python's way to show a warning once per line
+    if frame is not None:
+        line, seen = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals.setdefault("__warningregistry__", {})
+    file, number = line or ("fleetx", 0)
+    warnings.warn_explicit(message, UserWarning, file, number, registry=seen)
+
+
+def _user_frame() -> FrameType | None:
+    torch = sys.modules.get("torch")
+    inside = (_FLEETX, "<") if torch is None else (_FLEETX, "<", os.path.dirname(str(torch.__file__)) + os.sep)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(inside):  # "<": frozen parts of Python
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,92 @@
+"""What is said about a rank that is lost, late or gone: who, where, what it was doing, since when, what to check."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fleetx.comm.world import listed
+from fleetx.errors import FleetxError
+
+# What torch says if a peer is gone. Everything else is an error of this rank itself.
+_NETWORK = re.compile(
+    r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|Timed out|timed out|remote process exited|TCPStore|"
+    r"Socket|wait timeout|pair closure",
+)
+_TIMEOUT = re.compile(r"[Tt]imed out|wait timeout")
+
+
+def is_network(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, FleetxError) and bool(_NETWORK.search(str(error)))
+
+
+def is_timeout(error: BaseException) -> bool:
+    return bool(_TIMEOUT.search(str(error)))
+
+
+def saw(error: BaseException) -> str:
+    """What torch said, without the place in its source and its general advice."""
+    text = re.sub(r"^(\[[^\]]*\] )+", "", str(error).strip().splitlines()[0])
+    return text.partition(". ")[0]
+
+
+def lost(verdict: dict[str, Any], here: int) -> str:
+    """Why this rank cannot continue. `verdict` comes from the watcher of rank 0."""
+    who = f"rank {verdict['rank']} on {verdict['host']}"
+    doing = place(verdict)
+    seconds = f"{verdict['for']:.1f} s"
+    text = {
+        "killed": (
+            f"{who} was killed or crashed {doing}. "
+            + (
+                "The kernel has just killed a process for lack of memory: use smaller batches, or fewer ranks per host"
+                if verdict.get("memory")
+                else "Look at the end of its log, and at `dmesg` on that host: it may have run out of memory"
+            )
+        ),
+        "raised": f"{who} raised {verdict.get('text')} {doing}. Its log has the traceback: solve that first",
+        "stopped": (
+            f"{who} was stopped by a signal (SIGSTOP, Ctrl-Z or a debugger) {doing}, and stood still for {seconds}. "
+            "Resume it with `kill -CONT` earlier, or start the job again"
+        ),
+        "silent": (
+            f"{who} has not answered for 4.5 s; it was {doing or 'not heard of before'}. Its machine is frozen or "
+            f"down, or the network is cut: try `ping {verdict['host']}` and `fleetx doctor`"
+        ),
+        "vanished": (
+            f"{who} and its watcher ended together {doing}. Was the job cancelled there, or the machine switched off? "
+            "Look at the end of its log"
+        ),
+    }[verdict["how"]]
+    return f"rank {here} cannot continue: {text}"
+
+
+def place(found: dict[str, Any]) -> str:
+    """`in backward of step 18 (train.py:12)`."""
+    if found.get("doing") is None:
+        return ""
+    doing = f"in {found['doing']} of step {found['steps'] + 1}" if found["doing"] else f"after step {found['steps']}"
+    return f"{doing} ({found['at']})" if found.get("at") else doing
+
+
+def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
+    """A rank that others have been waiting for, but which is alive."""
+    who = f"{listed(waiting['late'])} ({waiting['host']})" if len(waiting["late"]) > 1 else f"rank {waiting['rank']}"
+    host = "" if len(waiting["late"]) > 1 else f" on {waiting['host']}"
+    if here in waiting["late"]:
+        return (
+            f"the other ranks have been waiting {waiting['seconds']:.0f} s for {who}{host}, which is {place(waiting)}"
+        )
+    return (
+        f"rank {here} has been waiting {waiting['seconds']:.0f} s {doing} for {who}{host}, which is alive, "
+        f"{place(waiting)}"
+    )
+
+
+def ended(left: dict[int, int], *, here: int, updates: int) -> str:
+    """Ranks whose script ended normally while others go on."""
+    who = ", ".join(f"rank {rank} after {after} updates" for rank, after in sorted(left.items()))
+    return (
+        f"the script had already ended on {who}, while rank {here} continued after {updates}. If the "
+        "ranks have different numbers of batches, `for batch in fleet.join(loader)` stops all of them together"
+    )

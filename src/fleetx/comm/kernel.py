@@ -1,0 +1,91 @@
+"""What the kernel knows about a process: is it alive, is it stopped, to which ports is it connected? No torch here.
+
+Where there is no /proc, it knows nothing: nobody is stopped, and nothing is connected.
+"""
+
+import os
+import select
+from collections.abc import Iterator
+from typing import Any
+
+
+def readable(files: Any, seconds: float) -> list[Any]:
+    """The files (numbers, or objects that have one) from which something can be read by then."""
+    poll, known = select.poll(), {}
+    for one in files:
+        if one is not None:
+            number = one if isinstance(one, int) else one.fileno()
+            known[number] = one
+            poll.register(number, select.POLLIN)
+    return [known[number] for number, _ in poll.poll(1000 * seconds)]
+
+
+def pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def parent_alive(pid: int, file: int | None) -> bool:
+    """Is the process alive that started this one? file: its pidfd, if there is one."""
+    return os.getppid() == pid if file is None else not readable([file], 0)
+
+
+def stopped(pid: int) -> bool:
+    """By a signal, or by a debugger."""
+    for text in _read(f"/proc/{pid}/stat"):
+        return text.rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has killed for lack of memory."""
+    for text in _read("/proc/vmstat"):
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+    return 0
+
+
+def listening(pid: int) -> list[int]:
+    """The ports on which a process listens on one address, as gloo does."""
+    found = _sockets(pid)
+    return sorted({port for _, state, host, port, _ in found if state == "0A" and int(host, 16)})
+
+
+def connections() -> list[tuple[int, int, int]]:
+    """(file, local port, remote port) of the TCP connections of this process."""
+    return [(file, local, remote) for file, state, _, local, remote in _sockets(os.getpid()) if state != "0A"]
+
+
+def _sockets(pid: int) -> list[tuple[int, str, str, int, int]]:
+    """(file, state, local host, local port, remote port) of the TCP sockets of a process."""
+    files = {}
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return []
+    for name in names:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            files[target[8:-1]] = int(name)
+    found = []
+    for table in ("tcp", "tcp6"):
+        for text in _read(f"/proc/{pid}/net/{table}"):
+            for line in text.splitlines()[1:]:
+                fields = line.split()
+                if fields[9] in files:
+                    (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
+                    found.append((files[fields[9]], fields[3], host, int(local, 16), int(remote, 16)))
+    return found
+
+
+def _read(path: str) -> Iterator[str]:
+    """The text of a file, if it can be read."""
+    try:
+        with open(path) as file:
+            yield file.read()
+    except OSError:
+        return

@@ -1,0 +1,290 @@
+"""This rank's end of its watcher (`watcher.py`): starts it, shows it where the training is, and hears what it finds.
+
+There is one per process group and process. It lives until Python ends, so that models can come and go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fleetx.comm import alarm, kernel
+from fleetx.comm.lines import Lines
+from fleetx.comm.watcher import PLACE
+from fleetx.comm.world import World
+from fleetx.errors import WorldError
+
+GRACE = 5.0  # seconds that the main thread has to raise an error after its connections were cut
+SWITCH = "FLEETX_WATCH"
+_PROGRAM = Path(__file__).with_name("watcher.py")
+_TORCH, _FLEETX = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+OTHERS = (_TORCH, _FLEETX, "<")  # files that are not the user's
+
+
+class Watch:
+    """The watcher of this rank."""
+
+    def __init__(self, world: World):
+        self.rank, self._size, self._world = world.rank, world.size, world
+        self.store = default_store()
+        self.verdict: dict[str, Any] | None = None  # the rank that was lost
+        self.waiting: dict[str, Any] | None = None  # the rank that was last named as late
+        self.left: dict[int, int] = {}  # rank -> updates, of the ranks that ended normally
+        self.table: dict[int, int] = {}  # rank -> progress, the last answer to `ask`
+        self.told = threading.Event()  # an error about the verdict is on its way
+        self.ended = False  # has this rank said how it ends?
+        self._arrived = threading.Condition()
+        self._doing = ""
+        self._main = threading.main_thread()
+        with tempfile.TemporaryFile() as file:
+            file.truncate(PLACE.size)
+            self._memory = mmap.mmap(file.fileno(), PLACE.size)
+            self.mark(0, 0, "")
+            ours, theirs = socket.socketpair()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_PROGRAM), str(theirs.fileno()), str(file.fileno())],
+                pass_fds=(theirs.fileno(), file.fileno()), stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        theirs.close()
+        self._lines = Lines(ours)
+        ours.settimeout(None)
+        self._thread = threading.Thread(target=self._run, name="fleetx-heartbeat", daemon=True)
+        self._thread.start()
+
+    # --- what the rank says -----------------------------------------------------------------------
+    def mark(self, progress: int, steps: int, doing: str) -> None:
+        """Show where the training is. Costs a microsecond."""
+        self._doing = doing
+        PLACE.pack_into(self._memory, 0, progress, steps, time.monotonic(), doing.encode()[:32])
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.ended = self.ended or bool({"left", "raised", "follows"} & message.keys())
+        self._lines.send(message)
+
+    def wait_for_verdict(self, seconds: float) -> dict[str, Any] | None:
+        with self._arrived:
+            self._arrived.wait_for(lambda: self.verdict is not None or self.left, timeout=seconds)
+        return self.verdict
+
+    def close(self) -> None:
+        """Before Python ends."""
+        if not self.ended:
+            self.say({"left": 0})
+        with contextlib.suppress(OSError):
+            self._lines.socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=2.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=2.0)
+
+    def explained(self) -> str:
+        """The lost rank, in words."""
+        assert self.verdict is not None
+        self.told.set()
+        if self.verdict["how"] == "unwatched":
+            return str(self.verdict["text"])
+        return alarm.lost(self.verdict, self.rank)
+
+    # --- what it hears ----------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._meet()
+            while (messages := self._lines.read()) is not None:
+                for message in messages:
+                    self._hear(message)
+        except Exception as error:
+            if not self.ended:
+                self._judge({"how": "unwatched", "rank": -1, "text": f"no heartbeat on rank {self.rank}: {error}"})
+
+    def _meet(self) -> None:
+        """Have the watchers find each other, through the store. The main thread need not wait for it."""
+        store = self.store.clone() if hasattr(self.store, "clone") else self.store
+        name = socket.gethostname()
+        store.set(f"fleetx/host/{self.rank}", json.dumps([name, _machine()]))
+        token = secrets.token_hex(16)
+        if self.rank == 0:
+            hosts = [json.loads(store.get(f"fleetx/host/{rank}")) for rank in range(self._size)]
+            self._begin(token, name)
+            self._lines.send({"listen": _addresses(self._world, len({machine for _, machine in hosts}) > 1)})
+            answer = self._answer()
+            store.set("fleetx/hub", json.dumps([*answer["listening"], token]))
+        else:
+            address, port, token = json.loads(store.get("fleetx/hub"))
+            self._begin(token, name)
+            self._lines.send({"hub": [address, port]})
+
+    def _begin(self, token: str, host: str) -> None:
+        self._lines.send({"rank": self.rank, "size": self._size, "pid": os.getpid(), "host": host, "token": token})
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            for message in self._lines.read() or [{"failed": "it ended"}]:
+                if "failed" in message:
+                    self._hear(message)
+                if "listening" in message:
+                    return message
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "verdict" in message:
+            self._judge(message["verdict"])
+        elif "waiting" in message:
+            self.waiting = message["waiting"]
+            doing = f"in {self._doing}" if self._doing else ""
+            text = alarm.late(self.waiting, here=self.rank, doing=doing)
+            limit = self._world.timeout.total_seconds()
+            print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
+        elif "left" in message:
+            with self._arrived:
+                self.left[message["left"]] = message["updates"]
+                self._arrived.notify_all()
+        elif "table" in message:
+            self.table = {int(rank): progress for rank, progress in message["table"].items()}
+        elif "where" in message:
+            self._lines.send({"at": _line(self._main)})
+        elif "failed" in message:
+            raise WorldError(
+                f"the watcher of rank {self.rank} does not run: {message['failed']}. Open the network between the "
+                f"hosts (`fleetx doctor`), or set {SWITCH}=0 to train without"
+            )
+
+    def _judge(self, verdict: dict[str, Any]) -> None:
+        if self.ended or verdict["rank"] == self.rank:
+            return
+        with self._arrived:
+            self.verdict = verdict
+            self._arrived.notify_all()
+        _cut(set(verdict.get("ports", ())), self.store)
+        threading.Thread(target=self._insist, name="fleetx-insist", daemon=True).start()
+
+    def _insist(self) -> None:
+        """End this process if the main thread waits for the lost rank where no error can reach it."""
+        while not self.told.wait(GRACE):
+            before, frame = None, sys._current_frames().get(self._main.ident or 0)
+            where = _place(frame)
+            if where is None:  # it does something else, and will find out when it communicates
+                continue
+            before = where
+            if self.told.wait(1.0) or self.ended:
+                return
+            if _place(sys._current_frames().get(self._main.ident or 0)) == before:
+                print(f"fleetx: WorldError: {self.explained()}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+def _place(frame: FrameType | None) -> tuple[int, int] | None:
+    """Which instruction the main thread is at, if it is in a call of torch.distributed, of backward or of fleetx."""
+    if frame is None:
+        return None
+    name = frame.f_code.co_filename
+    waits = name.startswith((os.path.join(_TORCH, "distributed"), os.path.join(_FLEETX, "comm")))
+    backward = name.startswith(os.path.join(_TORCH, "autograd"))
+    return (id(frame), frame.f_lasti) if waits or backward else None
+
+
+def _line(thread: threading.Thread) -> str | None:
+    """The innermost line of the user's code that a thread is in."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(OTHERS):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _machine() -> str:
+    """What processes share that can reach each other on loopback: the kernel and its network namespace."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
+
+
+def _addresses(world: World, several: bool) -> list[str]:
+    """Where the watcher of rank 0 listens: on loopback, unless ranks are on several machines."""
+    if not several:
+        return ["127.0.0.1"]
+    known = [end.rpartition(":")[0] for end in world.place.endpoints[:1]]
+    names = [os.environ.get("MASTER_ADDR", ""), *known, socket.gethostname()]
+    found = []
+    for name in filter(None, names):
+        with contextlib.suppress(OSError):
+            found.append(socket.gethostbyname(name))
+    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    if not real:
+        raise WorldError(
+            f"{socket.gethostname()} resolves to {found[-1] if found else 'nothing'}, which other machines cannot "
+            "reach: give it its real address in /etc/hosts"
+        )
+    return real
+
+
+def _cut(ports: set[int], store: Any) -> None:
+    """Close the connections to the other ranks, so that a collective that waits on them raises an error.
+
+    gloo cannot be interrupted: its `abort` does nothing. Its connections are those that came in at a port on which this
+    process listens, or go out to one on which another rank does. The store's are left alone.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map) if torch.cuda.is_available() else ():
+        with contextlib.suppress(Exception):
+            group.abort()
+    keep = {getattr(_innermost(store), "port", None)}
+    for number, local, remote in kernel.connections():
+        if (local in ports or remote in ports) and not {local, remote} & keep:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _innermost(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+_watch: Watch | None = None
+_sessions = 0
+
+
+def next_session() -> int:
+    """Number the sessions of this process. Every rank has the same number of them."""
+    global _sessions
+    _sessions += 1
+    return _sessions
+
+
+def default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def of(world: World) -> Watch | None:
+    """The watch of this process group, started on the first call. None without other ranks, or if it is turned off."""
+    global _watch
+    if world.size == 1 or os.environ.get(SWITCH) == "0":
+        return None
+    if _watch is not None and _watch.store is not default_store():
+        _watch.close()  # of a process group that is gone
+        _watch = None
+    if _watch is None:
+        _watch = Watch(world)
+    return _watch
+
+
+def _forget() -> None:
+    global _watch
+    _watch = None
+
+
+os.register_at_fork(after_in_child=_forget)  # the watcher belongs to the parent

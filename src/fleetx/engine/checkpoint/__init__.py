@@ -1,0 +1,25 @@
+"""Checkpoints: `fleet.save`, `fleet.load` and what is built on them. docs/design/checkpoints.md describes the format.
+
+manifest.py        the files of a checkpoint, their schema and hashes
+snapshot.py        what a rank has to save
+write.py, read.py  a checkpoint, written and read by all ranks together
+chunks.py          any region of a tensor, from the pieces it was saved in
+loop.py            `fleet.checkpoints`
+folders.py         the checkpoints under a root
+background.py      saving in another thread
+export.py          `fleet.export`
+tensor_file.py     safetensors
+tree.py            nested plain data as JSON
+"""
+
+from __future__ import annotations
+
+from fleetx.engine.checkpoint.export import export
+from fleetx.engine.checkpoint.folders import latest
+from fleetx.engine.checkpoint.loop import Checkpoints
+from fleetx.engine.checkpoint.read import described
+from fleetx.engine.checkpoint.read import read as load
+from fleetx.engine.checkpoint.snapshot import Extras, take
+from fleetx.engine.checkpoint.write import write
+
+__all__ = ["Checkpoints", "Extras", "described", "export", "latest", "load", "take", "write"]

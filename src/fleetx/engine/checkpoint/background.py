@@ -1,0 +1,77 @@
+"""Save in the background: a copy at the time of the step, and a thread with a process group of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fleetx.comm.world import World
+from fleetx.engine.checkpoint.snapshot import Snapshot
+from fleetx.engine.checkpoint.write import write
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves in this thread, or (`asynchronous`) in another one. Every rank must make one and use it alike."""
+
+    def __init__(self, world: World, *, asynchronous: bool):
+        self._world = world
+        self._asynchronous = asynchronous
+        if asynchronous:  # its collectives must not mix with those of the training
+            self._world = replace(world, members=world.group() if world.size > 1 else None, device=torch.device("cpu"))
+        self._staging: dict[str, Tensor] = {}  # reused, because new memory is slow to touch
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, snapshot: Snapshot, folder: Path, done: Callable[[], None]) -> None:
+        """done: what follows when the checkpoint is there."""
+        self.wait()
+        if not self._asynchronous:
+            write(snapshot, folder, self._world)
+            done()
+            return
+        self._stage(snapshot)
+        self._thread = threading.Thread(target=self._run, args=(snapshot, folder, done), name="fleetx-checkpoint")
+        self._thread.start()
+
+    def _run(self, snapshot: Snapshot, folder: Path, done: Callable[[], None]) -> None:
+        try:
+            write(snapshot, folder, self._world)
+            done()
+        except BaseException as error:
+            log.error("saving %s in the background failed: %s", folder, error)
+            self._failure = error
+
+    def _stage(self, snapshot: Snapshot) -> None:
+        for name, piece in snapshot.pieces.items():
+            snapshot.pieces[name] = replace(piece, tensor=self._copied(name, piece.tensor))
+        snapshot.own = {name: self._copied(name, t) for name, t in snapshot.own.items()}
+
+    def _copied(self, name: str, t: Tensor) -> Tensor:
+        room = self._staging.get(name)
+        if room is None or room.shape != t.shape or room.dtype is not t.dtype:
+            room = self._staging[name] = torch.empty(t.shape, dtype=t.dtype)
+        return room.copy_(t.detach())
+
+    def check(self) -> None:
+        """Raise the failure of a save in the background."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()

@@ -1,0 +1,121 @@
+"""Read any region of a saved tensor, from whichever pieces it was saved in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fleetx.engine.checkpoint.manifest import INDEX, Chunk, Index, SavedTensor, rank_tensors
+from fleetx.engine.checkpoint.snapshot import Region
+from fleetx.engine.checkpoint.tensor_file import DTYPES, TensorFile
+from fleetx.errors import CheckpointError
+
+
+class Chunks:
+    """The tensors of a checkpoint whose hashes were checked. Checks that the index and the files agree."""
+
+    def __init__(self, folder: Path, index: Index, ranks: int):
+        self._folder, self._index, self._ranks = folder, index, ranks
+        self._files: dict[int, TensorFile] = {}
+        for name, entry in index.tensors.items():
+            self._check(name, entry)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index.tensors
+
+    def names(self) -> list[str]:
+        return list(self._index.tensors)
+
+    def described(self, name: str) -> tuple[torch.dtype, tuple[int, ...], bool]:
+        """dtype and shape as stored, and whether it is complex."""
+        entry = self._index.tensors[name]
+        return DTYPES[_real(entry.dtype)], tuple(entry.shape), _is_complex(entry.dtype)
+
+    def differs(self, name: str) -> bool:
+        """Did ranks hold different values of the same piece?"""
+        regions = [_region(chunk) for chunk in self._index.tensors[name].chunks]
+        return len(set(regions)) < len(regions)
+
+    def file(self, rank: int) -> TensorFile:
+        if rank not in self._files:
+            self._files[rank] = TensorFile(self._folder / rank_tensors(rank))
+        return self._files[rank]
+
+    def read(self, name: str, region: Region, out: Tensor, *, rank: int | None, mean: bool) -> None:
+        """Copy a region into a tensor of its shape.
+
+        rank: prefer what this rank held. Where ranks held different values and none is preferred, take the mean of
+        theirs (`mean`, if it has one), or those of the first.
+        """
+        chunks = self._index.tensors[name].chunks
+        if rank is not None:
+            chunks = [c for c in chunks if rank in c.holders] or chunks  # stages may not be divided yet
+        groups = [list(group) for _, group in itertools.groupby(sorted(chunks, key=_region), key=_region)]
+        filled = 0
+        for alike in groups:
+            overlap = _overlap(region, _region(alike[0]))
+            if overlap is None:
+                continue
+            there = out[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, region[0], strict=True))]
+            parts = [self._part(name, chunk, overlap) for chunk in (alike if mean else alike[:1])]
+            there.copy_(parts[0] if len(parts) == 1 else _mean(parts))
+            filled += there.numel()
+        if filled != out.numel():
+            raise CheckpointError(self._folder / INDEX, f"has only {filled} of {out.numel()} values of {name}")
+
+    def _part(self, name: str, chunk: Chunk, overlap: list[tuple[int, int]]) -> Tensor:
+        whole = self.file(chunk.writer).tensor(name)
+        return whole[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, chunk.offsets, strict=True))]
+
+    def _check(self, name: str, entry: SavedTensor) -> None:
+        path = self._folder / INDEX
+        if _real(entry.dtype) not in DTYPES:
+            raise CheckpointError(path, f"{name!r} has an unknown type: {entry.dtype[:40]}")
+        seen: dict[Region, int] = {}
+        for chunk in entry.chunks:
+            if not len(chunk.offsets) == len(chunk.shape) == len(entry.shape):
+                raise CheckpointError(path, f"{name!r} has a piece with another number of dimensions")
+            if any(o + n > w for o, n, w in zip(chunk.offsets, chunk.shape, entry.shape, strict=True)):
+                raise CheckpointError(path, f"{name!r} has a piece outside of its shape")
+            if max(chunk.writer, *chunk.holders, 0) >= self._ranks:
+                raise CheckpointError(path, f"{name!r} has a piece of a rank that does not exist")
+            file = self.file(chunk.writer)
+            if name not in file or file.described(name) != (DTYPES[_real(entry.dtype)], tuple(chunk.shape)):
+                raise CheckpointError(path, f"{name!r} is not in {rank_tensors(chunk.writer)} as described")
+            seen[_region(chunk)] = seen.get(_region(chunk), 0) + 1
+        regions = [r for r in seen if math.prod(r[1])]
+        if any(_overlap(a, b) for a, b in itertools.combinations(regions, 2)):
+            raise CheckpointError(path, f"{name!r} has pieces that overlap")
+        if sum(math.prod(shape) for _, shape in regions) != math.prod(entry.shape):
+            raise CheckpointError(path, f"{name!r} is not complete")
+
+
+def _region(chunk: Chunk) -> Region:
+    return tuple(chunk.offsets), tuple(chunk.shape)
+
+
+def _overlap(a: Region, b: Region) -> list[tuple[int, int]] | None:
+    """[(begin, end) of each dimension], or None if they have nothing in common."""
+    found = [(max(o, p), min(o + n, p + m)) for o, n, p, m in zip(a[0], a[1], b[0], b[1], strict=True)]
+    return found if all(begin < end for begin, end in found) else None
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    if not parts[0].is_floating_point():
+        return parts[0]
+    total = torch.zeros(parts[0].shape, dtype=torch.float64)
+    for part in parts:
+        total += part
+    return (total / len(parts)).to(parts[0].dtype)
+
+
+def _is_complex(dtype: str) -> bool:
+    return dtype.startswith("C")
+
+
+def _real(dtype: str) -> str:
+    return dtype.removeprefix("C")

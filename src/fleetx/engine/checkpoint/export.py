@@ -1,0 +1,126 @@
+"""`fleet.export`: the model alone, as one safetensors file under torch's names, for other programs.
+
+Each rank writes what it holds into its place in the file, so no rank needs memory for the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleetx.base.module_names import plain_name
+from fleetx.engine.checkpoint import tensor_file
+from fleetx.engine.checkpoint.snapshot import held, piece
+from fleetx.engine.checkpoint.together import together
+from fleetx.engine.checkpoint.write import SAVING, put, sync
+from fleetx.engine.engine import Engine
+from fleetx.errors import UsageError
+
+MODEL = "model.safetensors"
+
+
+def export(engine: Engine, folder: Path) -> None:
+    """Every rank must call it."""
+    if left := engine.unfinished():
+        raise UsageError(f"fleet.export was called {left[0]}: call fleet.flush() first")
+    world = engine.world
+    mine = held(engine)
+    described = together(world, folder, lambda: {name: _described(t) for name, t in mine.items()})
+    header, places, total = _laid_out(described, _aliases(engine))
+    token = together(world, folder, lambda: uuid.uuid4().hex[:8])[0]
+    temporary = folder.with_name(f".{folder.name}.{token}{SAVING}")
+    first = world.rank == 0
+    try:
+        together(world, folder, lambda: _begin(temporary, header, total) if first else None)
+        pieces = described[world.rank]
+        alike = {name: [r for r, theirs in enumerate(described) if theirs.get(name) == pieces[name]] for name in mine}
+        todo = {name: t for name, t in mine.items() if min(alike[name]) == world.rank}
+        together(world, folder, lambda: _write(temporary / MODEL, todo, places))
+        together(world, folder, lambda: _finish(engine, temporary, folder) if first else None)
+    except BaseException:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _described(t: Tensor) -> list[Any]:
+    if t.is_complex():
+        raise UsageError("fleet.export cannot write complex tensors, which safetensors does not have: use fleet.save")
+    mine = piece(t)
+    return [tensor_file.NAMES[mine.tensor.dtype], list(mine.offsets), list(mine.tensor.shape), list(mine.whole)]
+
+
+def _aliases(engine: Engine) -> dict[str, list[str]]:
+    """The names under which state_dict() lists each tensor: a tied weight has several."""
+    found: dict[int, list[str]] = {}
+    for name, t in engine.model.state_dict(keep_vars=True).items():
+        found.setdefault(id(t), []).append(plain_name(name))
+    named = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    return {plain_name(name): found.get(id(t), [plain_name(name)]) for name, t in named}
+
+
+def _laid_out(
+    described: list[dict[str, list[Any]]], aliases: dict[str, list[str]]
+) -> tuple[bytes, dict[str, list[int]], int]:
+    """The header, where each tensor begins in the file (once per name of it), and the size of the file."""
+    whole = {name: (dtype, shape) for rank in described for name, (dtype, _, _, shape) in rank.items()}
+    names = [(alias, name) for name in whole for alias in aliases.get(name, [name])]
+    names.sort(key=lambda pair: (-tensor_file.DTYPES[whole[pair[1]][0]].itemsize, pair[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, list[int]] = {}
+    end = 0
+    for alias, name in names:
+        dtype, shape = whole[name]
+        start, end = end, end + torch.Size(shape).numel() * tensor_file.DTYPES[dtype].itemsize
+        header[alias] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        starts.setdefault(name, []).append(start)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: [begin + s for s in ss] for n, ss in starts.items()}, begin + end
+
+
+def _begin(temporary: Path, header: bytes, total: int) -> None:
+    temporary.mkdir(parents=True)
+    with (temporary / MODEL).open("xb") as file:
+        file.write(header)
+        file.truncate(total)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], places: dict[str, list[int]]) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for name, t in tensors.items():
+            mine = piece(t)
+            if list(mine.tensor.shape[1:]) != list(mine.whole[1:]):
+                raise UsageError(f"fleet.export cannot write {name}, which is not divided along its first dimension")
+            row = mine.tensor.element_size() * torch.Size(mine.whole[1:]).numel()
+            for start in places[name]:
+                _write_at(fd, tensor_file.bytes_of(mine.tensor), start + row * (mine.offsets or (0,))[0])
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _write_at(fd: int, data: memoryview, place: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], place + done)
+
+
+def _finish(engine: Engine, temporary: Path, folder: Path) -> None:
+    config: Any = getattr(engine.model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(temporary)
+    sync(temporary)
+    put(temporary, folder)

@@ -1,0 +1,78 @@
+"""The checkpoints under a root: which is the newest, which can go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from fleetx.comm.world import World
+from fleetx.engine.checkpoint import manifest
+from fleetx.engine.checkpoint.read import verify
+from fleetx.engine.checkpoint.write import REPLACED, SAVING
+from fleetx.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+def of_step(root: Path, step: int) -> Path:
+    return root / f"step-{step:010d}"
+
+
+def candidates(root: Path) -> Iterator[Path]:
+    """Folders that look like checkpoints, newest first; those that cannot be trusted are named and left out."""
+    found = []
+    for folder in sorted({_named(path) for path in root.iterdir()} if root.is_dir() else ()):
+        place = folder if os.path.lexists(folder) else folder.with_name(f".{folder.name}{REPLACED}")
+        if place.is_symlink() or not os.path.lexists(place / manifest.MANIFEST):
+            continue
+        status = os.lstat(place)
+        if status.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+            log.warning("%s is left out: it belongs to another user", folder)
+            continue
+        try:
+            found.append((manifest.read(place).step, status.st_mtime_ns, folder))
+        except CheckpointError as error:
+            log.warning("%s is left out: %s", folder.name, error)
+    return (folder for *_, folder in sorted(found, reverse=True))
+
+
+def _named(path: Path) -> Path:
+    """The name of a checkpoint, also if it was stepping aside for another when its run was killed."""
+    if path.name.startswith(".") and path.name.endswith(REPLACED):
+        return path.with_name(path.name[1:].removesuffix(REPLACED))
+    return path
+
+
+def latest(root: Path, world: World) -> Path | None:
+    """The newest checkpoint of which every file is as it was written. world: the ranks that share the work."""
+    for folder in candidates(root):
+        try:
+            verify(folder, world)
+        except CheckpointError as error:
+            say_bad(folder, error)
+        else:
+            return folder
+    return None
+
+
+def say_bad(folder: Path, error: CheckpointError) -> None:
+    log.warning("%s cannot be used, so an older checkpoint is tried: %s", folder.name, error)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what runs that were killed left behind. The root belongs to one run at a time."""
+    for left in root.glob(f".*{SAVING}") if root.is_dir() else ():
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def prune(root: Path, keep: int, bad: Collection[str]) -> None:
+    """Remove the oldest checkpoints of `of_step`; damaged ones do not count, and stay until they are replaced."""
+    mine = sorted(p for p in root.glob("step-??????????") if not p.is_symlink() and p.name not in bad)
+    for folder in mine[:-keep]:
+        gone = folder.with_name(f".{folder.name}.00000000{SAVING}")  # a half removed folder must not look like one
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

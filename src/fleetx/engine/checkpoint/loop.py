@@ -1,0 +1,211 @@
+"""`fleet.checkpoints`: a loop that resumes by itself, saves on schedule and when it is asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fleetx.comm import peers
+from fleetx.engine.checkpoint import folders
+from fleetx.engine.checkpoint.background import Saver
+from fleetx.engine.checkpoint.read import read
+from fleetx.engine.checkpoint.snapshot import Extras, take
+from fleetx.engine.checkpoint.together import together
+from fleetx.engine.engine import Engine
+from fleetx.errors import CheckpointError, UsageError
+
+STOPPED = 128 + signal.SIGTERM  # the exit code of a process that SIGTERM ended
+_LOOK = 1.0  # seconds between two times that the ranks ask each other whether one is to end
+_MOST = 64  # steps between them
+
+
+class Checkpoints:
+    """Made on every rank, after fleet.distribute. `step` counts the steps of the whole training, resumed or not.
+
+        for step in fleet.checkpoints("run", every=100, steps=10_000):
+            ...
+
+    or, where the loop is another one, with a call after each step:
+
+        checkpoints = fleet.checkpoints("run", every=100, loader=loader)
+        for batch in loader:
+            ...
+            checkpoints.stepped()
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        root: Path,
+        strategy: Mapping[str, Any],
+        *,
+        every: int,
+        keep: int,
+        steps: int | None,
+        extras: Extras,
+        asynchronous: bool,
+        when_busy: str,
+    ):
+        _check(every, keep, steps, extras.extra, when_busy)
+        self._engine, self._root, self._strategy = engine, root, strategy
+        self._every, self._keep, self._steps, self._skips = every, keep, steps, when_busy == "skip"
+        self._extras, self._extra = extras, extras.extra
+        self._bad: set[str] = set()
+        self._due = False
+        self._last = -1  # the step that was saved last
+        self.resumed: Path | None = None  # the checkpoint that this run resumed from
+        self._resume()
+        self._boundary: dict[str, Any] | None = None
+        self._note_boundary()
+        self._saver = Saver(engine.world, asynchronous=asynchronous)
+        self._term = _Term()
+        self._look_at, self._looked, self._pause = self.step + 1, time.monotonic(), 1
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self._extras.step
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            while self._steps is None or self.step < self._steps:
+                yield self.step
+                self.stepped()
+            if self._last != self.step:
+                self.save()
+            self._saver.wait()
+        finally:
+            self.close()
+
+    def stepped(self) -> None:
+        """A step is done: save if it is time to, and end the process if one of the ranks got SIGTERM."""
+        self._saver.check()
+        self._extras.step += 1
+        self._note_boundary()
+        self._due = self._due or self.step % self._every == 0
+        stop = self._asked_to_stop()
+        # Inside a merge window only the same ranks can resume exactly, so a regular save waits for its end.
+        if stop or (self._due and self._engine.merged == 0 and not self._skipped()):
+            self.save(sync=stop)
+        if stop:
+            self.close()
+            raise SystemExit(STOPPED)
+
+    def save(self, *, sync: bool = False) -> None:
+        """Save now. Every rank must call it. sync: wait until it is on disk."""
+        self._due, self._last = False, self.step
+        snapshot = take(self._engine, self._extras, self._strategy, self._boundary)
+        self._saver.save(snapshot, folders.of_step(self._root, self.step), self._prune)
+        if sync:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait for a save in the background, and give SIGTERM back."""
+        self._term.restore()
+        self._saver.wait()
+
+    # --- resuming ---------------------------------------------------------------------------------
+    def _resume(self) -> None:
+        peers.meet("fleet.checkpoints")
+        world, root = self._engine.world, self._root
+        first = world.rank == 0
+        found = together(world, root, lambda: self._candidates() if first else [])[0]
+        for name in found:
+            try:
+                self._read(root / name)
+            except CheckpointError as error:
+                self._bad.add(name)
+                if first:
+                    folders.say_bad(root / name, error)
+            else:
+                self.resumed = root / name
+                self._last = self.step
+                return
+
+    def _candidates(self) -> list[str]:
+        folders.remove_unfinished(self._root)
+        return [folder.name for folder in folders.candidates(self._root)]
+
+    def _read(self, folder: Path) -> None:
+        training = read(self._engine, folder, self._extras)
+        # With another number of steps per update, the same number of updates took another number of steps.
+        self._extras.step = self._extras.step * self._engine.window() // training.window
+        if self._extra is not None:
+            self._extra.clear()
+            self._extra.update(self._extras.extra or {})
+        self._extras.extra = self._extra
+
+    def _note_boundary(self) -> None:
+        """What another number of ranks resumes from, if it finds a checkpoint from inside a merge window."""
+        if self._engine.merged == 0:
+            loader = self._extras.loader
+            self._boundary = {"step": self.step, "loader": None if loader is None else loader.state_dict()}
+
+    # --- saving -----------------------------------------------------------------------------------
+    def _prune(self) -> None:
+        self._bad.discard(folders.of_step(self._root, self._last).name)
+        if self._engine.world.rank == 0 and self._keep:
+            folders.prune(self._root, self._keep, self._bad)
+
+    def _skipped(self) -> bool:
+        """Is a save in the background still running on some rank, so that this one is left out?"""
+        if not self._skips:
+            return False
+        busy = torch.tensor([self._saver.busy], dtype=torch.uint8, device=self._engine.world.device)
+        self._engine.world.maximum(busy)
+        if skip := bool(busy.item()):
+            self._due = False
+        return skip
+
+    def _asked_to_stop(self) -> bool:
+        """Did some rank get SIGTERM? About once a second the ranks ask each other, all after the same step."""
+        if self.step < self._look_at:
+            return False
+        now = time.monotonic()
+        wanted = int(self._pause * _LOOK / max(now - self._looked, 1e-9))
+        mine = min(max(wanted, 1), 2 * self._pause, _MOST) if self._engine.world.rank == 0 else 0
+        answer = torch.tensor([int(self._term.asked), mine], device=self._engine.world.device)
+        self._engine.world.maximum(answer)
+        stop, self._pause = answer.tolist()
+        self._looked, self._look_at = now, self.step + self._pause
+        return bool(stop)
+
+
+class _Term:
+    """Notices SIGTERM. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+        self._active = threading.current_thread() is threading.main_thread()
+        if self._active:
+            self._before = signal.signal(signal.SIGTERM, self._notice)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.asked = True
+
+    def restore(self) -> None:
+        if self._active:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            self._active = False
+
+
+def _check(every: int, keep: int, steps: int | None, extra: Any, when_busy: str) -> None:
+    for name, value, least in (("every", every, 1), ("keep", keep, 0), ("steps", steps, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise UsageError(f"{name} = {value!r}: must be a whole number of at least {least}")
+    if extra is not None and not isinstance(extra, dict):
+        raise UsageError(f"extra must be a dict, which a resume fills again, not a {type(extra).__name__}")
+    if when_busy not in ("wait", "skip"):
+        raise UsageError(f'when_busy = {when_busy!r}: must be "wait" or "skip"')

@@ -1,0 +1,269 @@
+"""Resume from a checkpoint: first everything is checked, on all ranks; then the training is changed.
+
+1  the manifest, sizes and hashes: each rank hashes a share of the files
+2  the documents and the index are parsed, and compared with the model, the optimizer and the strategy
+3  tensors are copied, and the loop's own objects restored
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleetx.base.module_names import plain_name
+from fleetx.comm.world import World
+from fleetx.engine import state as engine_state
+from fleetx.engine.checkpoint import manifest, random_states, tree
+from fleetx.engine.checkpoint.chunks import Chunks
+from fleetx.engine.checkpoint.manifest import (
+    INDEX,
+    TRAINING,
+    Clock,
+    Index,
+    Manifest,
+    RankState,
+    SavedTraining,
+    WindowStart,
+    rank_json,
+)
+from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras, held, layout, params, piece
+from fleetx.engine.checkpoint.together import together
+from fleetx.engine.checkpoint.write import replaced
+from fleetx.engine.engine import Engine
+from fleetx.engine.run import key_of
+from fleetx.errors import CheckpointError, FleetxError, UsageError
+
+
+@dataclass
+class Checked:
+    """A checkpoint that fits this training."""
+
+    training: SavedTraining
+    chunks: Chunks
+    state: dict[str, Any]  # of the rank whose state this one takes over
+    saved: Any  # what `engine.state` loads
+    same: bool  # are these the same ranks, so that each takes over its own state?
+
+
+def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
+    """Every rank must call it, after fleet.distribute and between steps."""
+    folder = _found(folder)
+    verify(folder, engine.world)
+    found: list[Checked] = []
+    together(engine.world, folder, lambda: found.append(_check(engine, folder, extras)))
+    _restore(engine, found[0], extras)
+    return found[0].training
+
+
+def verify(folder: Path, world: World) -> Manifest:
+    """Raise an error on every rank if a file is missing or has changed."""
+    found: list[Manifest] = []
+
+    def check() -> None:
+        found.append(manifest.read(folder))
+        manifest.check_sizes(folder, found[0])
+        manifest.check_hashes(folder, found[0], share=world.rank, shares=world.size)
+
+    together(world, folder, check)
+    return found[0]
+
+
+def described(folder: Path) -> SavedTraining:
+    """What the ranks of a checkpoint had in common. Its files must have been checked."""
+    return manifest.parsed(SavedTraining, _found(folder), TRAINING)
+
+
+def _found(folder: Path) -> Path:
+    """A run that was killed while it replaced a checkpoint may have left only the old one, under another name."""
+    aside = replaced(folder)
+    return aside if not os.path.lexists(folder) and aside.is_dir() else folder
+
+
+# --- checks ---------------------------------------------------------------------------------------
+def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
+    training = manifest.parsed(SavedTraining, folder, TRAINING)
+    chunks = Chunks(folder, manifest.parsed(Index, folder, INDEX), training.ranks)
+    same = training.layout == layout(engine) and training.ranks == engine.world.size
+    rank = engine.world.rank if same else 0
+    state = _state_of(folder, chunks, rank)
+    if not same:
+        _use_shared(folder, chunks, training.ranks, state)
+        training = _at_boundary(training, state)
+        state["fleetx"]["rank"] = -1  # of another rank, whatever its number
+        state["fleetx"].pop("order", None)
+        parts = state["fleetx"]["parts"]
+        for part in engine.plan.parts:
+            if key_of(part) in parts:
+                parts[key_of(part)] = part.for_other_ranks(parts[key_of(part)])
+    with _said(folder / rank_json(rank)):
+        saved = engine_state.checked(engine, state["fleetx"])
+    _check_model(engine, chunks)
+    with _said(folder / TRAINING):
+        _check_groups(engine, training)
+    for name in ("scheduler", "loader"):
+        if getattr(extras, name) is not None and state[name] is None:
+            raise UsageError(f"the checkpoint has no state of a {name}: it was saved without {name}=...")
+    return Checked(training, chunks, state, saved, same)
+
+
+def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTraining:
+    """Other ranks cannot use half a merge window, so they start it again: its samples have not changed the model."""
+    saved, boundary = state["fleetx"], state["boundary"]
+    if not saved["merged"] or not boundary or (boundary["loader"] is None) != (state["loader"] is None):
+        return training
+    state["loader"] = boundary["loader"]
+    saved |= {"merged": 0, "withheld": {}}
+    if "weights" in saved:
+        saved["weights"] = {**saved["weights"], "own": 0.0}
+    return training.model_copy(update={"step": boundary["step"]})
+
+
+def _state_of(folder: Path, chunks: Chunks, rank: int) -> dict[str, Any]:
+    document = manifest.parsed(RankState, folder, rank_json(rank))
+    path = folder / rank_json(rank)
+    if document.rank != rank:
+        raise CheckpointError(path, f"belongs to rank {document.rank}")
+
+    def tensor(name: str) -> Tensor:
+        if not name.startswith("state.") or name not in chunks.file(rank):
+            raise CheckpointError(path, f"refers to {name[:40]!r}, which is not in its tensors")
+        return chunks.file(rank).tensor(name)
+
+    with _said(path):
+        state = {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
+        manifest.checked(Clock, path, state["fleetx"])
+        if state["boundary"] is not None:
+            manifest.checked(WindowStart, path, state["boundary"])
+        random_states.check(state["random"])
+    return state
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """What Python and torch say about data of another form than expected, as an error of this file."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, FleetxError):
+            raise
+        raise CheckpointError(path, f"is not valid: {type(error).__name__}: {error}") from error
+
+
+def _use_shared(folder: Path, chunks: Chunks, ranks: int, state: dict[str, Any]) -> None:
+    """Other ranks than those that saved: only what was the same on all of them means something here."""
+    others = [_state_of(folder, chunks, rank) for rank in range(1, ranks)]
+    if any(other["loader"] != state["loader"] for other in others):
+        raise UsageError(
+            "this checkpoint was saved by another number of ranks, each of which had its own loader state, so no "
+            "rank can take it over: use a loader of fleetx.data, whose state is the same on all ranks"
+        )
+    if any(not _equal(other["random"], state["random"]) for other in others):
+        state["random"] = None
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a
+    )
+
+
+def _check_model(engine: Engine, chunks: Chunks) -> None:
+    mine = held(engine)
+    if missing := sorted(name for name in mine if f"model.{name}" not in chunks):
+        raise UsageError(f"the checkpoint does not have {', '.join(missing[:5])}: is it from another model?")
+    known = {f"model.{plain_name(n)}" for n in (*engine.names.values(), *dict(engine.model.named_buffers()))}
+    strange = sorted(n.removeprefix("model.") for n in chunks.names() if n.startswith("model.") and n not in known)
+    if strange:
+        raise UsageError(f"the checkpoint has {', '.join(strange[:5])}, which the model lacks: is it from another one?")
+    for name, t in mine.items():
+        dtype, shape, _ = chunks.described(f"model.{name}")
+        here = piece(t)
+        if shape != here.whole or dtype is not here.tensor.dtype:
+            raise UsageError(
+                f"{name} is {dtype} {list(shape)} in the checkpoint and {here.tensor.dtype} {list(here.whole)} in the "
+                "model: build the model as in the saved run"
+            )
+
+
+def _check_groups(engine: Engine, training: SavedTraining) -> None:
+    here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
+    if [g.params for g in training.groups] != here:
+        raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
+    for group, saved in zip(engine.optimizer.param_groups, training.groups, strict=True):
+        options = tree.decode(saved.options, _no_tensor)
+        tensors = [key for key in options if isinstance(group.get(key), Tensor)]
+        if wrong := [key for key in tensors if not isinstance(options[key], int | float)]:
+            raise ValueError(f"{wrong[0]} is not a number")
+
+
+# --- changes --------------------------------------------------------------------------------------
+@torch.no_grad()
+def _restore(engine: Engine, found: Checked, extras: Extras) -> None:
+    rank = engine.world.rank if found.same else None
+    for name, t in held(engine).items():
+        mean = t.is_floating_point() and name in engine.names.values()
+        _copy(found.chunks, f"model.{name}", t, rank, mean)
+    _restore_optimizer(engine, found, rank)
+    engine_state.load(engine, found.saved)
+    state = found.state
+    for owner, saved in ((extras.scheduler, state["scheduler"]), (extras.loader, state["loader"])):
+        if owner is not None:
+            owner.load_state_dict(saved)
+    extras.extra = state["extra"]
+    extras.step = found.training.step
+    if state["random"] is not None:
+        random_states.restore(state["random"], engine.device)
+
+
+def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) -> None:
+    mine = piece(t)
+    if mine.tensor.numel():
+        chunks.read(name, mine.region, mine.tensor, rank=rank, mean=mean)
+
+
+def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None:
+    optimizer, chunks = engine.optimizer, found.chunks
+    declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's wins
+    for group, saved, own in zip(optimizer.param_groups, found.training.groups, declared, strict=True):
+        for key, value in tree.decode(saved.options, _no_tensor).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            elif key not in own:
+                group[key] = value
+    optimizer.state.clear()
+    keys: dict[str, list[str]] = {}
+    for full in chunks.names():
+        if full.startswith("optimizer."):
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            keys.setdefault(name, []).append(key)
+    for name, p in params(engine).items():
+        if values := {_plain(key): _value(chunks, f"optimizer.{name}.{key}", p, rank) for key in keys.get(name, [])}:
+            optimizer.state[p] = values
+
+
+def _plain(key: str) -> str:
+    return key.removesuffix(NUMBER).removesuffix(NONE)
+
+
+def _value(chunks: Chunks, full: str, p: Tensor, rank: int | None) -> Any:
+    """One entry of the state of a parameter."""
+    if full.endswith(NONE):
+        return None
+    dtype, shape, is_complex = chunks.described(full)
+    if is_complex:
+        dtype, shape = (torch.complex64 if dtype is torch.float32 else torch.complex128), shape[:-1]
+    like = shape == tuple(p.shape)
+    value = torch.zeros_like(p.detach(), dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
+    _copy(chunks, full, value, rank, mean=True)
+    return value.item() if full.endswith(NUMBER) else value
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise ValueError("a group of the optimizer cannot have a tensor")

@@ -1,0 +1,168 @@
+"""What one rank has to save: the pieces of the model and the optimizer that it holds, and what belongs to it alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleetx import __version__
+from fleetx.base.module_names import plain_name
+from fleetx.engine import state as engine_state
+from fleetx.engine.checkpoint import random_states, tree
+from fleetx.engine.dtensors import local
+from fleetx.engine.engine import Engine
+from fleetx.errors import UsageError
+
+NUMBER, NONE = "#number", "#none"  # suffixes of keys of the optimizer whose values are not tensors
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of a tensor."""
+
+    tensor: Tensor  # real, not a DTensor
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]  # the shape of the whole tensor
+    is_complex: bool = False
+
+    @property
+    def region(self) -> Region:
+        return self.offsets, tuple(self.tensor.shape)
+
+
+@dataclass
+class Extras:
+    """What the loop wants to save and find again, besides the model and the optimizer."""
+
+    step: int = 0
+    scheduler: Any = None
+    loader: Any = None
+    extra: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("scheduler", "loader"):
+            given = getattr(self, name)
+            if given is not None and not (hasattr(given, "state_dict") and hasattr(given, "load_state_dict")):
+                raise UsageError(
+                    f"{name} is a {type(given).__name__}, which has no state_dict and load_state_dict, so it cannot "
+                    "resume where it was: use a loader of fleetx.data, or give it these two methods"
+                )
+
+
+@dataclass
+class Snapshot:
+    rank: int
+    pieces: dict[str, Piece]
+    own: dict[str, Tensor] = field(default_factory=dict)  # tensors of `document`
+    document: dict[str, Any] = field(default_factory=dict)  # rank-<n>.json
+    training: dict[str, Any] = field(default_factory=dict)  # training.json
+
+
+def take(
+    engine: Engine, extras: Extras, strategy: Mapping[str, Any], boundary: Mapping[str, Any] | None = None
+) -> Snapshot:
+    """References, not copies: valid until the next step. boundary: step and loader at the start of a merge window."""
+    engine.drain(last=False)
+    made = Snapshot(engine.world.rank, pieces(engine))
+    document = {
+        "rank": engine.world.rank,
+        "fleetx": engine_state.save(engine),
+        "scheduler": None if extras.scheduler is None else extras.scheduler.state_dict(),
+        "loader": None if extras.loader is None else extras.loader.state_dict(),
+        "extra": _json(extras.extra),
+        "boundary": None if boundary is None else dict(boundary),
+        "random": random_states.states(engine.device),
+    }
+    made.document = {key: tree.encode(value, made.own, key) for key, value in document.items()}
+    made.training = {
+        "step": extras.step, "round": engine.round, "ranks": engine.world.size,
+        "replicas": engine.layout.replica_group.size, "window": engine.window(), "layout": layout(engine),
+        "strategy": dict(strategy), "groups": _groups(engine), "fleetx": __version__, "torch": torch.__version__,
+    }  # fmt: skip
+    return made
+
+
+def _json(extra: Any) -> Any:
+    try:
+        text = json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"extra cannot be written as JSON: {error}") from error
+    if json.loads(text) != extra:
+        raise UsageError("extra would not come back equal from JSON: use strings as keys, and lists instead of tuples")
+    return extra
+
+
+def layout(engine: Engine) -> list[str]:
+    """What must be equal for a rank to resume with its own state."""
+    return [str(engine.world.size), *(repr(part) for part in engine.plan.parts if part.divides)]
+
+
+def held(engine: Engine) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, by name."""
+    model = engine.model
+    named = [*model.named_parameters(), *model.named_buffers()]
+    kept = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
+    return {plain_name(n): t.detach() for n, t in named if n in kept and n not in engine.layout.absent}
+
+
+def params(engine: Engine) -> dict[str, nn.Parameter]:
+    return {engine.names[p]: p for p in engine.gradients.params() if p in engine.names}
+
+
+def pieces(engine: Engine) -> dict[str, Piece]:
+    found = {f"model.{name}": piece(t) for name, t in held(engine).items()}
+    for name, p in params(engine).items():
+        for key, value in engine.optimizer.state.get(p, {}).items():
+            full = f"optimizer.{name}.{key}"
+            if isinstance(value, Tensor):
+                found[full] = piece(value)
+            elif value is None:
+                found[full + NONE] = piece(torch.empty(0, dtype=torch.uint8))
+            elif isinstance(value, bool | int | float):
+                dtype = torch.float64 if isinstance(value, float) else None
+                found[full + NUMBER] = piece(torch.tensor(value, dtype=dtype))
+            else:
+                raise UsageError(
+                    f"{type(engine.optimizer).__name__} keeps a {type(value).__name__} ({key}) per parameter, which "
+                    "fleet.save cannot write: use torch.save"
+                )
+    return found
+
+
+def piece(t: Tensor) -> Piece:
+    offsets = [0] * t.dim()
+    mine = local(t.detach())
+    if mine is not t and mine.shape != t.shape:
+        offsets = _offsets(t)
+    if mine.layout is not torch.strided or mine.is_quantized:
+        raise UsageError(
+            f"fleet.save cannot write a tensor of {mine.layout}: make it dense, or register it as not persistent"
+        )
+    if not mine.is_complex():
+        return Piece(mine, tuple(offsets), tuple(t.shape))
+    return Piece(torch.view_as_real(mine), (*offsets, 0), (*t.shape, 2), True)
+
+
+def _offsets(t: Any) -> list[int]:
+    """Where the part of a DTensor that this rank holds begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    if tuple(shape) != tuple(t._local_tensor.shape):
+        raise UsageError(f"fleet.save cannot write a tensor that is divided as {t.placements}")
+    return list(offsets)
+
+
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    groups = []
+    for number, group in enumerate(engine.optimizer.param_groups):
+        given = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        options = tree.encode(given, {}, f"group {number} of the optimizer")
+        groups.append({"params": [engine.names[p] for p in group["params"] if p in engine.names], "options": options})
+    return groups

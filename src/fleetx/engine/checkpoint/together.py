@@ -1,0 +1,43 @@
+"""Ranks that save or load do each phase together: if one fails, all of them raise its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fleetx.comm.world import World
+from fleetx.errors import CheckpointError, FleetxError, UsageError
+
+
+def together(world: World, folder: Path, work: Callable[[], Any]) -> list[Any]:
+    """Do this on every rank; returns the results, which must be JSON, by rank. A collective, also after an error."""
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except OSError as error:
+        failure = CheckpointError(error.filename or folder, error.strerror or str(error))
+        failure.__cause__ = error
+    except Exception as error:  # the others must not wait for this rank
+        failure = error
+    answers = world.gather_json([_described(failure, folder), result if failure is None else None])
+    if failure is not None:
+        raise failure
+    for rank, (problem, _) in enumerate(answers):
+        if problem is not None:
+            kind, file, reason = problem
+            if kind == "usage":
+                raise UsageError(f"rank {rank}: {reason}")
+            raise CheckpointError(file, f"{reason} (rank {rank})")
+    return [value for _, value in answers]
+
+
+def _described(failure: Exception | None, folder: Path) -> list[str] | None:
+    if failure is None:
+        return None
+    if isinstance(failure, CheckpointError):
+        return ["checkpoint", failure.file, failure.reason]
+    if isinstance(failure, FleetxError):
+        return ["usage", "", str(failure)]
+    return ["checkpoint", str(folder), f"{type(failure).__name__}: {failure}"]

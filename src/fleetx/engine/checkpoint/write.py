@@ -1,0 +1,196 @@
+"""Write a checkpoint: into a folder beside its place, which one rename then puts there.
+
+    1  rank 0 makes the folder
+    2  the ranks compare what they hold: a piece that several hold alike is written by one of them
+    3  each rank writes its files
+    4  rank 0 writes the index and the manifest, syncs the folder and renames it: now the checkpoint exists
+
+A rank that fails in one phase makes all of them raise its error, and rank 0 removes the folder. A killed run leaves the
+folder behind, under a name that is never read; the next save removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleetx.comm.world import World
+from fleetx.engine.checkpoint import manifest, tensor_file
+from fleetx.engine.checkpoint.snapshot import Piece, Snapshot
+from fleetx.engine.checkpoint.together import together
+
+SAVING = ".saving"  # suffix of a folder that is being written
+REPLACED = ".replaced"  # of a checkpoint that makes room for another one of the same name
+_BLOCK = 1 << 15  # numbers that are hashed together
+
+
+def write(snapshot: Snapshot, folder: Path, world: World) -> None:
+    """Every rank must call it."""
+    token = uuid.uuid4().hex[:8] if world.rank == 0 else ""
+    made = partial(_begin, folder, token) if world.rank == 0 else lambda: None
+    token = together(world, folder, made)[0]
+    temporary = _temporary(folder, token)
+    try:
+        described = together(world, folder, lambda: _describe(snapshot, alone=world.size == 1))
+        writers = _share_out(described)
+        files = together(world, folder, lambda: _write_own(snapshot, temporary, writers))
+        last = (lambda: _commit(snapshot, folder, temporary, described, writers, files)) if world.rank == 0 else None
+        together(world, folder, last or (lambda: None))
+    except BaseException:
+        if world.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _temporary(folder: Path, token: str) -> Path:
+    return folder.with_name(f".{folder.name}.{token}{SAVING}")
+
+
+def _begin(folder: Path, token: str) -> str:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{_literal(folder.name)}.????????{SAVING}"):  # of runs that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    _temporary(folder, token).mkdir()
+    return token
+
+
+def _literal(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+# --- who writes what ------------------------------------------------------------------------------
+Described = list[dict[str, list[Any]]]  # by rank: {name: [dtype, offsets, shape, whole, bytes, digest]}
+
+
+def _describe(snapshot: Snapshot, *, alone: bool) -> dict[str, list[Any]]:
+    return {name: _described(piece, alone) for name, piece in snapshot.pieces.items()}
+
+
+def _described(piece: Piece, alone: bool) -> list[Any]:
+    t = piece.tensor
+    dtype = ("C" if piece.is_complex else "") + tensor_file.NAMES[t.dtype]
+    return [dtype, piece.offsets, list(t.shape), piece.whole, t.nbytes, "" if alone else digest(t)]
+
+
+def digest(t: Tensor) -> str:
+    """Equal for tensors that are equal bit for bit, and in practice only for those.
+
+    Fast rather than safe against an adversary: numbers are multiplied by fixed random ones and added up modulo 2**64,
+    at several times the speed of sha256, which then hashes the sums.
+    """
+    data = tensor_file.bytes_of(t)
+    whole = len(data) // (8 * _BLOCK) * 8 * _BLOCK
+    sha = hashlib.sha256(data[whole:])
+    if whole:
+        numbers = torch.frombuffer(data, dtype=torch.int64, count=whole // 8)
+        sha.update(tensor_file.bytes_of(numbers.view(-1, _BLOCK) @ _multipliers()))
+    return sha.hexdigest()[:32]
+
+
+@cache
+def _multipliers() -> Tensor:
+    made = torch.randint(-(2**62), 2**62, (_BLOCK,), generator=torch.Generator().manual_seed(7))
+    return made * 2 + 1  # odd: no change of a single number is lost
+
+
+def _share_out(described: Described) -> dict[tuple[int, str], int]:
+    """(rank, name) of each piece -> the rank that writes it: of those that hold it alike, the one with least to do."""
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    for rank, pieces in enumerate(described):
+        for name, [_, offsets, shape, _, _, found] in pieces.items():
+            holders.setdefault((name, *offsets, *shape, found), []).append(rank)
+    load = [0] * len(described)
+    writers: dict[tuple[int, str], int] = {}
+    for (name, *_), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # first those without a choice
+        writer = min(ranks, key=lambda r: (load[r], r))
+        load[writer] += described[writer][name][4]
+        writers |= {(rank, name): writer for rank in ranks}
+    return writers
+
+
+def _index(described: Described, writers: dict[tuple[int, str], int]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for rank, pieces in enumerate(described):
+        for name, [dtype, offsets, shape, whole, *_] in pieces.items():
+            entry = entries.setdefault(name, {"dtype": dtype, "shape": whole, "chunks": {}})
+            chunk = {"offsets": offsets, "shape": shape, "writer": writers[rank, name], "holders": []}
+            entry["chunks"].setdefault(writers[rank, name], chunk)["holders"].append(rank)
+    return {"tensors": {n: {**entry, "chunks": list(entry["chunks"].values())} for n, entry in entries.items()}}
+
+
+# --- files ----------------------------------------------------------------------------------------
+def _write_own(snapshot: Snapshot, temporary: Path, writers: dict[tuple[int, str], int]) -> dict[str, list[Any]]:
+    rank = snapshot.rank
+    mine = {name: piece.tensor for name, piece in snapshot.pieces.items() if writers[rank, name] == rank}
+    tensors, document = manifest.rank_tensors(rank), manifest.rank_json(rank)
+    written = {
+        tensors: tensor_file.write(temporary / tensors, mine | snapshot.own),
+        document: tensor_file.write_bytes(temporary / document, manifest.as_bytes(snapshot.document)),
+    }
+    return {name: [file.size, file.sha256] for name, file in written.items()}
+
+
+def _commit(
+    snapshot: Snapshot,
+    folder: Path,
+    temporary: Path,
+    described: Described,
+    writers: dict[tuple[int, str], int],
+    files: list[dict[str, list[Any]]],
+) -> None:
+    documents = {manifest.TRAINING: snapshot.training, manifest.INDEX: _index(described, writers)}
+    listed = {name: file for of_rank in files for name, file in of_rank.items()}
+    for name, document in documents.items():
+        written = tensor_file.write_bytes(temporary / name, manifest.as_bytes(document))
+        listed[name] = [written.size, written.sha256]
+    content = manifest.as_bytes(
+        {
+            "format": "fleetx checkpoint", "version": manifest.VERSION, "step": snapshot.training["step"],
+            "ranks": snapshot.training["ranks"],
+            "files": {name: {"size": size, "sha256": sha} for name, (size, sha) in sorted(listed.items())},
+        }
+    )  # fmt: skip
+    tensor_file.write_bytes(temporary / manifest.MANIFEST, content)
+    tensor_file.write_bytes(temporary / manifest.DIGEST, manifest.digest_line(content))
+    sync(temporary)
+    put(temporary, folder)
+
+
+def put(temporary: Path, folder: Path) -> None:
+    """Rename it to its place. A checkpoint that is there already steps aside first, where `load` still finds it."""
+    aside = replaced(folder)
+    if os.path.lexists(folder):
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if os.path.lexists(aside):
+            aside.rename(folder)
+        raise
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{REPLACED}")
+
+
+def sync(folder: Path) -> None:
+    """Make the names in a folder permanent."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,160 @@
+"""Numbers that go wrong: gradients that are not finite, and replicas whose parameters have come apart.
+
+A gradient that is not finite withholds its update on every rank, and says on which rank and in which parameter it
+arose. Under a float16 loss scale `amp` has seen it first: an overflow there is normal.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.base.trees import as_real
+from fleetx.comm.world import World, listed
+from fleetx.engine.dtensors import local
+from fleetx.errors import NumbersError
+
+SMALL = 4096  # elements of a gradient that is looked at in every step
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is checked during training. Pass it to `fleet.init(checks=...)`; the same on every rank."""
+
+    on_nonfinite: Literal["skip", "stop", "restore", "ignore"] = "skip"
+    """If a gradient is not finite: skip the update, stop with an error, restore the last checkpoint, or do nothing."""
+    in_a_row: int = 10
+    """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
+    every_gradient: bool = False
+    """Look at every gradient, which costs a pass over them; by default only at those with up to 4096 elements."""
+    same_parameters: int = 100
+    """Compare the parameters of the replicas every so many updates; 0 for never."""
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in ("skip", "stop", "restore", "ignore"):
+            raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: must be 'skip', 'stop', 'restore' or 'ignore'")
+        if self.in_a_row < 1 or self.same_parameters < 0:
+            raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
+
+
+# Brings back the last good checkpoint of an engine. `fleet.checkpoints` sets it; without one there is none to restore.
+restore: Callable[[Any], None] | None = None
+
+
+class Numbers:
+    """The checks of one training."""
+
+    def __init__(self, checks: Checks, *, world: World, shared: bool):
+        """shared: do the ranks decide together? Not where each updates with a gradient of its own."""
+        self._checks, self._world, self._shared = checks, world, shared
+        self._bad = 0  # updates in a row that were withheld
+
+    def fine(self, run: Any, divided: bool) -> bool:
+        """May this update be applied? divided: does this rank have only a piece of the gradient?"""
+        if self._checks.on_nonfinite == "ignore":
+            return True
+        params = [p for p in run.gradients.params() if p.grad is not None]
+        found = _largest(_chosen([local(p.grad) for p in params], every=self._checks.every_gradient))
+        bad = torch.zeros(1, device=self._world.device)
+        if found is not None and not bool(torch.isfinite(found).item()):
+            bad.fill_(1)
+        if divided:
+            self._world.maximum(bad)
+        if not bad.item():
+            self._bad = 0
+            return True
+        self._bad += 1
+        self._say(run, params)
+        return False
+
+    def _say(self, run: Any, params: list[nn.Parameter]) -> None:
+        text = self._told(run, params)
+        checks = self._checks
+        if checks.on_nonfinite == "stop":
+            raise NumbersError(f"{text}. Training stops here (on_nonfinite='stop')")
+        if self._bad < checks.in_a_row:
+            if self._world.rank == 0 or not self._shared:
+                warnings.warn(f"{text}. The update is skipped ({self._bad} in a row)", stacklevel=2)
+            return
+        if checks.on_nonfinite == "restore":
+            if restore is None:
+                raise NumbersError(
+                    f"{text}, for the {self._bad}th time in a row, and there is no checkpoint to restore"
+                )
+            warnings.warn(f"{text}, for the {self._bad}th time in a row: the last checkpoint is restored", stacklevel=2)
+            self._bad = 0
+            restore(run)
+            return
+        raise NumbersError(
+            f"{text}, for the {self._bad}th time in a row. Lower the learning rate, look at the data of that rank, or "
+            "turn on strategy.clip"
+        )
+
+    def _told(self, run: Any, params: list[nn.Parameter]) -> str:
+        """Where it arose. A collective, where all ranks are here."""
+        first = next((run.names.get(p, "?") for p in params if _bad(p.grad)), None)
+        loss = run.step.loss
+        mine = [first, loss is not None and not bool(torch.isfinite(loss).all())]
+        every = self._world.gather_json(mine) if self._shared else [mine]
+        names = [name for name, _ in every if name is not None]
+        ranks = [rank for rank, (_, bad) in enumerate(every) if bad]
+        if not self._shared:
+            ranks = [self._world.rank]
+        where = f"the loss was not finite on {listed(ranks)}" if ranks else "every loss that could be seen was finite"
+        return f"step {run.round + 1}: the gradient of {names[0] if names else '?'!r} is not finite; {where}"
+
+
+def _bad(grad: Tensor | None) -> bool:
+    return grad is not None and not bool(torch.isfinite(local(grad)).all())
+
+
+def _chosen(grads: list[Tensor], *, every: bool) -> list[Tensor]:
+    dense = [as_real(g._values() if g.is_sparse else g) for g in grads]
+    dense = [g for g in dense if g.numel()]
+    small = [g for g in dense if g.numel() <= SMALL]
+    return dense if every or not dense else small or [min(dense, key=Tensor.numel)]
+
+
+def _largest(grads: list[Tensor]) -> Tensor | None:
+    """The largest absolute value: it cannot overflow, unlike a sum of squares, and is nan if any value is."""
+    if not grads:
+        return None
+    norms = torch._foreach_norm(grads, float("inf"))
+    device = norms[0].device
+    return torch.stack([n.to(device, torch.float32) for n in norms]).max()
+
+
+# --- replicas -------------------------------------------------------------------------------------
+def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], group: World, *, round: int) -> None:
+    """Raise an error that names the rank whose parameters differ. A collective of eight bytes per parameter."""
+    kept = list(params)
+    mine = torch.stack([_digest(local(p)) for p in kept]) if kept else torch.zeros(1, dtype=torch.int64)
+    rows = group.gather(mine.to(group.device)).tolist()
+    if all(row == rows[0] for row in rows):
+        return
+    usual, votes = Counter(map(tuple, rows)).most_common(1)[0]
+    odd = [rank for rank, row in enumerate(rows) if tuple(row) != usual]
+    if 2 * votes <= len(rows):  # no majority: nobody can say who is right
+        odd = list(range(len(rows)))
+    column = next(i for i in range(len(usual)) if len({row[i] for row in rows}) > 1)
+    who = listed([group.number(rank) for rank in odd])
+    raise NumbersError(
+        f"the parameters of {who} differ from the others, first in {names.get(kept[column], '?')!r}, after {round} "
+        "updates. A bit may have flipped in memory, or the script changed parameters on some ranks only: load the last "
+        "checkpoint, and test the memory of that host. If the ranks have different processors, whose roundings differ, "
+        "turn this off with fleet.Checks(same_parameters=0)"
+    )
+
+
+def _digest(p: Tensor) -> Tensor:
+    """A hash of the bits."""
+    flat = as_real(p.detach()).contiguous()
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.int64)
+    return torch.hash_tensor(flat).view(torch.int64).cpu()

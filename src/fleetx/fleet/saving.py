@@ -1,0 +1,142 @@
+"""`fleet.save`, `load`, `latest`, `keep_batch`, `checkpoints` and `export`; what they need is imported when called."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fleetx.comm import peers
+from fleetx.comm.roles import Place
+from fleetx.comm.session import current
+from fleetx.comm.world import World
+from fleetx.errors import StrategyError
+from fleetx.strategy import DistributedStrategy
+
+if TYPE_CHECKING:
+    from fleetx.engine.checkpoint import Checkpoints
+
+
+def save(
+    folder: str | Path,
+    *,
+    model: nn.Module | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    step: int = 0,
+) -> None:
+    """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
+
+    Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
+    existing checkpoint of that name is replaced then.
+
+    scheduler, loader: anything with state_dict and load_state_dict.
+    extra: JSON that `load` returns.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    extras = checkpoint.Extras(step, scheduler, loader, extra)
+    peers.meet("fleet.save")
+    snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
+    checkpoint.write(snapshot, Path(folder), engine.world)
+
+
+def load(
+    folder: str | Path, *, model: nn.Module | None = None, scheduler: Any = None, loader: Any = None
+) -> dict[str, Any]:
+    """Resume from a checkpoint of `fleet.save`, and return its step and extra. Every worker must call it.
+
+    Call it after `fleet.distribute`. Nothing is changed before every file has been checked.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    extras = checkpoint.Extras(0, scheduler, loader)
+    peers.meet("fleet.load")
+    checkpoint.load(engine, Path(folder), extras)
+    return {"step": extras.step, "extra": extras.extra}
+
+
+def latest(root: str | Path) -> Path | None:
+    """The newest checkpoint under a folder of which every file is as it was written, or None.
+
+    Damaged ones are named in the log. One worker can call it alone.
+    """
+    from fleetx.engine import checkpoint
+
+    return checkpoint.latest(Path(root), World(Place(), torch.device("cpu")))
+
+
+def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedStrategy:
+    """The strategy with `gradient_merge` set so that an update has as many samples as in the newest checkpoint.
+
+    For a resume with another number of workers that feed batches of the same size. Every worker must call it, before
+    `fleet.distribute`. Without a checkpoint, the strategy stays as it is.
+    """
+    from fleetx.engine import checkpoint
+
+    world = current().here()
+    found = checkpoint.latest(Path(root), world)
+    if found is None:
+        return strategy
+    saved = checkpoint.described(found)
+    share = saved.ranks // saved.replicas  # ranks that hold one copy of the model
+    merged, rest = divmod(saved.replicas * saved.window * share, world.size)
+    if rest or not merged:
+        raise StrategyError(
+            f"{saved.replicas} replicas with {saved.window} merged steps cannot become {world.size // share} replicas "
+            "with the same samples per update: choose a number of workers that divides them"
+        )
+    made = copy.deepcopy(strategy)
+    made.gradient_merge = {**made.gradient_merge_configs, "k_steps": merged}
+    return made
+
+
+def checkpoints(
+    root: str | Path,
+    *,
+    every: int,
+    keep: int = 3,
+    steps: int | None = None,
+    model: nn.Module | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    when_busy: str = "wait",
+) -> Checkpoints:
+    """`for step in fleet.checkpoints("run", every=100)`: resume from the newest good checkpoint, save as training runs.
+
+    It resumes when it is called, after `fleet.distribute`, on every worker. It saves every `every` steps, after `steps`
+    and on SIGTERM, after which the process exits with code 143. A save inside a merge window waits for its end.
+
+    keep: how many checkpoints are kept; 0 keeps all.
+    scheduler, loader: anything with state_dict and load_state_dict.
+    extra: a dict of JSON values, saved as it is at that time and filled again by a resume.
+    asynchronous: copy at the step, and write in the background. A failure is raised in a later step.
+    when_busy: if the save before is still running, "wait" for it or "skip" this one.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    return checkpoint.Checkpoints(
+        engine, Path(root), current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,
+        extras=checkpoint.Extras(0, scheduler, loader, extra), asynchronous=asynchronous, when_busy=when_busy,
+    )  # fmt: skip
+
+
+def export(folder: str | Path, *, model: nn.Module | None = None) -> None:
+    """Write the model alone to `folder`/model.safetensors, under the names of torch, for other programs.
+
+    Every worker must call it. transformers' `from_pretrained(folder)` reads it: the model's `config` is written too.
+    """
+    from fleetx.engine import checkpoint
+
+    engine = current().find(model)
+    peers.meet("fleet.export")
+    checkpoint.export(engine, Path(folder))

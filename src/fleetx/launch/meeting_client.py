@@ -1,0 +1,74 @@
+"""The other nodes' end of the meeting: calls through the network."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+from fleetx.errors import LaunchError
+from fleetx.launch.frames import HEADER, HELLO, NO, WELCOME, Channel, ClientHandshake, FrameError, WrongSecretError
+from fleetx.launch.meeting import MeetingError
+
+CONNECT_TIMEOUT = 5.0  # seconds for one try
+ANSWER_TIMEOUT = 15.0  # seconds
+
+
+class NoMeetingError(Exception):
+    """Nobody listens there, or not fleetrun; it may be worth another try."""
+
+
+class MeetingClient:
+    """One connection to node 0. Raises OSError or EOFError when it is lost."""
+
+    def __init__(self, host: str, port: int, *, secret: bytes):
+        try:
+            self._peer = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+        except OSError as error:
+            raise NoMeetingError(str(error)) from None
+        try:
+            self._peer.settimeout(ANSWER_TIMEOUT)
+            self._channel = self._shake_hands(secret)
+        except WrongSecretError:
+            self.close()
+            raise LaunchError(
+                f"node 0 at {host}:{port} has another job secret: give all nodes the same FLEETX_JOB_SECRET or "
+                f"--secret_file"
+            ) from None
+        except (OSError, EOFError, FrameError) as error:
+            self.close()
+            raise NoMeetingError(str(error)) from None
+        except BaseException:
+            self.close()
+            raise
+        self.address = str(self._peer.getsockname()[0])  # of this node, as node 0 sees it without NAT
+
+    def _shake_hands(self, secret: bytes) -> Channel:
+        handshake = ClientHandshake(secret, self._read(HELLO))
+        self._peer.sendall(handshake.answer)
+        first = self._read(1)
+        if first == NO:
+            raise WrongSecretError
+        return handshake.finish(first + self._read(WELCOME - 1))
+
+    def call(self, name: str, node: int, **arguments: Any) -> Any:
+        try:
+            self._peer.sendall(self._channel.pack({"call": name, "node": node, "arguments": arguments}))
+            answer = self._channel.unpack(self._read(self._channel.size(self._read(HEADER))))
+        except FrameError as error:
+            raise OSError(str(error)) from None
+        if "refused" in answer:
+            raise MeetingError(str(answer["refused"]))
+        return answer.get("result")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._peer.close()
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            if not (more := self._peer.recv(size - len(data))):
+                raise EOFError
+            data += more
+        return data

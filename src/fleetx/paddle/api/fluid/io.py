@@ -1,0 +1,16 @@
+"""paddle.fluid.io: saving and loading of parameters."""
+
+from __future__ import annotations
+
+from fleetx.paddle.not_covered import not_covered
+from fleetx.paddle.static.saving import (
+    load_params,
+    load_persistables,
+    save_inference_model,
+    save_params,
+    save_persistables,
+)
+
+__all__ = ["load_params", "load_persistables", "save_inference_model", "save_params", "save_persistables"]
+
+__getattr__ = not_covered(__name__)

@@ -1,0 +1,107 @@
+"""The strategy as Paddle scripts have it: that of fleetx.fleet, and the names of Fleet 1.x.
+
+In Fleet 1.x a strategy was a BuildStrategy with a few switches; scripts went on to use those names with Fleet 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleetx import strategy
+from fleetx.applications import Variable
+from fleetx.errors import StrategyError
+from fleetx.strategy import ignored
+
+_OFF = tuple(name for name in ignored.UNSUPPORTED if not name.endswith("_configs"))
+_RENAMED = {
+    "exec_strategy": "execution_strategy",
+    "use_amp": "amp",
+    "forward_recompute": "recompute",
+    "use_local_sgd": "localsgd",
+}
+_SETTINGS = {
+    "amp_loss_scaling": ("amp_configs", "init_loss_scaling"),
+    "recompute_checkpoints": ("recompute_configs", "checkpoints"),
+}
+_GRAPH = tuple(field.name for field in dataclasses.fields(ignored.BuildStrategy))
+_CHOICES: dict[str, tuple[Any, ...]] = {  # the first is the default
+    "mode": ("nccl2", "collective"),
+    "collective_mode": (None, "grad_allreduce", "local_sgd"),
+    "use_dist_fc": (False,),
+}
+
+
+class PaddleStrategy(strategy.DistributedStrategy):
+    """paddle.distributed.fleet.DistributedStrategy, and that of paddle.fluid.incubate.fleet.collective."""
+
+    def __init__(self, **declared: Any):
+        object.__setattr__(self, "_notes", {})
+        object.__setattr__(self, "_chosen", {name: values[0] for name, values in _CHOICES.items()})
+        super().__init__(**declared)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OFF and value is False:  # it asks for nothing
+            return
+        if name in _GRAPH:
+            setattr(self.build_strategy, name, value)
+        elif name in _SETTINGS:
+            configs, key = _SETTINGS[name]
+            value = [one.name if isinstance(one, Variable) else one for one in value] if key == "checkpoints" else value
+            getattr(self, configs)[key] = value
+        elif name in _CHOICES:
+            self._choose(name, value)
+        else:
+            super().__setattr__(_RENAMED.get(name, name), value)
+
+    def _choose(self, name: str, value: Any) -> None:
+        if value not in _CHOICES[name]:
+            known = " and ".join(map(repr, _CHOICES[name]))
+            server = ": parameter servers are not supported" if name == "mode" else ""
+            raise StrategyError(f"{name} = {value!r}{server}; fleetx supports {known}")
+        self._chosen[name] = value
+        if name == "collective_mode":
+            self.localsgd = value == "local_sgd"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OFF:
+            return False
+        if name in _GRAPH:
+            return getattr(self.build_strategy, name)
+        if name in _SETTINGS:
+            configs, key = _SETTINGS[name]
+            return getattr(self, configs)[key]
+        return self._chosen[name] if name in _CHOICES else super().__getattr__(_RENAMED.get(name, name))
+
+    def note(self, name: str, reason: str) -> None:
+        """Remember that something of this strategy has no effect; the script and `explain` are told."""
+        self._notes[name] = reason
+
+    def without_meaning(self) -> Iterator[tuple[str, str]]:
+        yield from super().without_meaning()
+        yield from self._notes.items()
+
+    def save_to_prototxt(self, path: str | Path) -> None:
+        """Write what was set, in Protobuf's text format."""
+        from fleetx.paddle.static import prototxt
+
+        Path(path).write_text(prototxt.write(self.declared()), encoding="utf-8")
+
+    def load_from_prototxt(self, path: str | Path) -> None:
+        """Set what the file says; the rest stays as it is. Unlike Paddle, a list replaces the one before."""
+        from fleetx.paddle.static import prototxt
+
+        try:
+            for name, value in prototxt.read(Path(path).read_text(encoding="utf-8")).items():
+                setattr(self, name, value)
+        except OSError as error:
+            raise StrategyError(f"{path}: {error.strerror}") from None
+        except StrategyError as error:
+            raise StrategyError([f"{path}: {problem}" for problem in error.problems]) from None
+
+
+def of_paddle(given: strategy.DistributedStrategy) -> PaddleStrategy:
+    """The strategy as one of a Paddle script."""
+    return given if isinstance(given, PaddleStrategy) else PaddleStrategy(**given.declared())

@@ -1,0 +1,209 @@
+"""`fleet.checkpoints`: resumes by itself, saves on schedule and on SIGTERM, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from fleetx import CheckpointError, UsageError, fleet
+from fleetx.comm.session import current
+from fleetx.data.arrays import ArraySource
+from fleetx.data.loader import Loader
+from fleetx.data.sharding_plan import MaxSamples
+from training import net
+
+STEPS = 12
+
+
+def build(declared):
+    fleet.init()
+    current().entries.clear()
+    model = nn.Sequential(net(), nn.Dropout(0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return fleet.distribute(model, optimizer, fleet.DistributedStrategy(**declared))
+
+
+def train(root, declared, *, until=None, term_at=None, log=None, **options):
+    """Random in every way: dropout, and batches by torch, numpy and python. `until`: stop there as if killed."""
+    model, optimizer = build(declared)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    seed = fleet.worker_index()
+    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+    losses = []
+    options = {"every": 4, "steps": STEPS, "scheduler": scheduler} | options
+    for step in fleet.checkpoints(root, **options):
+        if step == until:
+            break
+        if step == term_at and fleet.worker_index() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        x = torch.randn(4, 6) + np.random.randn() + random.random()
+        loss = mse_loss(model(x), torch.zeros(4, 3))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+        if log is not None:
+            log.append(step)
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_broken_run_goes_on_bit_for_bit_and_keeps_the_newest(tmp_path, asynchronous):
+    want_losses, want = train(tmp_path / "unbroken", {}, asynchronous=asynchronous)
+    first, _ = train(tmp_path / "broken", {}, until=6, asynchronous=asynchronous)
+    log = []
+    rest, found = train(tmp_path / "broken", {}, keep=2, log=log, asynchronous=asynchronous)
+    assert log == list(range(4, STEPS))
+    assert [*first[:4], *rest] == want_losses
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert names(tmp_path / "broken") == ["step-0000000008", "step-0000000012"]
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    train(tmp_path, {})
+    assert train(tmp_path, {})[0] == []
+
+
+def stopped(root, declared):
+    log = []
+    try:
+        train(root, declared, log=log, term_at=2, every=1000)
+    except SystemExit as error:
+        return error.code, log, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return "went on"
+
+
+def test_sigterm_on_one_rank_saves_on_all_and_exits_with_143(ranks, tmp_path):
+    want = ranks.run(train, tmp_path / "unbroken", {})
+    (code, log, restored), other = ranks.run(stopped, tmp_path / "term", {})
+    assert (code, log, restored) == other
+    assert (code, restored) == (143, True)
+    stop = len(log)
+    assert 2 < stop < STEPS
+    assert names(tmp_path / "term") == [f"step-{stop:010d}"]
+    for (losses, found), (all_losses, whole) in zip(ranks.run(train, tmp_path / "term", {}), want, strict=True):
+        assert losses == all_losses[stop:]
+        torch.testing.assert_close(found, whole, rtol=0, atol=0)
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    (tmp_path / ".step-0000000004.0123abcd.saving").mkdir()
+    train(tmp_path, {}, until=2)
+    assert names(tmp_path) == []
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_message_and_replaced(tmp_path, caplog):
+    want, _ = train(tmp_path, {})
+    damaged = tmp_path / "step-0000000012" / "rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert fleet.latest(tmp_path).name == "step-0000000008"
+    assert "step-0000000012 cannot be used" in caplog.text
+    assert "rank-00000.safetensors: does not have the hash" in caplog.text
+    assert train(tmp_path, {})[0] == want[8:]
+    assert fleet.latest(tmp_path).name == "step-0000000012"
+
+
+def test_without_checkpoints_there_is_no_latest(tmp_path):
+    assert fleet.latest(tmp_path / "nowhere") is None
+    assert fleet.latest(tmp_path) is None
+
+
+def test_extra_and_a_position_come_back(tmp_path):
+    build({})
+    extra = {"best": 1.5}
+    for step in fleet.checkpoints(tmp_path, every=1, steps=2, extra=extra):
+        extra["best"] -= step
+    build({})
+    again = {"other": 1}
+    checkpoints = fleet.checkpoints(tmp_path, every=1, extra=again)
+    assert (checkpoints.step, again) == (2, {"best": 0.5})
+    assert checkpoints.resumed == tmp_path / "step-0000000002"
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"every": 0}, "every = 0"), ({"every": 1, "keep": -1}, "keep = -1"), ({"every": 1, "extra": 3}, "extra must be"),
+     ({"every": 1, "when_busy": "panic"}, "when_busy"), ({"every": 1, "loader": [1]}, "has no state_dict")],
+)  # fmt: skip
+def test_what_is_meant_is_asked(tmp_path, options, message):
+    build({})
+    with pytest.raises(UsageError, match=message):
+        fleet.checkpoints(tmp_path, **options)
+
+
+def test_what_json_cannot_hold_is_said(tmp_path):
+    build({})
+    checkpoints = fleet.checkpoints(tmp_path, every=1, extra={"a": (1, 2)})
+    with pytest.raises(UsageError, match="lists instead of tuples"):
+        checkpoints.stepped()
+    checkpoints.close()
+
+
+def test_inside_a_merge_window_a_regular_save_waits_for_its_end(tmp_path):
+    train(tmp_path, {"gradient_merge": {"k_steps": 3}}, keep=0)
+    assert names(tmp_path) == ["step-0000000006", "step-0000000009", "step-0000000012"]
+
+
+def test_a_failure_in_the_background_is_raised_in_a_later_step(tmp_path):
+    build({})
+    root = tmp_path / "root"
+    checkpoints = fleet.checkpoints(root, every=1, asynchronous=True)
+    root.write_text("a file where the folder should be")
+    checkpoints.stepped()
+    with pytest.raises(CheckpointError, match="root"):
+        checkpoints.close()
+    checkpoints.close()
+
+
+def samples(root, until, *, k_steps=1, term_inside=None):
+    """Train on numbered samples, and return those that each update saw."""
+    fleet.init()
+    current().entries.clear()
+    strategy = fleet.keep_batch(fleet.DistributedStrategy(gradient_merge={"k_steps": k_steps}), root)
+    model = net()
+    _, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    source = ArraySource(np.arange(48, dtype=np.float32)[:, None], np.arange(48), 0.0, 1.0)
+    loader = Loader(source, MaxSamples(2), shuffle=True)
+    checkpoints = fleet.checkpoints(root, every=10**6 if term_inside else 1, keep=0, loader=loader)
+    seen = []
+    for batch in loader:
+        model(batch["image"].expand(-1, 6)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((current().find().round, sorted(batch["label"].flatten().tolist())))
+        checkpoints.stepped()
+        if len(seen) == until:
+            if term_inside:
+                checkpoints.save()
+            break
+    checkpoints.close()
+    return seen, checkpoints.step
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_with_fewer_ranks_the_merge_keeps_the_batch_and_no_sample_is_lost_or_repeated(ranks, tmp_path, inside):
+    steps = 5 if inside else 4  # inside a window of two, which the others begin again
+    before = ranks.run(partial(samples, k_steps=2, term_inside=inside), tmp_path, steps)
+    after, last = samples(tmp_path, None, k_steps=2)
+    counted = [n for rank, _ in before for _, batch in rank[:4] for n in batch]
+    assert sorted(counted + [n for _, batch in after for n in batch]) == list(range(48))
+    assert last == 24  # the same samples took twice as many steps
+    assert len(after) % 4 == 0

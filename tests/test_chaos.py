@@ -1,0 +1,34 @@
+"""A short version of benchmarks.chaos: nothing is lost, differs, hangs or is left behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from benchmarks.chaos import goodput, report
+from benchmarks.chaos.__main__ import main
+from benchmarks.chaos.training import Line
+from click.testing import CliRunner
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path):
+    options = "--only kills,damage --kills 14 --flips 300 --damages 60 --steps 60 --jobs 1"
+    done = CliRunner().invoke(main, [*options.split(), "--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "chaos.json").read_text())
+    assert {name: found for name, found in report.summary(results).items() if found} == {}, done.output
+    assert sum(len(run["kills"]) for run in results["kills"]) == 14
+    assert sum(sum(row.values()) for row in results["flips"].values()) == 300
+    assert results["fallbacks"] == {"older": 6}
+    assert sum(run["resumed"] for run in results["kills"]) > 1
+    assert "| bit flips | 10000 | 300 |" in (tmp_path / "chaos.md").read_text()
+
+
+def test_goodput_counts_what_a_restart_costs_and_the_steps_that_are_done_again():
+    times = [("resumed", 0, 0.0), ("step", 1, 1.0), ("step", 2, 2.0), ("step", 3, 3.0), ("step", 4, 4.0),
+             ("resumed", 2, 6.0), ("step", 3, 7.0), ("step", 4, 8.0), ("step", 5, 9.0), ("step", 6, 11.0)]  # fmt: skip
+    found = goodput.account([Line(what, step, "", "", at) for what, step, at in times])
+    assert found["lost"] == [4.0]  # from step 2 at 2.0 to step 3 at 7.0, less one step
+    assert found["goodput"] == pytest.approx(0.6)
