@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class Judge:
         )
         verdict.error = distance(found, wanted, model.state_dict())
         own = [every()[switch].rounding for switch in chosen]
-        verdict.bound = max([_ROUNDING[dtype], *own])
+        verdict.bound = max([_ROUNDING[dtype], *own]) * math.prod(every()[switch].amplifies for switch in chosen)
         lossy = any(own) or any(every()[switch].lossless is not None for switch in chosen)
         if verdict.error <= verdict.bound:
             verdict.kind = "lossy" if lossy else "equal"
