@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.base.user_line import user_line
 from fleetx.comm import peers
@@ -234,7 +235,7 @@ class Engine(Windows):
     def _enter_backward(self, grad: Tensor) -> Tensor:
         self._check_not_released()
         step = self.step
-        if step.backward != (number := torch._C._current_graph_task_id()):
+        if step.backward != (number := seams.graph_task_id()):
             step.backward = number
             if self.layout.reduced and torch.is_grad_enabled():
                 raise UsageError(DOUBLE_BACKWARD)

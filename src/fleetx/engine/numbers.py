@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fleetx.base import seams
 from fleetx.base.trees import as_real
 from fleetx.comm.world import World, listed
 from fleetx.engine.dtensors import local
@@ -115,7 +116,7 @@ def _bad(grad: Tensor | None) -> bool:
 
 
 def _chosen(grads: list[Tensor], *, every: bool) -> list[Tensor]:
-    dense = [as_real(g._values() if g.is_sparse else g) for g in grads]
+    dense = [as_real(seams.values(g) if g.is_sparse else g) for g in grads]
     dense = [g for g in dense if g.numel()]
     small = [g for g in dense if g.numel() <= SMALL]
     return dense if every or not dense else small or [min(dense, key=Tensor.numel)]
@@ -125,7 +126,7 @@ def _largest(grads: list[Tensor]) -> Tensor | None:
     """The largest absolute value: it cannot overflow, unlike a sum of squares, and is nan if any value is."""
     if not grads:
         return None
-    norms = torch._foreach_norm(grads, float("inf"))
+    norms = seams.foreach_norm(grads, float("inf"))
     device = norms[0].device
     return torch.stack([n.to(device, torch.float32) for n in norms]).max()
 
