@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -11,6 +12,8 @@ from typing import Any
 Line = tuple[str, int]  # a file, and a line in it
 
 _FLEETX = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Not the script: "<" begins the names of frozen parts of Python; contextlib calls what a context manager decorates.
+_BETWEEN = (_FLEETX, "<", str(contextlib.__file__))
 
 
 def user_line() -> Line | None:
@@ -31,8 +34,8 @@ def warn(message: str, *, line: Line | None = None) -> None:
 
 def _user_frame() -> FrameType | None:
     torch = sys.modules.get("torch")
-    inside = (_FLEETX, "<") if torch is None else (_FLEETX, "<", os.path.dirname(str(torch.__file__)) + os.sep)
+    inside = _BETWEEN if torch is None else (*_BETWEEN, os.path.dirname(str(torch.__file__)) + os.sep)
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(inside):  # "<": frozen parts of Python
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return frame

@@ -178,7 +178,7 @@ class Engine(Windows):
         if not model.training or not torch.is_grad_enabled():
             peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
         else:
-            self._session.inside += 1
+            self._session.mark("forward", inside=True)
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
