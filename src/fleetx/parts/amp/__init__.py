@@ -180,24 +180,23 @@ class AMP(Part):
         return ctx.state["scale"]
 
     @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
-    def unscale(self, grads: list[Tensor], ctx: StepContext) -> bool:
+    def unscale(self, grads: list[Tensor], ctx: StepContext) -> None:
         """divide by the loss scale; skip the update on every rank if any value overflowed on any rank"""
-        state = ctx.state
         overflows = torch.zeros(1, device=ctx.device)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for g in grads:
             groups[g.device, g.dtype].append(g)
         for (device, _), group in groups.items():
             found = torch.zeros(1, device=device)
-            factor = torch.full((1,), 1.0 / state["scale"], device=device)
+            factor = torch.full((1,), 1.0 / ctx.state["scale"], device=device)
             seams.unscale_(group, found, factor)
             overflows += found.to(overflows.device)
-        finite = not ctx.anywhere(overflows)
-        if self.use_dynamic_loss_scaling:
-            self._adapt(state, finite)
-        return finite
+        ctx.withhold_if(overflows, functools.partial(self._adapt, ctx.state))
 
-    def _adapt(self, state: dict[str, Any], finite: bool) -> None:
+    def _adapt(self, state: dict[str, Any], overflowed: bool) -> None:
+        if not self.use_dynamic_loss_scaling:
+            return
+        finite = not overflowed
         state["good"], state["bad"] = (state["good"] + 1, 0) if finite else (0, state["bad"] + 1)
         if state["good"] == self.incr_every_n_steps:
             grown = _float32(state["scale"] * self.incr_ratio)
