@@ -1,6 +1,8 @@
 # Everything runs in .venv, which the first command makes. `make help` lists the commands.
+# `make test TORCH=2.15.0` does the same with another torch, in .venv-2.15.0; the rest stays as in constraints.txt.
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -17,7 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "fleetx needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "installing into $(VENV): this takes a minute or two, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@touch $@
 
 train: $(STAMP)  ## train a small ResNet on real digits with two workers and several strategies

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         NumbersError,
         StrategyError,
         UsageError,
+        VersionError,
         WorldError,
     )
     from fleetx.optim import schedule
@@ -42,6 +43,7 @@ _WHERE = {
     "StrategyError": "fleetx.errors",
     "Trainer": "fleetx.paddle.trainer",
     "UsageError": "fleetx.errors",
+    "VersionError": "fleetx.errors",
     "WorldError": "fleetx.errors",
     "parse_train_configs": "fleetx.paddle.train_configs",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "NumbersError",
     "StrategyError",
     "UsageError",
+    "VersionError",
     "WorldError",
     "applications",
     "data",

@@ -5,6 +5,7 @@ FleetxError
 ├── WorldError (RuntimeError)     the processes cannot form a world: environment, address or rank
 ├── UsageError (RuntimeError)     the training loop does something that the strategy does not support
 ├── NumbersError (ArithmeticError)  gradients are not finite, or the ranks hold different parameters
+├── VersionError (ImportError)    this torch is too old
 ├── LaunchError (RuntimeError)    fleetrun cannot start the script
 ├── DataError (ValueError)        a file or a record does not have the expected format; names the file and line
 ├── CheckpointError (RuntimeError) a checkpoint is damaged, incomplete or cannot be written; names the file and reason
@@ -43,6 +44,10 @@ class UsageError(FleetxError, RuntimeError):
 
 class NumbersError(FleetxError, ArithmeticError):
     """Gradients are not finite, or the ranks hold different parameters."""
+
+
+class VersionError(FleetxError, ImportError):
+    """This torch is too old."""
 
 
 class LaunchError(FleetxError, RuntimeError):

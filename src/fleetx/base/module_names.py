@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from fleetx.base import seams
 from fleetx.errors import NOT_BUILT
 
 
 def plain_name(name: str) -> str:
     """A name without the prefix that torch.compile adds."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+    return name.replace(f"{seams.ORIGINAL}.", "").removesuffix(seams.ORIGINAL)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fleetx.base.seams import pytree
 from fleetx.errors import UsageError
 
 Function = Callable[[Any], Any]

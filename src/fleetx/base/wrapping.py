@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
-import torch
 from torch import nn
+
+from fleetx.base import seams
 
 _AROUND = "_fleetx_around"  # on a wrapped module: [(layer, around)], innermost first
 
@@ -86,7 +87,7 @@ def _install(module: nn.Module) -> None:
     plain = type(module).forward if before is None else before.__func__ if bound else before
 
     # Dynamo must not trace it: wrappers enter contexts and recompute.
-    @torch._disable_dynamo
+    @seams.disable_dynamo
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = functools.partial(plain, self) if before is None or bound else plain
@@ -94,7 +95,7 @@ def _install(module: nn.Module) -> None:
             call = functools.partial(_around, around, self, call)
         return call(*args, **kwargs)
 
-    forward.before = before  # type: ignore[attr-defined]
+    forward.before = before
     # A bound method: copying the model binds it to the copy, while a closure over `module` would run the original.
     module.forward = types.MethodType(forward, module)
 

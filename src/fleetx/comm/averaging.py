@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from fleetx.base import seams
 from fleetx.base.trees import as_real
 from fleetx.comm.paths import Network
 
@@ -59,7 +60,7 @@ def _views(flat: Tensor, bucket: list[Tensor]) -> list[Tensor]:
 
 
 def _unpack(bucket: list[Tensor], mean: Future[Tensor]) -> None:
-    torch._foreach_copy_(bucket, _views(mean.wait(), bucket))
+    seams.foreach_copy_(bucket, _views(mean.wait(), bucket))
 
 
 class Background:
@@ -105,7 +106,7 @@ class Background:
         self._pending = [(sent, completed(mean)) for sent, mean in saved]
 
     def _apply(self, bucket: list[Tensor], sent: Tensor, mean: Future[Tensor]) -> None:
-        torch._foreach_add_(bucket, _views(mean.wait() - sent, bucket), alpha=self._share)
+        seams.foreach_add_(bucket, _views(mean.wait() - sent, bucket), alpha=self._share)
 
 
 def completed(value: Tensor) -> Future[Tensor]:

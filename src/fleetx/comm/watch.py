@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from fleetx.base import seams
 from fleetx.comm import alarm, kernel
 from fleetx.comm.lines import Lines
 from fleetx.comm.watcher import PLACE
@@ -238,7 +238,7 @@ def _cut(ports: set[int], store: Any) -> None:
     gloo cannot be interrupted: its `abort` does nothing. Its connections are those that came in at a port on which this
     process listens, or go out to one on which another rank does. The store's are left alone.
     """
-    for group in list(dist.distributed_c10d._world.pg_map) if torch.cuda.is_available() else ():
+    for group in list(seams.c10d_world.pg_map) if torch.cuda.is_available() else ():
         with contextlib.suppress(Exception):
             group.abort()
     keep = {getattr(_innermost(store), "port", None)}
@@ -266,7 +266,7 @@ def next_session() -> int:
 
 
 def default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return seams.default_store()
 
 
 def of(world: World) -> Watch | None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleetx.base import seams
 from fleetx.comm.roles import Place
 from fleetx.errors import WorldError
 
@@ -72,7 +73,7 @@ class World:
         if self.size > 1 and values and group is not None:
             # flat, because torch cannot copy a tensor to itself if a dimension of size 1 has an unusual stride
             flat = [v.view(-1) if v.is_contiguous() else v for v in values]
-            dist._broadcast_coalesced(group, flat, _BROADCAST_BYTES, source)
+            seams.broadcast_coalesced(group, flat, _BROADCAST_BYTES, source)
 
     def group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """A new process group of some or all ranks, with the same timeout. Every rank must call it.
@@ -287,14 +288,13 @@ def rejoin(world: World, host: str, port: int, listening: int) -> World:
     listening: on rank 0, a socket that already listens. Otherwise a child that connects before rank 0 listens may be
     given that very port as its own end, and would talk to itself.
     """
-    c10d = dist.distributed_c10d
-    _of_the_parent.extend([*c10d._pg_map, c10d._world.default_pg])  # destroying them here would hang
-    for known in (c10d._pg_map, c10d._pg_names, c10d._pg_group_ranks, c10d._pg_backend_config, c10d._pg_to_tag):
-        known.clear()
-    c10d._tags_to_pg.clear()
+    torchs = seams.c10d_world
+    _of_the_parent.extend([*torchs.pg_map, torchs.default_pg])  # destroying them here would hang
+    for table in seams.GROUP_TABLES:
+        getattr(torchs, table).clear()
     _owned.clear()
-    c10d._world.default_pg, c10d._world.group_count = None, 0
-    c10d._unregister_all_process_groups()
+    torchs.default_pg, torchs.group_count = None, 0
+    seams.unregister_groups()
     if world.size > 1:
         first = world.rank == 0
         store = dist.TCPStore(

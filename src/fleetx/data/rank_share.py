@@ -8,6 +8,7 @@ import time
 
 import torch.distributed as dist
 
+from fleetx.base import seams
 from fleetx.comm import session
 from fleetx.comm.roles import from_environment
 from fleetx.errors import UsageError
@@ -56,7 +57,7 @@ def check_same_data(data: str, order: str) -> bool:
     if world is None or not dist.is_available() or not dist.is_initialized():
         return False
     # Use the store, not a collective: a rank that calls this alone gets an error instead of hanging.
-    store = dist.distributed_c10d._get_default_store()
+    store = seams.default_store()
     if store is not _store:
         _store, _checks = store, 0
     keys = [f"fleetx/data/{_checks}/{rank}" for rank in range(world.size)]

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.base.trees import as_real
 from fleetx.comm.world import World
@@ -45,7 +46,7 @@ class ModelBuffers:
     def _found(self, skip: set[int], strict: bool) -> dict[Key, Tensor]:
         found = {}
         for path, module in self._modules:
-            for name, b in module._buffers.items():
+            for name, b in seams.buffers(module).items():
                 if b is None or b.is_meta or id(b) in skip:
                     continue
                 try:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError
@@ -50,7 +51,7 @@ def _lazy(model: nn.Module) -> Iterator[str]:
 
 
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # as accelerate's prepare() returns it
+    if seams.STEP_HOOKS not in vars(optimizer):  # as accelerate's prepare() returns it
         yield f"{type(optimizer).__name__} wraps another optimizer and runs no hooks of its own: pass the wrapped one"
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS changes parameters that have no gradient, so its update cannot be skipped: use another optimizer"

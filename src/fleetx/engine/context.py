@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fleetx.base.trees import LossFn, arguments, loss_by, map_tensors
 from fleetx.comm.paths import Network
 from fleetx.comm.world import World
-from fleetx.engine.run import Run
+from fleetx.engine.run import Doubt, Run
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
@@ -238,11 +238,14 @@ class StepContext(Context):
         """Did this round apply its update?"""
         return self._run.updated
 
-    def anywhere(self, found: Tensor) -> bool:
-        """Is this true on any rank? A collective only where ranks may see different gradients."""
-        if self._facts & {Fact.LOCAL, Fact.PARTED, Fact.STAGED}:
-            self.world.maximum(found)
-        return bool(found.item())
+    def withhold_if(self, found: Tensor, then: Callable[[bool], None]) -> None:
+        """Withhold this update on every rank if `found` (one element) is not zero on any; `then` learns whether it is.
+
+        The value stays on the device until all acts have run. Then all such values are read at once. A collective only
+        where ranks may see different gradients.
+        """
+        everywhere = bool(self._facts & {Fact.LOCAL, Fact.PARTED, Fact.STAGED})
+        self._run.step.doubts.append(Doubt(found, everywhere, then))
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm of the whole gradient, over all shards and stages."""

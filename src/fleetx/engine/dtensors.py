@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.engine.taps import OF_SHARDS, tap
 from fleetx.errors import StrategyError, UsageError
@@ -26,7 +27,7 @@ def local(t: Tensor) -> Tensor:
     """What this rank holds of it, to be changed in place."""
     if type(t) in (Tensor, nn.Parameter) or not isinstance(t, _dtensor()):
         return t
-    found: Tensor = t._local_tensor
+    found: Tensor = seams.local_tensor(t)
     return found
 
 

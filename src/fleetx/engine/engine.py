@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.comm import peers
 from fleetx.comm.session import current
@@ -214,7 +215,7 @@ class Engine(Windows):
     def _enter_backward(self, grad: Tensor) -> Tensor:
         self._check_not_released()
         step = self.step
-        if step.backward != (number := torch._C._current_graph_task_id()):
+        if step.backward != (number := seams.graph_task_id()):
             step.backward = number
             if self.layout.reduced and torch.is_grad_enabled():
                 raise UsageError(DOUBLE_BACKWARD)
@@ -343,7 +344,9 @@ class Engine(Windows):
         grads = self.gradients.present  # looked up again for each act: one may add what another rank has
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         there = bool(grads()) or self.layout.shard_group is not None
-        if not there or any(call(grads(), ctx) is False for call, ctx in self._calls[Stage.GRADIENT]):
+        if not there:
             return False
+        for call, ctx in self._calls[Stage.GRADIENT]:
+            call(grads(), ctx)
         self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
         return self.finite

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.comm.world import World
 from fleetx.engine.dtensors import local, shard_of
 from fleetx.errors import UsageError
@@ -92,11 +92,11 @@ class Gradients:
 
     # --- a step that must change nothing ----------------------------------------------------------
     def begin_idle_step(self) -> None:
-        self._versions = [p._version for p in self.params()]
+        self._versions = [seams.version(p) for p in self.params()]
 
     def end_step(self) -> None:
         self._restored = []
-        if self._versions and self._versions != [p._version for p in self.params()]:
+        if self._versions and self._versions != [seams.version(p) for p in self.params()]:
             raise UsageError(
                 f"{type(self._optimizer).__name__} changes parameters that have no gradient, so its updates cannot be "
                 "skipped: use another optimizer, or turn gradient_merge and fp16 amp off"
@@ -110,7 +110,7 @@ class Gradients:
         _at_end_of_backward(lambda: _at_end_of_backward(self.look))
 
     def look(self) -> None:
-        self._seen = [(p, id(p.grad), p.grad._version) for p in self.params() if p.grad is not None]
+        self._seen = [(p, id(p.grad), seams.version(p.grad)) for p in self.params() if p.grad is not None]
 
     def look_again(self) -> None:
         """The reducer has moved the gradients, possibly between a backward and its step."""
@@ -119,7 +119,7 @@ class Gradients:
 
     def touched(self) -> list[Tensor]:
         pairs = ((p.grad, seen) for p, *seen in self._seen)
-        return [g for g, seen in pairs if g is not None and [id(g), g._version] != seen]
+        return [g for g, seen in pairs if g is not None and [id(g), seams.version(g)] != seen]
 
     def check_before_step(self, *, tapped: bool) -> bool:
         """Reject gradients that bypassed the hooks: they would be used unscaled, unreduced or instead of withheld ones.
@@ -230,4 +230,4 @@ def _in_torch_checkpoint() -> bool:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    seams.backward_engine.queue_callback(call)

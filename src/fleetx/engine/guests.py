@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
     """DistributedDataParallel around a distributed model would divide the gradient by the world size again."""
-    active: Any = DistributedDataParallel._active_ddp_module
+    active: Any = seams.active_ddp(DistributedDataParallel)
     if active is not None and active.module is model and active is not getattr(reducer, "ddp", None):
         raise UsageError(
             "the distributed model is wrapped in DistributedDataParallel, which would average its gradients a second "
@@ -47,9 +48,9 @@ class Scaler:
         # With True, GradScaler.step hands its scale to every optimizer.step(), so that it can be seen there; with
         # False it unscales the gradients before the step, which acts at GRADIENT need (fused optimizers set True).
         if self._mixed is not None:
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        elif plan.at(Stage.GRADIENT) and hasattr(optimizer, "_step_supports_amp_scaling"):
-            optimizer._step_supports_amp_scaling = False
+            setattr(optimizer, seams.SCALES_ITSELF, True)
+        elif plan.at(Stage.GRADIENT) and hasattr(optimizer, seams.SCALES_ITSELF):
+            setattr(optimizer, seams.SCALES_ITSELF, False)
 
     def check(self, optimizer: Optimizer) -> None:
         """Before a step."""
@@ -74,19 +75,19 @@ class Measuring:
     def __init__(self, gradients: Gradients):
         self._gradients = gradients
         self._watched.add(self)
-        clip_grad._clip_grads_with_norm_ = _clip_or_measure
+        setattr(clip_grad, seams.CLIPS, _clip_or_measure)
 
     def remove(self) -> None:
         self._watched.discard(self)
         if not self._watched:
-            clip_grad._clip_grads_with_norm_ = _clip
+            setattr(clip_grad, seams.CLIPS, _clip)
 
     @classmethod
     def untouched(cls) -> list[Gradients]:
         return [each._gradients for each in cls._watched if not each._gradients.touched()]
 
 
-_clip = clip_grad._clip_grads_with_norm_
+_clip = seams.clip_grads
 
 
 def _clip_or_measure(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
@@ -104,7 +105,7 @@ class Places:
         self._all = [
             (f"{path}.{key}".lstrip("."), module, key, p, p.dtype, p.device)
             for path, module in model.named_modules()
-            for key, p in module._parameters.items()
+            for key, p in seams.parameters(module).items()
             if p is not None and p.requires_grad
         ]
         self._some = self._all if every else self._all[:1] + self._all[-1:]
@@ -114,7 +115,7 @@ class Places:
         for name, module, key, p, dtype, device in self._all if every else self._some:
             if p.dtype is not dtype or p.device != device:
                 changed = f"was converted from {dtype} on {device} to {p.dtype} on {p.device}"
-            elif module._parameters.get(key) is not p:
+            elif seams.parameters(module).get(key) is not p:
                 changed = "was replaced by another one"
             else:
                 continue

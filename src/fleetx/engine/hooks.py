@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.errors import UsageError
 
 
@@ -19,7 +20,7 @@ class Hook:
     def __init__(self, call: Any):
         self.call = call
 
-    @torch._disable_dynamo  # a model compiled after `distribute` must not trace it
+    @seams.disable_dynamo  # a model compiled after `distribute` must not trace it
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
 
@@ -94,7 +95,7 @@ def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
-    return [p._version for group in optimizer.param_groups for p in group["params"]]
+    return [seams.version(p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _below(frame: FrameType, start: FrameType | None) -> bool:

@@ -14,10 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fleetx.base import seams
 from fleetx.base.trees import as_real
 from fleetx.base.user_line import warn
 from fleetx.comm.world import World, listed
 from fleetx.engine.dtensors import local
+from fleetx.engine.run import Doubt
 from fleetx.errors import NumbersError
 
 SMALL = 4096  # elements of a gradient that is looked at in every step
@@ -56,17 +58,23 @@ class Numbers:
         self._bad = 0  # updates in a row that were withheld
 
     def fine(self, run: Any, divided: bool) -> bool:
-        """May this update be applied? divided: does this rank have only a piece of the gradient?"""
-        if self._checks.on_nonfinite == "ignore":
-            return True
+        """May this update be applied? divided: does this rank have only a piece of the gradient?
+
+        The host waits for the device here, and nowhere else in a step: to withhold an update it must know.
+        """
         params = [p for p in run.gradients.params() if p.grad is not None]
-        found = _largest(_chosen([local(p.grad) for p in params], every=self._checks.every_gradient))
-        bad = torch.zeros(1, device=self._world.device)
-        if found is not None and not bool(torch.isfinite(found).item()):
-            bad.fill_(1)
-        if divided:
-            self._world.maximum(bad)
-        if not bad.item():
+        doubts, run.step.doubts = run.step.doubts, []
+        looks = self._checks.on_nonfinite != "ignore"
+        if looks:
+            chosen = _chosen([local(p.grad) for p in params], every=self._checks.every_gradient)
+            doubts.append(Doubt(_not_finite(chosen, run.device), divided, lambda found: None))
+        answers = _read(doubts, self._world)
+        for doubt, answer in zip(doubts, answers, strict=True):
+            doubt.then(answer)
+        bad = looks and answers.pop()
+        if any(answers):  # an overflow under a loss scale is normal
+            return False
+        if not bad:
             self._bad = 0
             return True
         self._bad += 1
@@ -115,27 +123,42 @@ def _bad(grad: Tensor | None) -> bool:
 
 
 def _chosen(grads: list[Tensor], *, every: bool) -> list[Tensor]:
-    dense = [as_real(g._values() if g.is_sparse else g) for g in grads]
+    dense = [as_real(seams.values(g) if g.is_sparse else g) for g in grads]
     dense = [g for g in dense if g.numel()]
     small = [g for g in dense if g.numel() <= SMALL]
     return dense if every or not dense else small or [min(dense, key=Tensor.numel)]
 
 
-def _largest(grads: list[Tensor]) -> Tensor | None:
-    """The largest absolute value: it cannot overflow, unlike a sum of squares, and is nan if any value is."""
+def _not_finite(grads: list[Tensor], device: torch.device) -> Tensor:
+    """1 if any value is not finite, else 0."""
     if not grads:
-        return None
-    norms = torch._foreach_norm(grads, float("inf"))
-    device = norms[0].device
-    return torch.stack([n.to(device, torch.float32) for n in norms]).max()
+        return torch.zeros(1, device=device)
+    # The largest absolute value cannot overflow, unlike a sum of squares, and is nan if any value is.
+    norms = seams.foreach_norm(grads, float("inf"))
+    largest = torch.stack([n.to(device, torch.float32) for n in norms]).max()
+    return largest.isfinite().logical_not_().to(torch.float32).view(1)
+
+
+def _read(doubts: list[Doubt], world: World) -> list[bool]:
+    """The answers, in one collective and one read for all of them."""
+    if not doubts:
+        return []
+    shared = [d.found for d in doubts if d.everywhere]
+    if shared:
+        asked = torch.cat(shared)
+        world.maximum(asked)
+        shared = list(asked.split(1))
+    found = [shared.pop(0) if d.everywhere else d.found for d in doubts]
+    return [bool(value) for value in (torch.cat(found) if len(found) > 1 else found[0]).tolist()]
 
 
 # --- replicas -------------------------------------------------------------------------------------
 def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], group: World, *, round: int) -> None:
     """Raise an error that names the rank whose parameters differ. A collective of eight bytes per parameter."""
     kept = list(params)
-    mine = torch.stack([_digest(local(p)) for p in kept]) if kept else torch.zeros(1, dtype=torch.int64)
-    rows = group.gather(mine.to(group.device)).tolist()
+    digests = [_digest(local(p)).to(group.device) for p in kept]
+    mine = torch.stack(digests) if kept else torch.zeros(1, dtype=torch.int64, device=group.device)
+    rows = group.gather(mine).tolist()
     if all(row == rows[0] for row in rows):
         return
     usual, votes = Counter(map(tuple, rows)).most_common(1)[0]
@@ -156,5 +179,5 @@ def _digest(p: Tensor) -> Tensor:
     """A hash of the bits."""
     flat = as_real(p.detach()).contiguous()
     if not flat.numel():
-        return torch.zeros((), dtype=torch.int64)
-    return torch.hash_tensor(flat).view(torch.int64).cpu()
+        return torch.zeros((), dtype=torch.int64, device=p.device)
+    return torch.hash_tensor(flat).view(torch.int64)

@@ -6,10 +6,10 @@ import gc
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.wrapping import unwrap
 from fleetx.engine.run import Step
 from fleetx.errors import UsageError
@@ -53,8 +53,8 @@ def take_off(engine: Engine) -> None:
 
 def forget_compiled() -> None:
     """torch.compile does not guard on hooks: what it compiled for this class before would not run them."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    if seams.DYNAMO in sys.modules:
+        sys.modules[seams.DYNAMO].reset()
 
 
 class PlainOptimizer:
@@ -80,7 +80,7 @@ class PlainOptimizer:
 
     def restore(self) -> None:
         optimizer = self._optimizer
-        tracked = hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+        tracked = hasattr(vars(optimizer).get("step"), seams.TRACKED)
         if type(optimizer) is not self._kind and tracked:
             become(optimizer, self._kind)  # a scheduler has wrapped the strategy's step()
         optimizer.__class__ = self._kind

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
+from fleetx.base import seams
+from fleetx.base.seams import find_tensors
 from fleetx.base.trees import as_real
 from fleetx.comm import peers
 from fleetx.comm.world import World, listed
@@ -161,13 +162,13 @@ class Reducer(LateReducer):
 
     def active(self) -> AbstractContextManager[Any]:
         """While the forward runs, have torch.compile split its graph at the buckets, to keep the overlap."""
-        return self.ddp._inside_ddp_forward()
+        return seams.inside_ddp_forward(self.ddp)
 
     def after_forward(self, out: Any, *, communicate: bool) -> Any:
         """Prepare here, as DDP does: backward may reach parameters before it reaches the model's output."""
         if communicate and self._restores is None:
-            self._prepare(list(_find_tensors(out)))
-        return self.ddp._post_forward(out) if self._finds_unused else out
+            self._prepare(list(find_tensors(out)))
+        return seams.post_forward(self.ddp, out) if self._finds_unused else out
 
     def begin_backward(self) -> None:
         """This backward communicates. The forward prepared for one; a second backward is prepared here."""
@@ -183,7 +184,7 @@ class Reducer(LateReducer):
         self._prepared = False
         if not self._rebuilt and not self._finds_unused:  # with it, DDP never does
             # Queued from a callback, so that it runs after the callback in which DDP finishes its reduction.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue = seams.backward_engine.queue_callback
             queue(lambda: queue(self._rebuild))
 
     def _rebuild(self) -> None:
@@ -192,13 +193,13 @@ class Reducer(LateReducer):
         The ranks communicate for this. DDP does it in the next forward, which one rank alone may call.
         """
         try:
-            self.ddp._check_reducer_finalized()
+            seams.check_reducer_finalized(self.ddp)
         except RuntimeError:
             return  # `check_finished` tells
-        if self.ddp.reducer._rebuild_buckets():
+        if seams.rebuild_buckets(self.ddp.reducer):
             self._rebuilt = True
-            if not any(self.ddp._build_params_for_reducer()[1]):  # torch does not tell the buckets of sparse gradients
-                buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
+            if not any(seams.build_params(self.ddp)[1]):  # torch does not tell the buckets of sparse gradients
+                buckets = seams.zero_buckets(self.ddp.reducer)
                 params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
                 self.order = [self._names[p] for p in params]
             self._moved()
@@ -215,7 +216,7 @@ class Reducer(LateReducer):
         if self._restores is None:
             return
         (self.order,), self._restores = self._restores, None
-        params, sparse = self.ddp._build_params_for_reducer()
+        params, sparse = seams.build_params(self.ddp)
         grads = [p.grad for p in params]
         for p in params:
             p.grad = None  # a new bucket would take the place of gradients that wait in a merge window
@@ -224,14 +225,14 @@ class Reducer(LateReducer):
             place = {name: i for i, name in enumerate(self.order)}
             pairs = sorted(zip(params, sparse, strict=True), key=lambda pair: place[self._names[pair[0]]])
             params, sparse = [p for p, _ in pairs], [s for _, s in pairs]
-        self.ddp._ddp_init_helper(params, sparse, self.ddp._build_debug_param_to_name_mapping(params), False)
+        seams.ddp_init_helper(self.ddp, params, sparse, seams.build_names(self.ddp, params), False)
         if self._on_bucket is not None:
-            self.ddp._comm_hooks.clear()
+            seams.comm_hooks(self.ddp).clear()
             self.ddp.register_comm_hook(None, self._on_bucket)
         self._prepared, self._rebuilt = False, self.order is not None
         if self._rebuilt:
-            self.ddp.reducer._push_all_rebuilt_params()
-            self.ddp.reducer._rebuild_buckets()
+            seams.push_rebuilt(self.ddp.reducer)
+            seams.rebuild_buckets(self.ddp.reducer)
         for p, grad in zip(given, grads, strict=True):
             p.grad = grad
 
@@ -253,7 +254,7 @@ class Reducer(LateReducer):
     def _prepare(self, outputs: list[Tensor]) -> None:
         self._follow()
         with _in_plain_words():
-            self.ddp._check_reducer_finalized()
+            seams.check_reducer_finalized(self.ddp)
             self.ddp.reducer.prepare_for_forward()
             self.ddp.reducer.prepare_for_backward(outputs if self._finds_unused else [])
         self._prepared = True
@@ -261,7 +262,7 @@ class Reducer(LateReducer):
     def check_finished(self, places: Places) -> None:
         """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
         try:
-            self.ddp._check_reducer_finalized()
+            seams.check_reducer_finalized(self.ddp)
         except RuntimeError as error:
             places.check(every=True)
             unused = [name for p, name in self._names.items() if p.requires_grad and p.grad is None]
@@ -297,15 +298,12 @@ def _one_trained(params: Iterable[nn.Parameter]) -> Iterator[None]:
 @contextmanager
 def _without_buffers(model: nn.Module) -> Iterator[None]:
     """Keep DDP from sending buffers when it is made: `engine.buffers` does it, also where elements share memory."""
-    before = getattr(model, _IGNORED, None)
-    setattr(model, _IGNORED, {*(before or ()), *(name for name, _ in model.named_buffers())})
+    before = getattr(model, seams.UNSENT, None)
+    setattr(model, seams.UNSENT, {*(before or ()), *(name for name, _ in model.named_buffers())})
     try:
         yield
     finally:
-        delattr(model, _IGNORED) if before is None else setattr(model, _IGNORED, before)
-
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
+        delattr(model, seams.UNSENT) if before is None else setattr(model, seams.UNSENT, before)
 
 
 def _as_parameters(buffer: Tensor, params: list[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,15 @@ from fleetx.engine.loss_weights import LossWeights
 from fleetx.strategy.compose import Plan
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """A reason to withhold the update. It stays on the device: reading it makes the host wait."""
+
+    found: Tensor  # one element; not zero: withhold the update
+    everywhere: bool  # may the ranks see different gradients, so that all must be asked?
+    then: Callable[[bool], None]  # learns the answer
+
+
 @dataclass
 class Step:
     """What has happened since the last optimizer.step(). The engine makes a new one after each step."""
@@ -36,6 +45,7 @@ class Step:
     collected: int = 0  # merged steps in the gradients that are being reduced outside a backward
     loss: Tensor | None = None  # of this step, or of the last one, where it could be seen
     inputs: Any = None  # of the forward that is running
+    doubts: list[Doubt] = field(default_factory=list)  # what GRADIENT found; read together, after the last act
 
     def next(self) -> Step:
         return Step(loss=self.loss)

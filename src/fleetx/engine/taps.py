@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.base import seams
+
 Call = Callable[[Tensor], Tensor]
 
 
@@ -40,11 +42,11 @@ def reaches(params: Iterable[Tensor]) -> bool | None:
 
     None: it is torch.autograd.grad for parameters, which returns their gradients and leaves p.grad alone.
     """
-    if torch._C._are_functorch_transforms_active():
+    if seams.in_functorch():
         return False
     edges = (torch.autograd.graph.get_gradient_edge(p) for p in params if p.requires_grad)
     try:
-        return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+        return any(seams.will_execute(edge.node) for edge in edges)
     except RuntimeError as error:
         if "autograd.grad()" not in str(error):
             raise

@@ -11,6 +11,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from fleetx.base import seams
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler prints two lines per run
 Call = Callable[[], Any]
 _MARK = "fleetx memory "
@@ -26,7 +28,7 @@ def peaks(calls: Sequence[Callable[[], Call]], device: torch.device) -> list[int
     """The peak of each call. Each item prepares its inputs and returns the call to measure, whose result is dropped."""
     if device.type == "cuda":
         return [_peak_on_cuda(prepare(), device) for prepare in calls]
-    if torch._C._autograd._profiler_enabled():  # starting a second profiler would end the user's
+    if seams.profiler_enabled():  # starting a second profiler would end the user's
         log.warning("a profiler is running, so scratch memory of operations is not measured: predictions may be low")
         return [0] * len(calls)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:

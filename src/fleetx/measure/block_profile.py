@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
+from fleetx.base import seams
 from fleetx.base.module_names import named_modules
 from fleetx.base.trees import map_tensors, tensors_of, without_caches
 from fleetx.base.wrapping import Layer, unwrap, wrap
@@ -117,16 +117,17 @@ def _record(fake: FakeStep) -> ModuleCall:
     """Run a forward without data, and record which modules are called and what they save."""
     root = ModuleCall("", fake.model)
     stack = [root]
-    seen = {p.untyped_storage()._cdata for p in itertools.chain(fake.model.parameters(), fake.model.buffers())}
+    held = itertools.chain(fake.model.parameters(), fake.model.buffers())
+    seen = {seams.storage_id(t.untyped_storage()) for t in held}
     outputs: dict[int, tuple[Tensor, int]] = {}  # by id, of all calls so far, with their versions
     order = itertools.count()
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if seams.storage_id(storage) not in seen:
+            seen.add(seams.storage_id(storage))
             stack[-1].own_saved += storage.nbytes()
-            stack[-1].storages[storage._cdata] = storage.nbytes()
+            stack[-1].storages[seams.storage_id(storage)] = storage.nbytes()
         return t
 
     def around(name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -136,20 +137,20 @@ def _record(fake: FakeStep) -> ModuleCall:
             return out
         args, kwargs = without_caches(args, kwargs)
         given = tensors_of((args, kwargs))
-        versions = [t._version for t in given]
+        versions = [seams.version(t) for t in given]
         call = ModuleCall(name, module, args=args, kwargs=kwargs)
         computed = [t for t in given if t.grad_fn is not None]
         call.sources = {(t.grad_fn, t.output_nr) for t in computed if t.grad_fn is not None}
-        call.loose = bytes_of(t for t in computed if outputs.get(id(t), (t, -1))[1] != t._version)
+        call.loose = bytes_of(t for t in computed if outputs.get(id(t), (t, -1))[1] != seams.version(t))
         stack[-1].inside.append(call)
         stack.append(call)
-        op, position = _get_sequence_nr(), next(order)
+        op, position = seams.sequence_number(), next(order)
         out = inner(*args, **kwargs)
-        call.ops, call.order = (op, _get_sequence_nr()), (position, next(order))
+        call.ops, call.order = (op, seams.sequence_number()), (position, next(order))
         stack.pop()
         call.outputs = tensors_of(out)
-        call.in_place = versions != [t._version for t in given]
-        outputs.update({id(t): (t, t._version) for t in call.outputs})
+        call.in_place = versions != [seams.version(t) for t in given]
+        outputs.update({id(t): (t, seams.version(t)) for t in call.outputs})
         return out
 
     for name, module in named_modules(fake.model):
@@ -217,7 +218,7 @@ def _profile(calls: list[ModuleCall], fake: FakeStep, known: dict[Any, BlockCost
     for number, call in enumerate(calls):
         given = tensors_of((call.args, call.kwargs))
         reads = {id(t): (makers[id(t)], id(t), t.untyped_storage().nbytes()) for t in given if id(t) in makers}
-        inputs = {t.untyped_storage()._cdata for t in given}
+        inputs = {seams.storage_id(t.untyped_storage()) for t in given}
         saved = {storage: size for inner in walk(call) for storage, size in inner.storages.items()}
         if (key := _signature(call)) not in known:
             known[key] = _cost(call, fake, timed)

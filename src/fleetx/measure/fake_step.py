@@ -19,10 +19,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
+from fleetx.base import seams
+from fleetx.base.seams import FakeTensorMode, NormBase
 from fleetx.base.trees import loss_of, map_tensors, tensors_of
 from fleetx.comm.roles import Place
 from fleetx.comm.world import World
@@ -144,7 +144,7 @@ class FakeStep:
         fake: nn.Module = copy.deepcopy(model, self._fakes)
         for p in fake.parameters():
             p.grad = None
-        for norm in (m for m in fake.modules() if isinstance(m, _NormBase) and m.momentum is None):
+        for norm in (m for m in fake.modules() if isinstance(m, NormBase) and m.momentum is None):
             norm.momentum = 0.1  # a cumulative average divides by a count, which has no data here
         return without_hooks(fake)
 
@@ -259,6 +259,6 @@ def preserve_rng() -> Iterator[None]:
 def without_hooks(model: nn.Module) -> nn.Module:
     """Remove the user's hooks from a copy: they must only see training."""
     for module in model.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for name in seams.HOOKS:
             getattr(module, name).clear()
     return model

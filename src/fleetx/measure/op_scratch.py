@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from fleetx.base import seams
+from fleetx.base.seams import pytree
 from fleetx.measure import allocator
 
 Result = TypeVar("Result")
@@ -46,7 +47,7 @@ class OpScratch:
         self._missing: dict[Any, tuple[Any, Any, Any]] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> int:
-        if func.namespace != "aten" or not func._schema.name.removeprefix("aten::").startswith(_MEASURED):
+        if func.namespace != "aten" or not seams.schema(func).name.removeprefix("aten::").startswith(_MEASURED):
             return 0
         leaves = pytree.tree_leaves((args, kwargs))
         key = func, *(_Like(x).about if isinstance(x, Tensor) else repr(x) for x in leaves)

@@ -7,9 +7,9 @@ import platform
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fleetx.base.module_names import named_modules
+from fleetx.base.seams import pytree
 from fleetx.base.trees import tensors_of
 from fleetx.measure.fake_step import TrainingStep
 

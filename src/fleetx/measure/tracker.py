@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fleetx.base import seams
+from fleetx.base.seams import TorchDispatchMode, pytree
 
 Scratch = Callable[[Any, Any, Any], int]  # operation, args, kwargs -> its peak bytes, apart from its inputs
 
@@ -35,7 +36,7 @@ class Tracker(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = seams.storage_id(storage)
         if key in self._known:
             return
         size = storage.nbytes()
@@ -55,4 +56,4 @@ class Tracker(TorchDispatchMode):
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Total bytes, each storage counted once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({seams.storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())

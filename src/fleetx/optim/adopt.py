@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.errors import NOT_BUILT
 from fleetx.optim import native
 from fleetx.optim.layerwise import Group, Layerwise
@@ -53,7 +54,7 @@ def adoption_problems(
         if any(group.get(option) for group in groups):
             yield f"{part} with {option} {NOT_BUILT}: pass {option}=False to {name}"
     patched = vars(optimizer).get("step")
-    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+    if patched is not None and not hasattr(patched, seams.TRACKED):
         yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"
 
 
@@ -73,10 +74,10 @@ def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[Group],
 
 def become(optimizer: Optimizer, kind: type[Optimizer]) -> Any:
     """Change the class of an optimizer, and so its step()."""
-    tracked = getattr(vars(optimizer).pop("step", None), "_wrapped_by_lr_sched", False)
-    vars(optimizer).pop("_step_supports_amp_scaling", None)  # fused optimizers unscale the gradients themselves
+    tracked = getattr(vars(optimizer).pop("step", None), seams.TRACKED, False)
+    vars(optimizer).pop(seams.SCALES_ITSELF, None)  # fused optimizers unscale the gradients themselves
     optimizer.__class__ = kind
-    optimizer._patch_step_function()  # torch wraps step() when the first object of a class is made
+    seams.patch_step_function(optimizer)  # torch wraps step() when the first object of a class is made
     if tracked:
         _track(optimizer)
     return optimizer
@@ -89,10 +90,10 @@ def _track(optimizer: Any) -> None:
     @wraps(call)
     def step(*args: Any, **kwargs: Any) -> Any:
         adopted: Any = reference()
-        adopted._opt_called = True
+        setattr(adopted, seams.CALLED, True)
         return call(adopted, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    setattr(step, seams.TRACKED, True)
     optimizer.step = step
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fleetx.base import seams
 from fleetx.optim import foreach, native
 from fleetx.optim.foreach import Reduce, is_plain
 
@@ -68,7 +69,7 @@ def _same_layout(tensors: tuple[Tensor, ...]) -> bool:
     return _dense(p) and all(
         type(t) in (Tensor, Parameter)  # in a subclass, a lazy negation or a zero tensor, memory is not the value
         and not t.is_neg()
-        and not t._is_zerotensor()
+        and not seams.is_zerotensor(t)
         and (t.dtype, t.device, t.shape, t.stride()) == (p.dtype, p.device, p.shape, p.stride())
         for t in tensors
     )

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from fleetx.base import seams
+
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Reduce = Callable[[Tensor], None]
 
@@ -52,19 +54,19 @@ def lars(
         if blocks.plain and momentum and not nesterov and rates.min() >= _SMALLEST_RATE:
             # SGD computes v = momentum v + (1 - dampening) (g + decay p), which is LARS if dampening is 1 - rate.
             for p, g, v, i, rate in zip(ps, gs, vs, positions, rates.tolist(), strict=True):
-                torch._fused_sgd_(
+                seams.fused_sgd_(
                     [p], [g], [v], lr=1.0, momentum=momentum, dampening=1 - rate, weight_decay=decays[i],
                     nesterov=False, maximize=maximize, is_first_step=False,
                 )  # fmt: skip
             return
         ds = blocks.copies(0, ps, vs)
-        torch._foreach_mul_(ds, [decays[i] for i in positions])
-        torch._foreach_add_(ds, _like(gs, ds), alpha=-1.0 if maximize else 1.0)
-        torch._foreach_mul_(ds, _like(rates.unbind(), ds))
-        torch._foreach_mul_(vs, momentum)
-        torch._foreach_add_(vs, ds)
+        seams.foreach_mul_(ds, [decays[i] for i in positions])
+        seams.foreach_add_(ds, _like(gs, ds), alpha=-1.0 if maximize else 1.0)
+        seams.foreach_mul_(ds, _like(rates.unbind(), ds))
+        seams.foreach_mul_(vs, momentum)
+        seams.foreach_add_(vs, ds)
         if nesterov:
-            torch._foreach_add_(ds, vs, alpha=momentum)
+            seams.foreach_add_(ds, vs, alpha=momentum)
         _subtract(ps, ds if nesterov else vs)
 
     blocks.run(first, rates, second, reduce)
@@ -92,29 +94,29 @@ def lamb(
         if blocks.plain:
             # AdamW with lr=1 subtracts Adam's direction from what it is given: -decay p becomes -u.
             us = blocks.copies(0, ps, ms)
-            torch._foreach_mul_(us, [-decays[i] for i in positions])
-            torch._fused_adamw_(
+            seams.foreach_mul_(us, [-decays[i] for i in positions])
+            seams.fused_adamw_(
                 us, gs, ms, vs, [], [torch.tensor(steps[i]) for i in positions], lr=1.0, beta1=beta1, beta2=beta2,
                 weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=maximize,
             )  # fmt: skip
         else:
             gs = _like(gs, ms)
-            torch._foreach_mul_(ms, beta1)
-            torch._foreach_add_(ms, gs, alpha=(-1.0 if maximize else 1.0) * (1 - beta1))
-            torch._foreach_mul_(vs, beta2)
-            torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+            seams.foreach_mul_(ms, beta1)
+            seams.foreach_add_(ms, gs, alpha=(-1.0 if maximize else 1.0) * (1 - beta1))
+            seams.foreach_mul_(vs, beta2)
+            seams.foreach_addcmul_(vs, gs, gs, 1 - beta2)
             us = negated(positions, ps, ms, vs)
         return blocks.squares(ps, us), us
 
     def negated(positions: range, ps: Tensors, ms: Tensors, vs: Tensors) -> Tensors:
         """-u, from the new moments."""
         roots = blocks.copies(1, vs, vs)
-        torch._foreach_div_(roots, [1 - beta2 ** steps[i] for i in positions])
-        torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, epsilon)
+        seams.foreach_div_(roots, [1 - beta2 ** steps[i] for i in positions])
+        seams.foreach_sqrt_(roots)
+        seams.foreach_add_(roots, epsilon)
         us = blocks.copies(0, ps, ms)
-        torch._foreach_mul_(us, [-decays[i] for i in positions])
-        torch._foreach_addcdiv_(us, ms, roots, [-1 / (1 - beta1 ** steps[i]) for i in positions])
+        seams.foreach_mul_(us, [-decays[i] for i in positions])
+        seams.foreach_addcdiv_(us, ms, roots, [-1 / (1 - beta1 ** steps[i]) for i in positions])
         return us
 
     def rates(positions: range, squares: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ def lamb(
         positions: range, rates: Tensor, kept: Tensors | None, ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors
     ) -> None:
         us = negated(positions, ps, ms, vs) if kept is None else kept
-        torch._foreach_mul_(us, _like(rates.unbind(), us))
+        seams.foreach_mul_(us, _like(rates.unbind(), us))
         _subtract(ps, us)
 
     blocks.run(first, rates, second, reduce)
@@ -201,7 +203,7 @@ class _Blocks:
             copies: Tensors = self._memory[key][: sum(sizes)].split(sizes)
         else:
             copies = [torch.empty_like(t, dtype=other.dtype) for t, other in zip(tensors, like, strict=True)]
-        torch._foreach_copy_(copies, tensors)
+        seams.foreach_copy_(copies, tensors)
         return copies
 
     def squares(self, *lists: Tensors) -> Tensor:
@@ -212,7 +214,7 @@ class _Blocks:
             # fp64 is slow on accelerators, so there it is only used for fp64 parameters.
             exact = lists[0][0].device.type == "cpu" or lists[0][0].dtype is torch.float64
             dtype = torch.float64 if exact else torch.float32
-            columns = [torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square() for tensors in lists]
+            columns = [torch.stack(seams.foreach_norm(tensors, 2, dtype=dtype)).double().square() for tensors in lists]
         return torch.stack(columns, dim=1)
 
 
@@ -222,7 +224,7 @@ def is_plain(tensors: tuple[Tensor, ...]) -> bool:
     for t in tensors:
         if (type(t) is not Tensor and type(t) is not Parameter) or t.dtype is not torch.float32 or not t.is_cpu:
             return False
-        if not t.is_contiguous() or t.numel() != n or t.is_neg() or t._is_zerotensor():
+        if not t.is_contiguous() or t.numel() != n or t.is_neg() or seams.is_zerotensor(t):
             return False
     return True
 
@@ -241,6 +243,6 @@ def _like(tensors: Tensors, others: Tensors) -> Tensors:
 def _subtract(params: Tensors, steps: Tensors) -> None:
     """Rounds only the result, if the parameters are narrower than the steps."""
     if params[0].dtype is steps[0].dtype:
-        torch._foreach_sub_(params, steps)
+        seams.foreach_sub_(params, steps)
     else:
-        torch._foreach_copy_(params, torch._foreach_sub(_like(params, steps), steps))
+        seams.foreach_copy_(params, seams.foreach_sub(_like(params, steps), steps))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fleetx.base import seams
 from fleetx.optim.adam import adamw_update
 from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
@@ -64,7 +65,7 @@ class Lamb(Layerwise):
         if not group["adapt"]:
             return adamw_update(self, group, params, decays)
         steps = [self._step(p) for p in params]
-        torch._foreach_add_(steps, 1.0)
+        seams.foreach_add_(steps, 1.0)
         firsts = [accumulated(self.state[p], "exp_avg", p) for p in params]
         seconds = [accumulated(self.state[p], "exp_avg_sq", p) for p in params]
         numbers = [step.item() for step in steps]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Size, Tensor, nn
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.optim.adam import adamw_update
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
@@ -105,7 +105,7 @@ class Muon(Layerwise):
         grads = [_local(g, like=p).to(m.dtype) for g, p, m in zip(gradients(params), params, moments, strict=True)]
         if group["maximize"]:
             grads = [-g for g in grads]
-        torch._foreach_lerp_(moments, grads, 1 - momentum)
+        seams.foreach_lerp_(moments, grads, 1 - momentum)
 
         def direction(i: int) -> Tensor:
             return grads[i].lerp(moments[i], momentum) if group["nesterov"] else moments[i]
@@ -149,7 +149,7 @@ def adamw_names(model: nn.Module) -> list[str]:
     return sorted({plain_name(name) for name, p in model.named_parameters() if p in set(_kept(model))})
 
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, seams.NormBase)
 
 
 def _kept(model: nn.Module) -> Iterator[nn.Parameter]:

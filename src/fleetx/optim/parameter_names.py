@@ -12,12 +12,13 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 
 # Paddle's functions call the layer `fc` and its classes `linear`: accept both.
 _KINDS: list[tuple[type[nn.Module], tuple[str, ...]]] = [
-    (nn.modules.batchnorm._BatchNorm, ("batch_norm",)),
-    (nn.modules.instancenorm._InstanceNorm, ("instance_norm",)),
+    (seams.BatchNormBase, ("batch_norm",)),
+    (seams.InstanceNormBase, ("instance_norm",)),
     (nn.LayerNorm, ("layer_norm",)),
     (nn.GroupNorm, ("group_norm",)),
     (nn.Linear, ("linear", "fc")),

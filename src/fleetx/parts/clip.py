@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
@@ -48,7 +48,7 @@ class Clip(Part):
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         # A tensor, not a float, so that the host does not wait for the device.
         if all(g.device == factor.device for g in grads):
-            torch._foreach_mul_(grads, factor)
+            seams.foreach_mul_(grads, factor)
         else:
             for g in grads:
                 g.mul_(factor.to(g.device))

@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
@@ -63,4 +63,4 @@ class GradientMerge(Part):
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=lambda self: self.k_steps > 1 and self.avg)
     def mean(self, grads: list[Tensor], ctx: StepContext) -> None:
         """divide the summed gradient by the number of merged steps"""
-        torch._foreach_div_(grads, ctx.divisor)
+        seams.foreach_div_(grads, ctx.divisor)

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.module_names import named_modules
+from fleetx.base.seams import BatchNormBase, is_fake
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
@@ -35,7 +35,7 @@ class SyncBatchNorm(Part):
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         for name, module in _norms(model):
-            if type(module).forward is not _BatchNorm.forward:
+            if type(module).forward is not BatchNormBase.forward:
                 yield (
                     f"sync_batch_norm with {name!r} {NOT_BUILT}: {type(module).__name__} has its own forward. Use a "
                     "BatchNorm of torch.nn there, or turn sync_batch_norm off"
@@ -54,16 +54,16 @@ class SyncBatchNorm(Part):
         return model
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    return ((name, module) for name, module in named_modules(model) if isinstance(module, _BatchNorm))
+def _norms(model: nn.Module) -> Iterator[tuple[str, BatchNormBase]]:
+    return ((name, module) for name, module in named_modules(model) if isinstance(module, BatchNormBase))
 
 
 def _synchronized(world: World, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    assert isinstance(module, _BatchNorm)
+    assert isinstance(module, BatchNormBase)
     if not module.training:  # evaluation never communicates, even without running statistics
         return inner(*args, **kwargs)
     (x,) = args or kwargs.values()
-    module._check_input_dim(x)
+    seams.check_input_dim(module, x)
     y, mean, var, count = _Normalize.apply(x, module.weight, module.bias, module.eps, world)
     if module.track_running_stats:
         _track(module, mean, var, count)
@@ -71,7 +71,7 @@ def _synchronized(world: World, module: nn.Module, inner: Callable[..., Any], ar
 
 
 @torch.no_grad()
-def _track(module: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+def _track(module: BatchNormBase, mean: Tensor, var: Tensor, count: Tensor) -> None:
     """Update the running statistics like BatchNorm, with the unbiased variance."""
     assert module.num_batches_tracked is not None
     assert module.running_mean is not None

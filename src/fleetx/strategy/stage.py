@@ -11,7 +11,8 @@ what it returns:
                                                            leaves through the inputs is divided by it again
     GATE       each optimizer.step(): does it update?      number of steps in this window -> bool
     REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer
-    GRADIENT   the gate is open, before the update         list of gradients -> False withholds the update
+    GRADIENT   the gate is open, before the update         list of gradients -> None; `ctx.withhold_if` for a reason
+                                                           not to update
     UPDATE     once, at set-up                             optimizer -> optimizer
     PARAMETER  after each round                            list of parameters -> None
     SCHEDULE   replaces forward and backward               StepInput -> loss

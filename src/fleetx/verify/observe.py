@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from fleetx.base.seams import TorchDispatchMode, pytree
 
 FIRST = 3  # the step from which on quantities count: a strategy may stop acting after the first
 
@@ -55,7 +55,7 @@ class _Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.total += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            self.total += sum(t.nbytes for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
+from fleetx.base.seams import BatchNormBase, DropoutBase
 from fleetx.errors import FleetxError, UsageError
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import every, switch_of
@@ -86,7 +85,7 @@ def _try(where: str, made: Made, size: int) -> None:
         loss.backward()
     except Exception as error:
         raise UsageError(f"--model {where}: loss_fn(model(x), y) and its backward raised {_told(error)}") from error
-    if drops := [name for name, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p and m.training]:
+    if drops := [name for name, m in model.named_modules() if isinstance(m, DropoutBase) and m.p and m.training]:
         raise UsageError(
             f"--model {where}: dropout ({', '.join(drops[:3])}) draws other random numbers on each rank, so the result "
             "cannot be compared: return the model with p=0 there"
@@ -196,7 +195,7 @@ def _numbers(
 def _why(made: Made, settings: Settings, replicas: int) -> str:
     """Why training on shares of the batch is not training on all of it."""
     model, x, *_ = made
-    norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    norms = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]
     if norms and ("sync_batch_norm" not in settings or "pipeline" in settings):
         micro = "micro-batch" if "pipeline" in settings else "share"
         way_out = "" if "sync_batch_norm" in settings else ": turn sync_batch_norm on"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import __version__
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import random_states, tree
@@ -151,10 +152,9 @@ def piece(t: Tensor) -> Piece:
 
 def _offsets(t: Any) -> list[int]:
     """Where the part of a DTensor that this rank holds begins."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    if tuple(shape) != tuple(t._local_tensor.shape):
+    shape, offsets = seams.offsets(t.shape, t.device_mesh, t.placements)
+    if tuple(shape) != tuple(seams.local_tensor(t).shape):
         raise UsageError(f"fleet.save cannot write a tensor that is divided as {t.placements}")
     return list(offsets)
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
+from fleetx.base import seams
 from fleetx.base.module_names import has_forward, named_modules, sparse_modules
+from fleetx.base.seams import BatchNormBase, reparametrize_module
 from fleetx.base.suggest import did_you_mean
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
@@ -117,7 +117,7 @@ class AMP(Part):
                     hint = "" if name in known else did_you_mean(name, known, most=3)
                     problem = f"amp_configs[{key!r}]: {name!r} is not a module of the model, and {reason}"
                     yield ": ".join(filter(None, [problem, hint]))
-        if self._operations(modules) and isinstance(model, torch._dynamo.OptimizedModule):
+        if self._operations(modules) and isinstance(model, seams.OptimizedModule):
             yield (
                 "amp_configs: operations in the custom lists do not affect the backward of a compiled model: "
                 "list modules instead"
@@ -180,24 +180,23 @@ class AMP(Part):
         return ctx.state["scale"]
 
     @at(Stage.GRADIENT, needs={Fact.SCALED}, ends={Fact.SCALED}, when=_scales)
-    def unscale(self, grads: list[Tensor], ctx: StepContext) -> bool:
+    def unscale(self, grads: list[Tensor], ctx: StepContext) -> None:
         """divide by the loss scale; skip the update on every rank if any value overflowed on any rank"""
-        state = ctx.state
         overflows = torch.zeros(1, device=ctx.device)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for g in grads:
             groups[g.device, g.dtype].append(g)
         for (device, _), group in groups.items():
             found = torch.zeros(1, device=device)
-            factor = torch.full((1,), 1.0 / state["scale"], device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+            factor = torch.full((1,), 1.0 / ctx.state["scale"], device=device)
+            seams.unscale_(group, found, factor)
             overflows += found.to(overflows.device)
-        finite = not ctx.anywhere(overflows)
-        if self.use_dynamic_loss_scaling:
-            self._adapt(state, finite)
-        return finite
+        ctx.withhold_if(overflows, functools.partial(self._adapt, ctx.state))
 
-    def _adapt(self, state: dict[str, Any], finite: bool) -> None:
+    def _adapt(self, state: dict[str, Any], overflowed: bool) -> None:
+        if not self.use_dynamic_loss_scaling:
+            return
+        finite = not overflowed
         state["good"], state["bad"] = (state["good"] + 1, 0) if finite else (0, state["bad"] + 1)
         if state["good"] == self.incr_every_n_steps:
             grown = _float32(state["scale"] * self.incr_ratio)
@@ -237,6 +236,6 @@ def _in_half(
         return inner(*args, **kwargs)
     args, kwargs = op_lists.to_dtype((args, kwargs), half)
     # BatchNorm accepts half-precision inputs together with float32 parameters and statistics.
-    params = {} if isinstance(module, _BatchNorm) else {name: p.to(half) for name, p in module.named_parameters()}
-    with torch.autocast(device, enabled=False), _reparametrize_module(module, params):
+    params = {} if isinstance(module, BatchNormBase) else {name: p.to(half) for name, p in module.named_parameters()}
+    with torch.autocast(device, enabled=False), reparametrize_module(module, params):
         return inner(*args, **kwargs)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from fleetx.base import seams
 
 # Paddle's names of operations, where they differ from PyTorch's.
 PADDLE_OPERATIONS = {
@@ -65,9 +66,9 @@ def unsupported(name: str) -> str:
         return AMBIGUOUS[name]
     name = torch_names(name)[0]
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, seams.OpOverloadPacket):
         return "not an operation of torch: name one or the other"
-    if name in UPDATES_BUFFERS or any(o._schema.is_mutable for o in _overloads(packet)):
+    if name in UPDATES_BUFFERS or any(seams.schema(o).is_mutable for o in _overloads(packet)):
         return "changes its arguments in place, which a cast would lose: list the module instead"
     return ""
 
@@ -82,14 +83,15 @@ def override(names: Collection[str], device: torch.device) -> None:
             _overridden.add((name, key))
 
 
-def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+def _overloads(packet: Any) -> list[Any]:
     """Overloads that the dispatcher knows (TorchScript has more), without the `out` variants."""
     found = [getattr(packet, o) for o in packet.overloads() if "out" not in o]
-    return [o for o in found if torch._C._dispatch_has_kernel(_full_name(o))]
+    return [o for o in found if seams.has_kernel(_full_name(o))]
 
 
-def _full_name(op: torch._ops.OpOverload) -> str:
-    return f"{op._schema.name}.{op._overloadname}" if op._overloadname != "default" else op._schema.name
+def _full_name(op: Any) -> str:
+    name, overload = seams.schema(op).name, seams.overload_name(op)
+    return name if overload == "default" else f"{name}.{overload}"
 
 
 @contextmanager
@@ -105,18 +107,18 @@ def active(white: Collection[str], black: Collection[str], half: torch.dtype) ->
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Cast the float32, float16 and bfloat16 tensors in a nested structure. Leave everything else unchanged."""
     kinds = (torch.float32, torch.float16, torch.bfloat16)
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in kinds else t, value)
+    return seams.pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in kinds else t, value)
 
 
-def _override(op: torch._ops.OpOverload, name: str, key: str) -> None:
+def _override(op: Any, name: str, key: str) -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
     full = _full_name(op)
     before: Callable[..., Any] | None = None
-    if torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
+    if seams.has_kernel_for(full, key):
         before = torch.library.get_kernel(full, key).call_boxed
-    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    below = seams.DispatchKeySet(getattr(seams.DispatchKey, key))
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         lists = _active[-1] if _active else None
@@ -125,7 +127,7 @@ def _override(op: torch._ops.OpOverload, name: str, key: str) -> None:
             args, kwargs = to_dtype((args, kwargs), dtype)
         elif before is not None:
             return before(keys, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(below):
+        with seams.ExcludeDispatchKeyGuard(below):
             return op(*args, **kwargs)
 
     with warnings.catch_warnings():

@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from fleetx.base import seams
 from fleetx.base.trees import tensors_of
 from fleetx.measure.block_profile import BlockProfile, Edge, ModuleCall, profile, split, walk
 from fleetx.measure.fake_step import TrainingStep
@@ -96,7 +97,7 @@ def _crossed(root: ModuleCall, calls: list[ModuleCall]) -> Iterator[ModuleCall]:
         for edge in call.sources:
             readers.setdefault(edge, []).append(call)
     for node, edge in _edges(root.outputs):
-        read, made = node._sequence_nr(), edge[0]._sequence_nr()
+        read, made = seams.node_number(node), seams.node_number(edge[0])
         around = [call.ops[0] for call in readers.get(edge, ()) if call.ops[0] <= read < call.ops[1]]
         last = max(
             around, default=-1
@@ -113,7 +114,7 @@ def _edges(outputs: list[Tensor]) -> Iterator[tuple[Node, Edge]]:
     while waiting:
         node = waiting.pop()
         for before, number in node.next_functions:
-            if before is None or before._sequence_nr() >= LEAF or _is_cast(before):
+            if before is None or seams.node_number(before) >= LEAF or _is_cast(before):
                 continue
             yield node, (before, number)
             if before not in seen:
@@ -124,7 +125,7 @@ def _edges(outputs: list[Tensor]) -> Iterator[tuple[Node, Edge]]:
 def _is_cast(node: Node) -> bool:
     """Autocast caches the casts of parameters for all modules that read them."""
     sources = [before for before, _ in node.next_functions if before is not None]
-    return "ToCopy" in node.name() and all(before._sequence_nr() >= LEAF for before in sources)
+    return "ToCopy" in node.name() and all(seams.node_number(before) >= LEAF for before in sources)
 
 
 # --- tensors without one --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from fleetx.base import seams
 from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.context import SetupContext, StepInput
 from fleetx.errors import StrategyError, UsageError
@@ -216,7 +217,7 @@ def _no_checkpoints() -> Iterator[None]:
         )
 
     with (
-        patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", refuse),
+        patch.object(torch.utils.checkpoint, seams.CHECKPOINTS, refuse),
         patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", refuse),
     ):
         yield

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import named_modules, plain_name
+from fleetx.base.seams import reparametrize_module
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
@@ -96,7 +96,7 @@ def _stages(model: nn.Module, stage_map: StageMap) -> dict[nn.Parameter, set[int
 
 def copied_buffers(model: nn.Module) -> AbstractContextManager[Any]:
     """The model with copies of its buffers, for a forward that must not change them."""
-    return _reparametrize_module(model, {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False)})
+    return reparametrize_module(model, {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False)})
 
 
 def absent_names(model: nn.Module, stage_map: StageMap, mine: list[int]) -> Iterator[str]:

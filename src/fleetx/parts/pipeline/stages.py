@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.utils import _pytree as pytree
 
+from fleetx.base import seams
+from fleetx.base.seams import FakeTensor, pytree
 from fleetx.base.trees import map_tensors, tensors_of
 from fleetx.comm.world import World
 from fleetx.engine.context import StepInput
@@ -101,7 +101,7 @@ _ASSUMED = "stages that skip this module assume that it does the same every time
 def _to_send(t: Tensor) -> Tensor:
     """Dense, and not a view, which torch could not detach in place."""
     t = t.contiguous()
-    return t.clone() if t._is_view() or t.is_leaf else t
+    return t.clone() if seams.is_view(t) or t.is_leaf else t
 
 
 def _constants(value: Any) -> list[Any]:
@@ -180,8 +180,8 @@ class ScheduleRunner:
             stage.clear_runtime_states()
         numbers = [{"micro_batch": i} for i in range(self._number)]
         try:
-            self.schedule._step_microbatches(
-                [()] * self._number, numbers, [None] * self._number, None, return_outputs=False
+            seams.step_microbatches(
+                self.schedule, [()] * self._number, numbers, [None] * self._number, None, return_outputs=False
             )
         except RuntimeError as error:
             raise error.__cause__ or error from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from fleetx.base import seams
+
 Action = tuple[str, int, int]  # kind, stage, micro-batch
 _DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 _WIDTH = 36  # time units per line
@@ -12,12 +14,12 @@ _WIDTH = 36  # time units per line
 
 def draw(schedule: Any, ranks: int) -> Iterator[str]:
     """`F0`: forward of micro-batch 0, `B0`: its backward; I and W: backward for inputs and for weights only."""
-    name, number = type(schedule).__name__.removeprefix("Schedule"), schedule._n_microbatches
+    name, number = type(schedule).__name__.removeprefix("Schedule"), seams.n_microbatches(schedule)
     if name in ("1F1B", "GPipe"):  # torch's own list for 1F1B counts the forwards of the last stage from 1
         order = {rank: _single(name, rank, ranks, number) for rank in range(ranks)}
     else:
         order = {rank: [*_flat(schedule.pipeline_order[rank])] for rank in range(ranks)}
-    rows, end = _timed(order, schedule._num_stages)
+    rows, end = _timed(order, seams.num_stages(schedule))
     yield f"{name}, {number} micro-batches, if a backward takes as long as two forwards:"
     width = max((len(text) for row in rows.values() for _, _, text in row), default=2) + 1
     for rank, row in rows.items():

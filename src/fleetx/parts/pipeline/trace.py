@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 from fleetx.base.module_names import has_forward, named_modules
+from fleetx.base.seams import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    pytree,
+    reparametrize_module,
+)
 from fleetx.base.trees import map_tensors, tensors_of, without_caches
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.errors import StrategyError
@@ -259,4 +263,4 @@ def _without_data(module: nn.Module, mode: FakeTensorMode, device: torch.device)
 
     tensors = {n: fake(p) for n, p in module.named_parameters(remove_duplicate=False)}
     tensors |= {n: fake(b) for n, b in module.named_buffers(remove_duplicate=False)}
-    return _reparametrize_module(module, tensors)
+    return reparametrize_module(module, tensors)

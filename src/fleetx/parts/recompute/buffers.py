@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+
+from fleetx.base import seams
+from fleetx.base.seams import FakeTensor
 
 
 class Buffers:
@@ -26,10 +28,10 @@ class Buffers:
         known = self._changing.get(training)
         watched = before if known is None else {k: before[k] for k in known if k in before}
         values = {name: b.clone() for name, b in watched.items()}  # all of them once, then only those that change
-        state = {name: (id(b), b._version) for name, b in before.items()}
+        state = {name: (id(b), seams.version(b)) for name, b in before.items()}
         yield
         after = self._now()
-        new = {n for n, b in after.items() if (id(b), b._version) != state.get(n)}
+        new = {n for n, b in after.items() if (id(b), seams.version(b)) != state.get(n)}
         if known is None:  # batch norm writes its statistics without increasing their version
             new |= {n for n, value in values.items() if n in after and not _same(value, after[n])}
         owners = {n.rpartition(".")[0] for n in new}
@@ -41,25 +43,25 @@ class Buffers:
     def shielded(self, original: dict[str, Tensor]) -> Iterator[None]:
         """Around a later pass: it sees the buffers as the first pass did, and changes only copies."""
         owners = {owner: self._module.get_submodule(owner) for owner in {n.rpartition(".")[0] for n in original}}
-        current = [(m, dict(m._buffers)) for m in owners.values()]
+        current = [(m, dict(seams.buffers(m))) for m in owners.values()]
         for name, value in original.items():
             owner, _, key = name.rpartition(".")
-            owners[owner]._buffers[key] = value.clone()
+            seams.buffers(owners[owner])[key] = value.clone()
         try:
             yield
         finally:
             for module, buffers in current:
-                module._buffers.update(buffers)
+                seams.buffers(module).update(buffers)
 
     def versions(self) -> int:
         """Changes whenever a parameter is modified in place."""
         self._parameters = self._parameters or list(self._module.parameters())
-        return sum(p._version for p in self._parameters)
+        return sum(seams.version(p) for p in self._parameters)
 
     def _now(self) -> dict[str, Tensor]:
         """Like `named_buffers`, but without walking the modules in every forward."""
         self._modules = self._modules or list(self._module.named_modules())
-        buffers = ((f"{name}.{k}" if name else k, b) for name, m in self._modules for k, b in m._buffers.items())
+        buffers = ((f"{name}.{k}" if name else k, b) for name, m in self._modules for k, b in seams.buffers(m).items())
         return {name: b for name, b in buffers if b is not None}
 
 

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._mode_utils import no_dispatch
-from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame  # private, but pyproject pins torch 2.13
 
+from fleetx.base import seams
+from fleetx.base.seams import CheckpointFrame, checkpoint_hook, no_dispatch
 from fleetx.base.trees import map_tensors, tensors_of, without_caches
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.errors import UsageError
@@ -96,20 +96,20 @@ class Chain:
         if not begin and not self._open:
             return inner(*args, **kwargs)
         state = ReplayState(buffers, self._context, (args, kwargs), in_place=self._in_place.get(name, True))
-        given = [(t, t._version) for t in tensors_of((args, kwargs))]
+        given = [(t, seams.version(t)) for t in tensors_of((args, kwargs))]
         if hasattr(module, "unshard"):
             inner = partial(_gathered, module, inner)
         with state.first():
             out = _run(self._open, inner, args, kwargs, state, begin, end, self._offload)
-        if written := [t for t, version in given if t._version != version]:
+        if written := [t for t, version in given if seams.version(t) != version]:
             _check_memory_not_shared(name, written, [t for t, _ in given])
         self._in_place[name] = self._in_place.get(name, False) or bool(written)
         return out
 
 
 def _check_memory_not_shared(name: str, written: list[Tensor], given: list[Tensor]) -> None:
-    storages = [t.untyped_storage()._cdata for t in {id(t): t for t in given}.values()]
-    if any(storages.count(t.untyped_storage()._cdata) > 1 for t in written):
+    storages = [seams.storage_id(t.untyped_storage()) for t in {id(t): t for t in given}.values()]
+    if any(storages.count(seams.storage_id(t.untyped_storage())) > 1 for t in written):
         raise UsageError(
             f"recompute: {name!r} modifies an argument in place that shares memory with another argument, but a second "
             "pass would get them as separate tensors: pass copies, or keep this module out of the segments"
@@ -130,11 +130,11 @@ class ReplayState:
         self.in_place = in_place  # it may modify its inputs
         self._versions = buffers.versions()
         tensors = tensors_of(inputs)
-        self._device = torch_checkpoint._infer_device_type(*tensors)
-        self._autocasts = torch_checkpoint._get_autocast_kwargs(self._device)
+        self._device = seams.infer_device_type(*tensors)
+        self._autocasts = seams.autocast_kwargs(self._device)
         self._rng = _rng_state()
-        module = torch_checkpoint._get_device_module(self._device)
-        used = getattr(module, "_initialized", False)
+        module = seams.device_module(self._device)
+        used = getattr(module, seams.INITIALIZED, False)
         self._devices, self._device_rng = torch_checkpoint.get_device_states(*tensors) if used else ([], [])
         self._original: dict[str, Tensor] = {}
 
@@ -224,23 +224,23 @@ class _Segment:
     def _find(self, tensor: Tensor) -> _Returned | None:
         for call in reversed(range(len(self.returned))):
             for index, (ref, version) in enumerate(self.returned[call]):
-                if ref() is tensor and tensor._version == version:  # otherwise it was modified in place since
+                if ref() is tensor and seams.version(tensor) == version:  # otherwise it was modified in place since
                     return _Returned(call, index)
         return None
 
 
-class _Frame(_CheckpointFrame):
+class _Frame(CheckpointFrame):
     """torch's frame, which counts the saved tensors and returns them again. It may keep its inputs on the host."""
 
     def __init__(self, calls: list[_Call], offload: Offload | None):
-        super().__init__(partial(_run_again, calls), True, None, torch_checkpoint._default_meta_extractor)
+        super().__init__(partial(_run_again, calls), True, None, seams.default_meta_extractor)
         self._offloaded = offload.next_segment() if offload is not None else None
 
     def keep(self, tensor: Tensor) -> int:
         if self._offloaded:
             self.saved_args.append(self._offloaded.put(tensor))
         else:
-            self.saved_args.append(torch_checkpoint._make_saved_tensor(tensor, is_output=False))
+            self.saved_args.append(seams.make_saved_tensor(tensor, is_output=False))
         return len(self.saved_args) - 1
 
     def get_inputs(self) -> list[Any]:
@@ -260,10 +260,10 @@ def _run(
             inside = len(opened) - depth - 1
             # Recorded under the hooks of the outer segments: they recompute what an inner segment holds.
             segment.record(inner, args, kwargs, state, min(begin, inside), min(end, inside))
-            stack.enter_context(_checkpoint_hook(segment.frame))
+            stack.enter_context(checkpoint_hook(segment.frame))
         out = inner(*args, **kwargs)
     for segment in opened:
-        segment.returned.append([(weakref.ref(t), t._version) for t in tensors_of(out)])
+        segment.returned.append([(weakref.ref(t), seams.version(t)) for t in tensors_of(out)])
     for segment in opened[len(opened) - end :]:
         segment.frame.forward_completed = True
     del opened[len(opened) - end :]

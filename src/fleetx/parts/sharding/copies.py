@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from fleetx.base import seams
 from fleetx.errors import UsageError
 from fleetx.parts.sharding.segment import Segments
 from fleetx.parts.sharding.unshard import full_parameter, is_of_fsdp, remove_hooks, without_hooks_of_fsdp
@@ -36,8 +37,8 @@ def _copied(module: Any, memo: dict[Any, Any]) -> nn.Module:
     memo[_INSIDE] = True
     made = _plain(module, memo)
     del memo[_INSIDE]
-    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
-    group: Any = next(group for state in states for group in state._fsdp_param_groups)
+    states = [seams.fsdp_state(m) for m in module.modules() if isinstance(m, FSDPModule)]
+    group: Any = next(group for state in states for group in seams.param_groups(state))
     for part in made.modules():
         remove_hooks(part)
     pairs = zip(module.modules(), made.modules(), strict=True)

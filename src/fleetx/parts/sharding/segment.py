@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from fleetx.base import seams
+from fleetx.base.seams import FSDPParamGroup, FSDPState, TrainingState
 from fleetx.base.trees import map_tensors
 from fleetx.comm.world import World, listed
 from fleetx.engine.taps import tap
@@ -46,14 +45,14 @@ class Segment(FSDPParamGroup):
             self._to_sharded()  # no backward will come
             return
         for p in self.fsdp_params:
-            p._setattr_on_modules(p.sharded_param)
+            seams.set_on_modules(p, p.sharded_param)
         self._kept = True
 
     def unshard(self, async_op: bool = False) -> None:
         if self._kept and _in_backward():
             self._kept = False
             for p in self.fsdp_params:
-                p._setattr_on_modules(p._unsharded_param)
+                seams.set_on_modules(p, seams.unsharded(p))
         elif self._kept:
             self._to_sharded()  # a new forward: the shards may have changed
         with _ordinary_tensors():
@@ -69,7 +68,7 @@ class Segment(FSDPParamGroup):
 
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)
-        if self._state._state_ctx.iter_forward_root is self._state:  # its module was called alone
+        if seams.state_context(self._state).iter_forward_root is self._state:  # its module was called alone
             self.settle()
         return map_tensors(_own, output)
 
@@ -89,8 +88,8 @@ class Segment(FSDPParamGroup):
             if not self._finds_unused:
                 ranks = [rank for rank, yes in enumerate(by_rank.tolist()) if yes]
                 raise UsageError(
-                    f"{p._param_fqn!r} got a gradient only on {listed(ranks)}, but sharding reduces it on all ranks "
-                    "together: set strategy.find_unused_parameters = True"
+                    f"{seams.param_name(p)!r} got a gradient only on {listed(ranks)}, but sharding reduces it on all "
+                    "ranks together: set strategy.find_unused_parameters = True"
                 )
             if not _has_gradient(p):
                 p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
@@ -101,9 +100,9 @@ class Segments:
 
     def __init__(self, model: nn.Module, world: World | None = None, *, finds_unused: bool = False):
         self._model: Any = model
-        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-        self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]
-        owners = [state for state in states for _ in state._fsdp_param_groups]
+        states = [seams.fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups: list[Any] = [group for state in states for group in seams.param_groups(state)]
+        owners = [state for state in states for _ in seams.param_groups(state)]
         for group, state in zip(self._groups, owners, strict=True):
             group.__class__, group._state, group._world, group._finds_unused = Segment, state, world, finds_unused
 
@@ -112,7 +111,7 @@ class Segments:
         """Around each forward of the whole model."""
         yield
         _explain(sys.exception())
-        if self._model._get_fsdp_state()._training_state == TrainingState.FORWARD:  # it raised
+        if seams.training_state(seams.fsdp_state(self._model)) == TrainingState.FORWARD:  # it raised
             self._model.reset_iter_state()
         for group in self._groups:
             group.settle()
@@ -120,18 +119,18 @@ class Segments:
     def leaves(self) -> Iterator[Tensor]:
         """The full parameters, in which backward accumulates. They exist once they have been gathered."""
         params = (p for group in self._groups for p in group.fsdp_params)
-        return (p._unsharded_param for p in params if hasattr(p, "_unsharded_param"))
+        return (seams.unsharded(p) for p in params if hasattr(p, seams.UNSHARDED))
 
 
 def _has_gradient(p: Any) -> bool:
-    if not hasattr(p, "_unsharded_param"):
+    if not hasattr(p, seams.UNSHARDED):
         return False
     return p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None
 
 
 def _own(t: Tensor) -> Tensor:
     """An output that is no view: writing into a view would bypass the hook with which FSDP gathers in backward."""
-    return tap(t, lambda grad: grad) if t._base is not None else t
+    return tap(t, lambda grad: grad) if seams.base(t) is not None else t
 
 
 def _explain(error: BaseException | None) -> None:
@@ -144,7 +143,7 @@ def _explain(error: BaseException | None) -> None:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return seams.graph_task_id() != -1
 
 
 def _ordinary_tensors() -> ExitStack:

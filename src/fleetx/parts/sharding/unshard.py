@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base import seams
+
 _FSDP = "torch.distributed.fsdp"
 
 
@@ -28,10 +30,10 @@ class Unsharded:
                 module.reshard()
         full: dict[Any, nn.Parameter] = {}
         for module in self._model.modules():
-            for name, p in module._parameters.items():
+            for name, p in seams.parameters(module).items():
                 if p is not None and p not in full:
                     full[p] = full_parameter(p)
-                module._parameters[name] = None if p is None else full[p]
+                seams.parameters(module)[name] = None if p is None else full[p]
         for group in optimizer.param_groups:
             group["params"] = [full.get(p, p) for p in group["params"]]
         for old in list(optimizer.state):
