@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import ray
 from ray.train import RunConfig, ScalingConfig
@@ -18,7 +19,7 @@ def train(config):
 
 
 if __name__ == "__main__":
-    folder, script = sys.argv[1], open(sys.argv[2]).read()
+    folder, script = sys.argv[1], Path(sys.argv[2]).read_text()
     ray.init(num_cpus=2, include_dashboard=False, logging_level="error", _temp_dir=f"{folder}/ray")
     trainer = TorchTrainer(
         train,
