@@ -211,6 +211,16 @@ def test_with_fewer_ranks_the_merge_keeps_the_batch_and_no_sample_is_lost_or_rep
     assert len(after) % 4 == 0
 
 
+def test_the_newest_has_most_updates_even_if_its_steps_are_fewer(tmp_path):
+    """With shorter merge windows the same updates take fewer steps."""
+    train(tmp_path, {"gradient_merge": {"k_steps": 4}}, steps=8)
+    log = []
+    train(tmp_path, {"gradient_merge": {"k_steps": 2}}, steps=6, every=2, keep=1, log=log)
+    assert log == [4, 5]  # after two updates, which would have been four steps
+    assert names(tmp_path) == ["step-0000000006"]
+    assert fleet.latest(tmp_path).name == "step-0000000006"
+
+
 # --- numbers that go wrong ------------------------------------------------------------------------
 def quietly(job):
     @wraps(job)
