@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -67,7 +68,9 @@ class Engine(Windows):
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._session = current()
         checks = self._session.checks or Checks()
-        self._numbers = Numbers(checks, world=self.world, shared=not self._local())
+        self.restore: Callable[[str], None] | None = None  # set by `fleet.checkpoints`: go back, for this reason
+        self.updates_together = not self._local()  # do all ranks see the same gradient?
+        self._numbers = Numbers(checks, world=self.world, shared=self.updates_together)
         alone = self.layout.replica_group.size == 1 or self._local()
         self._compares = 0 if alone else checks.same_parameters  # every so many rounds
         self.handles: list[Any] = []  # of hooks, to remove them

@@ -7,7 +7,7 @@ arose. Under a float16 loss scale `amp` has seen it first: an overflow there is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +30,8 @@ class Checks:
     """What is checked during training. Pass it to `fleet.init(checks=...)`; the same on every rank."""
 
     on_nonfinite: Literal["skip", "stop", "restore", "ignore"] = "skip"
-    """If a gradient is not finite: skip the update, stop with an error, restore the last checkpoint, or do nothing."""
+    """If a gradient is not finite: skip the update, stop with an error, do nothing, or skip until `in_a_row` is reached
+    and then let `fleet.checkpoints` restore the last checkpoint after that step."""
     in_a_row: int = 10
     """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
     every_gradient: bool = False
@@ -43,10 +44,6 @@ class Checks:
             raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: must be 'skip', 'stop', 'restore' or 'ignore'")
         if self.in_a_row < 1 or self.same_parameters < 0:
             raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
-
-
-# Brings back the last good checkpoint of an engine. `fleet.checkpoints` sets it; without one there is none to restore.
-restore: Callable[[Any], None] | None = None
 
 
 class Numbers:
@@ -91,13 +88,11 @@ class Numbers:
                 warn(f"{text}. The update is skipped ({self._bad} in a row)")
             return
         if checks.on_nonfinite == "restore":
-            if restore is None:
-                raise NumbersError(
-                    f"{text}, for the {self._bad}th time in a row, and there is no checkpoint to restore"
-                )
-            warn(f"{text}, for the {self._bad}th time in a row: the last checkpoint is restored")
+            again = f"{text}, for the {self._bad}th time in a row"
+            if run.restore is None:
+                raise NumbersError(f"{again}, and there is no checkpoint to restore: use fleet.checkpoints")
             self._bad = 0
-            restore(run)
+            run.restore(again)
             return
         raise NumbersError(
             f"{text}, for the {self._bad}th time in a row. Lower the learning rate, look at the data of that rank, or "
