@@ -300,6 +300,29 @@ def test_models_that_are_compiled_later(ranks, declared):
     equals_one_process(ranks, declared, after=compiled)
 
 
+def moved(declared):
+    """As a Trainer does in every run."""
+    model, o = distributed(declared)
+    train(model.to(CPU).to("cpu:0").to(torch.float64).double().cpu(), o)
+    return whole(model)
+
+
+@every_strategy
+def test_a_model_may_be_moved_to_where_it_is(ranks, declared):
+    want = plain(declared, double, sgd)
+    for found in ranks.run(moved, declared):
+        torch.testing.assert_close(found, want, **SAME)
+
+
+def converted(declared):
+    distributed(declared)[0].float()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sharded_model_is_not_converted(ranks, stage):
+    is_an_error(ranks, "a sharded model cannot be moved or converted", converted, {"sharding": {"stage": stage}})
+
+
 # --- hooks ---------------------------------------------------------------------------------------------
 def doubled(module, grad_input, grad_output):
     return (grad_input[0] * 2,)

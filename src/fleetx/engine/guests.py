@@ -162,11 +162,11 @@ def check_known(model: nn.Module | None, names: Collection[nn.Parameter]) -> Non
     if new:
         raise UsageError(
             f"parameter {plain_name(new[0])!r} was added after fleet.distribute, so the strategy would not act on its "
-            f"gradient: {_BEFORE}"
+            f"gradient: {BEFORE}"
         )
 
 
-_BEFORE = (
+BEFORE = (
     "convert, wrap, extend or parametrize the model before fleet.distribute, or between fleet.release and another "
     "fleet.distribute"
 )
@@ -195,5 +195,5 @@ class Places:
                 continue
             raise UsageError(
                 f"parameter {plain_name(name)!r} {changed} after fleet.distribute, so the strategy would no longer act "
-                f"on its gradient: {_BEFORE}"
+                f"on its gradient: {BEFORE}"
             )
