@@ -35,7 +35,7 @@ from fleetx.engine.checks import check
 from fleetx.engine.context import Bucket, SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
-from fleetx.engine.guests import Measuring, Places, Scaler, check_not_wrapped, inner_optimizers
+from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
 from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
@@ -108,6 +108,8 @@ class Engine(Windows):
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
         settings = self.reducer_settings or {}
         self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
+        if self._watching or self.layout.reduced:
+            self.handles.append(Wrappers(self.names))
         if self._owns_grad:
             self.handles.append(Measuring(self.gradients))
         forget_compiled()
@@ -129,7 +131,8 @@ class Engine(Windows):
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
             readers = [(p, WholeReader(p)) for p in self.names]
             self.handles += [reader for _, reader in readers]
-            self.handles += [p.register_hook(reader.check) for p, reader in readers if p.requires_grad]
+            # Not through the attribute, which is no longer the user's to call.
+            self.handles += [Tensor.register_hook(p, reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
         alone = self.layout.reduced or self.layout.replica_group.size == 1
@@ -158,6 +161,10 @@ class Engine(Windows):
         """FSDP gathers in every forward, in which a rank alone would wait, or take part in another forward."""
         if model is not self.model or self._forwards:
             return
+        self._places.check()
+        if self.round & (self.round - 1) == 0:  # ever more rarely, because it takes time for every parameter
+            self._places.check(every=True)
+            check_known(model, self.names)
         if not model.training or not torch.is_grad_enabled():
             peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
         else:
