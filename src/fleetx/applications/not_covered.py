@@ -77,7 +77,6 @@ INSTEAD = {
     "paddle.static.Program": _PROGRAMS,
     "paddle.fluid.program_guard": _PROGRAMS,
     "paddle.static.program_guard": _PROGRAMS,
-    "paddle.static.Program.random_seed": "call paddle.seed(number) before you create the model",
 }
 
 
