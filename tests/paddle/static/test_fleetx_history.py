@@ -221,3 +221,18 @@ def test_a_parameter_server_script_hears_that_word(ask):
     with pytest.raises((AttributeError, StrategyError), match="parameter servers") as error:
         ask()
     assert "parameter servers" in str(error.value)[:100]
+
+
+# --- names that FleetX had and that have no meaning here ------------------------------------------------
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: fleetx.imagenet_dataset_from_filelist, "call model.load_imagenet_from_file"),
+        (lambda: fleetx.applications.save_program, "there is no program to save or load; use save_params"),
+        (lambda: fleetx.MultiGPUTrainr, "did you mean 'MultiGPUTrainer'"),
+        (lambda: fleetx.utils.Downloadr, "fleetx.utils has no 'Downloadr'"),
+    ],
+)
+def test_a_name_of_fleetx_that_is_gone_says_what_to_use(ask, says):
+    with pytest.raises(AttributeError, match=says):
+        ask()

@@ -196,7 +196,7 @@ def test_the_main_program_seeds_dropout():
             r"Program\.kind is read-only",
         ),
         (lambda m: setattr(m.loss, "persistable", True), r"does not support paddle\.static\.Variable\.persistable"),
-        (lambda m: static.Program, "programs belong to a model: use model.main_prog"),
+        (lambda m: static.Program, "programs belong to a model of fleetx.applications: use model.main_prog"),
     ],
 )
 def test_what_a_description_does_not_cover_says_so(find, says):

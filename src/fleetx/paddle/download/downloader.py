@@ -60,6 +60,11 @@ class Downloader:
         keys: tuple[str, ...],
         address: Callable[..., Address],
     ) -> str:
+        if not isinstance(fs_yaml, str | PathLike):
+            raise UsageError(
+                f"fs_yaml={fs_yaml!r}: must be the yaml file that says where the data is; a script that takes it from "
+                "parse_train_configs() needs the argument --download_config FILE"
+            )
         fs_yaml = fspath(fs_yaml)
         _check(fs_yaml, shard_num, shard_id, process_num)
         local, first = Path(local_path), is_first_worker()
