@@ -98,6 +98,7 @@ INSTEAD = {
     "paddle.static.ParallelExecutor": _COMPILED,
     "paddle.static.CompiledProgram": _COMPILED,
     "paddle.fluid.Program": _PROGRAMS,
+    "paddle.static.Program._lr_schedule_guard": "write the schedule with fluid.layers, such as linear_lr_warmup",
     "paddle.static.Program": _PROGRAMS,
     "paddle.fluid.program_guard": _PROGRAMS,
     "paddle.static.program_guard": _PROGRAMS,

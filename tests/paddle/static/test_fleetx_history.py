@@ -12,7 +12,7 @@ from fleetx import UsageError, fleet
 from fleetx.comm import notices
 from fleetx.errors import StrategyError
 from fleetx.paddle.api import fleet as paddle_fleet
-from fleetx.paddle.api import fluid
+from fleetx.paddle.api import fluid, optimizer
 from fleetx.paddle.api.fluid.incubate.fleet import collective
 from fleetx.paddle.static import regularization
 
@@ -153,6 +153,21 @@ def test_set_gradient_clip_clips_what_is_minimized_after_it(monkeypatch):
     assert losses(*started(described=fluid.optimizer.Momentum(0.1, 0.9)), "resnet") == expected
     with pytest.raises(UsageError, match="remove param_list"):
         fluid.clip.set_gradient_clip(clip, param_list=["a"])
+
+
+def test_the_optimizers_of_paddle_2_take_fluids_names_too():
+    decay = fluid.regularizer.L2Decay(0.1)
+    for former, new in (
+        (optimizer.Momentum(0.1, regularization=decay, parameter_list=["a"]), optimizer.Momentum(0.1, 0.9, ["a"])),
+        (optimizer.SGD(0.1, regularization=decay), optimizer.SGD(0.1)),
+        (optimizer.Adam(0.1, regularization=decay), optimizer.Adam(0.1)),
+    ):
+        assert (former.decay, new.decay) == (0.1, 0.0)
+        assert former.parameters == new.parameters
+    with pytest.raises(TypeError, match="regularization"):
+        optimizer.Momentum(0.1, regularization=decay, weight_decay=decay)
+    with pytest.raises(TypeError, match="weight_decay"):
+        fluid.optimizer.Momentum(0.1, 0.9, weight_decay=decay)
 
 
 def test_learning_rate_and_loss_scale_are_fetched_by_their_names():
