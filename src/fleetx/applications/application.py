@@ -189,3 +189,8 @@ def model_options(options: Mapping[str, Any], **required: Any) -> dict[str, Any]
         if options.get(name, value) != value:
             raise UsageError(f"{name} = {options[name]!r}: this model was created with {name} = {value!r}")
     return {**options, **required}
+
+
+def whole_by_default(options: Mapping[str, Any]) -> Any:
+    """Loader options for validation: every rank reads all of it, as in FleetX, where scripts evaluate on one worker."""
+    return options if "shard" in options or "replica" in options else {**options, "shard": False}

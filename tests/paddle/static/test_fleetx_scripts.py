@@ -24,6 +24,7 @@ import paddle.fluid.incubate.fleet.base.role_maker as role_maker
 configs = lighting.parse_train_configs()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 model = lighting.applications.Transformer(layers=1, hidden=8, heads=2, vocab_size=40, max_seq_len=16)
+test_program = fluid.default_main_program().clone(for_test=True)
 loader = model.load_wmt16_dataset_from_file('vocab_all.bpe.32000', 'vocab_all.bpe.32000', 'part*', batch_size=32)
 exec_strategy = fluid.ExecutionStrategy()
 exec_strategy.num_threads = 2
@@ -38,6 +39,9 @@ exe.run(fluid.default_startup_program())
 for i, data in enumerate(loader()):
     cost_val = exe.run(fleet.main_program, feed=data, fetch_list=[model.loss.name])
     print("worker_index: %d, step%d cost = %f" % (fleet.worker_index(), i, cost_val[0]))
+    if fleet.worker_index() == 0 and i % 2 == 0:
+        found = [exe.run(test_program, feed=d, fetch_list=[model.loss])[0] for d in model.get_val_dataloader('.')()]
+        print("test: %d batches, loss %f" % (len(found), sum(found)))
 """
 
 TRAINER = """
@@ -201,6 +205,7 @@ def test_every_shape_of_the_tutorials_trains_under_fleetrun(site):
 
     printed = dict(zip(*[iter(re.split(r"^script (\w+)$", said, flags=re.MULTILINE)[1:])] * 2, strict=True))
     assert len(costs(printed["fleet_1"])) > 3
+    assert "test: 1 batches, loss " in printed["fleet_1"]  # by worker 0 alone
     for name, (*_, targets) in CASES.items():
         assert "epoch id: 1, step0, train_loss: " in printed[name]
         assert "speed > 0: True" in printed[name]
