@@ -57,6 +57,8 @@ def load_wmt16_dataset_from_file(
     """
     where = Path(pattern)
     paths = [where] if where.is_file() else sorted(p for p in where.parent.glob(where.name) if p.is_file())
+    if not paths:
+        raise DataError(f"no file matches {where}")
     return _load(paths, where, Path(src_vocab), Path(trg_vocab), batch_size, shuffle, **options)
 
 
@@ -100,7 +102,7 @@ def _load(
     check_names("a translation loader", options, known)
     limit = MaxTokens(batch_size, max_seq_len)
     if not paths:
-        raise DataError(f"{origin} has no data files")
+        raise DataError(f"{origin} lists no files")
     if missing := [path for path in paths if not path.is_file()]:
         raise DataError(f"{missing[0]} does not exist; it is one of {len(paths)} files in {origin}")
     vocabularies = [read_words(path, vocab_size) for path in (src_vocab, trg_vocab)]

@@ -140,7 +140,10 @@ def test_groups_larger_than_a_node_are_the_node(said):
     model, _ = started(
         declared={"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 8},
     )
-    assert "hierarchical_allreduce_inter_nranks = 8 has no effect: a node has 1 workers" in said()
+    assert (
+        "hierarchical_allreduce_inter_nranks = 8 has no effect: a node has 1 worker, and each node is one group"
+        in said()
+    )
     assert "hierarchical_allreduce_inter_nranks = 8" in str(fleet.explain(model=model))
 
 
@@ -251,3 +254,7 @@ def test_a_parameter_server_script_hears_that_word(ask):
 def test_a_name_of_fleetx_that_is_gone_says_what_to_use(ask, says):
     with pytest.raises(AttributeError, match=says):
         ask()
+
+
+def test_a_script_may_catch_the_end_of_paddles_readers():
+    assert issubclass(fluid.core.EOFException, Exception)
