@@ -187,16 +187,16 @@ class Transformer(Application):
     # --- data -------------------------------------------------------------------------------------
     def load_wmt16_dataset_from_file(
         self,
-        src_vocab: str | Path,
-        trg_vocab: str | Path,
-        pattern: str | Path,
+        src_vocab_fpath: str | Path,
+        trg_vocab_fpath: str | Path,
+        train_file_pattern: str | Path,
         batch_size: int = 2048,
         shuffle: bool = True,
         **options: Unpack[TranslationOptions],
     ) -> Loader:
         """Load the files that match a pattern; see `fleetx.data`. batch_size counts tokens."""
         return load_wmt16_dataset_from_file(
-            src_vocab, trg_vocab, pattern, batch_size, shuffle, **self._options(options)
+            src_vocab_fpath, trg_vocab_fpath, train_file_pattern, batch_size, shuffle, **self._options(options)
         )
 
     def get_train_dataloader(

@@ -44,9 +44,9 @@ class TranslationOptions(LoaderOptions, total=False):
 
 
 def load_wmt16_dataset_from_file(
-    src_vocab: str | Path,
-    trg_vocab: str | Path,
-    pattern: str | Path,
+    src_vocab_fpath: str | Path,
+    trg_vocab_fpath: str | Path,
+    train_file_pattern: str | Path,
     batch_size: int = 2048,
     shuffle: bool = True,
     **options: Unpack[TranslationOptions],
@@ -55,11 +55,11 @@ def load_wmt16_dataset_from_file(
 
     A pair counts as many tokens as its longer sentence. Batches hold pairs of similar length, in random order.
     """
-    where = Path(pattern)
+    where = Path(train_file_pattern)
     paths = [where] if where.is_file() else sorted(p for p in where.parent.glob(where.name) if p.is_file())
     if not paths:
         raise DataError(f"no file matches {where}")
-    return _load(paths, where, Path(src_vocab), Path(trg_vocab), batch_size, shuffle, **options)
+    return _load(paths, where, Path(src_vocab_fpath), Path(trg_vocab_fpath), batch_size, shuffle, **options)
 
 
 def translation_train(

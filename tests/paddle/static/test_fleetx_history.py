@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
+
 import pytest
 import torch
 from small_applications import batch, make
@@ -258,3 +261,49 @@ def test_a_name_of_fleetx_that_is_gone_says_what_to_use(ask, says):
 
 def test_a_script_may_catch_the_end_of_paddles_readers():
     assert issubclass(fluid.core.EOFException, Exception)
+
+
+# --- signatures -----------------------------------------------------------------------------------------
+IMAGE_LIST = "filelist, batch_size=32, phase='train', shuffle=None, use_dali=False"  # FleetX shuffles only "train" too
+IMAGE_FOLDER = "local_path, batch_size=32, shuffle=SHUFFLE, use_dali=False"
+BERT_FOLDER = "data_dir, batch_size=4096, max_seq_len=None, in_tokens=True, shuffle=SHUFFLE"
+TEXT_FOLDER = "local_path, batch_size=2048, shuffle=SHUFFLE"
+DIGITAL = "data_dir, vocab_path, batch_size=None, max_seq_len=None, in_tokens=None"  # each BERT has its own defaults
+DOWNLOAD = "fs_yaml=None, local_path='./', shard_num=-1, shard_id=-1, process_num=10"
+SIGNATURES = {
+    "MultiGPUTrainer.fit": "model, dataloader, epoch, use_dali=False, start_step=10",
+    "MultiGPUTrainer.val": "model, dataloader, target_list, current_epoch=-1, use_dali=False",
+    "MultiGPUTrainer.quick_benchmark": "model, dataloader, start_step=20, end_step=200",
+    "MultiGPUTrainer.benchmark": "model, dataloader, epoch, use_dali=False, start_step=20",
+    "MultiGPUTrainer.benchmark_val": "model, dataloader, target_list, use_dali=False",
+    "utils.Downloader.download_from_bos": DOWNLOAD,
+    "utils.Downloader.download_from_hdfs": DOWNLOAD,
+    "utils.linear_warmup_decay": "learning_rate, warmup_steps, num_train_steps",
+    "applications.Transformer.load_wmt16_dataset_from_file": (
+        "src_vocab_fpath, trg_vocab_fpath, train_file_pattern, batch_size=2048, shuffle=True"
+    ),
+    "applications.BertLarge": "lang='ch'",
+    "applications.BertBase": "lang='ch'",
+    "applications.BertHuge": "lang='en'",
+    "applications.BertGiant": "lang='en'",
+}
+for _image in ("Resnet50", "VGG16"):
+    SIGNATURES[f"applications.{_image}"] = "data_layout='NCHW'"
+    SIGNATURES[f"applications.{_image}.load_imagenet_from_file"] = IMAGE_LIST
+for _model, _folder in (("Resnet50", IMAGE_FOLDER), ("VGG16", IMAGE_FOLDER), ("BertBase", BERT_FOLDER),
+                        ("BertLarge", BERT_FOLDER), ("Transformer", TEXT_FOLDER)):  # fmt: skip
+    SIGNATURES[f"applications.{_model}.get_train_dataloader"] = _folder.replace("SHUFFLE", "True")
+    SIGNATURES[f"applications.{_model}.get_val_dataloader"] = _folder.replace("SHUFFLE", "False")
+for _model in ("BertBase", "BertLarge"):
+    SIGNATURES[f"applications.{_model}.load_digital_dataset_from_file"] = DIGITAL
+    SIGNATURES[f"applications.{_model}.load_digital_dataset_from_file_v2"] = DIGITAL
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_have_the_names_order_and_defaults_of_fleetx(name):
+    found = operator.attrgetter(name)(fleetx)
+    found = found.__init__ if isinstance(found, type) else found  # the class has its metaclass's
+    plain = [p.replace(annotation=p.empty) for p in inspect.signature(found).parameters.values() if p.name != "self"]
+    positional = [str(p) for p in plain if p.kind is p.POSITIONAL_OR_KEYWORD]
+    expected = SIGNATURES[name].split(", ")
+    assert positional[: len(expected)] == expected

@@ -28,7 +28,7 @@ class _NamedDownloader(Downloader):
     ) -> str:
         if hdfs_path is not None:
             raise UsageError(f"hdfs_path = {hdfs_path!r}: write it into the yaml file, as data_path")
-        return super().download_from_hdfs(fs_yaml or self._fs_yaml, local_path)  # type: ignore[arg-type]
+        return super().download_from_hdfs(fs_yaml or self._fs_yaml, local_path)
 
 
 class ImageNetDownloader(_NamedDownloader):
