@@ -185,5 +185,5 @@ def test_the_public_names_are_found():
     for name in fleetx.__all__:
         assert getattr(fleetx, name) is not None
     assert set(fleetx.__all__) <= set(dir(fleetx))
-    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+    with pytest.raises(AttributeError, match="fleetx has no 'nope'"):
         _ = fleetx.nope
