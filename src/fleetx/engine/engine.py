@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
-from fleetx.base.user_line import user_line
 from fleetx.comm import peers
-from fleetx.comm.session import Undone, current
+from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import state
 from fleetx.engine.checks import check
@@ -45,7 +44,6 @@ from fleetx.engine.taps import DOUBLE_BACKWARD, OF_SHARDS, PAST_THE_MODEL, PENAL
 from fleetx.engine.windows import Windows
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
-from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Stage
 
 EVALUATE_TOGETHER = (
@@ -67,7 +65,7 @@ class Engine(Windows):
         self._calls = {stage: self._bound(stage) for stage in Stage}
         self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
-        self._session, self._line = current(), user_line()
+        self._session = current()
         checks = self._session.checks or Checks()
         self._numbers = Numbers(checks, world=self.world, shared=not self._local())
         alone = self.layout.replica_group.size == 1 or self._local()
@@ -100,9 +98,9 @@ class Engine(Windows):
             plain.changed()
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
         self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
-        self._reducer = self._make_reducer()
+        self.reducer = self._make_reducer()
         # With nothing to do to a backward or to a step, the engine leaves both alone.
-        self._watching = self._reducer is not None or self._owns_grad
+        self._watching = self.reducer is not None or self._owns_grad
         self._tapping = self.taps and (self._watching or self.layout.reduced)
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
         settings = self.reducer_settings or {}
@@ -139,27 +137,9 @@ class Engine(Windows):
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
 
-    @property
-    def reduction_order(self) -> list[str] | None:
-        """The parameters in the order in which they are reduced, if it is not the first one."""
-        return self._reducer.order if self._reducer is not None else None
-
-    @reduction_order.setter
-    def reduction_order(self, order: list[str] | None) -> None:
-        if self._reducer is not None:
-            self._reducer.restore_order(order)
-
     def window(self) -> int:
         """Steps per round."""
         return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
-
-    def context_of(self, part: Part) -> StepContext:
-        """For what a part does outside a step."""
-        return StepContext(self, key_of(part))
-
-    def unfinished(self) -> list[Undone]:
-        """What a script that ends now leaves undone."""
-        return [(text, self._line) for text in state.unfinished(self)]
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed
@@ -167,7 +147,7 @@ class Engine(Windows):
 
     def close(self) -> None:
         """Drop what holds the process group."""
-        self._reducer = None
+        self.reducer = None
         self.network.close()
 
     # --- model(x) ---------------------------------------------------------------------------------
@@ -183,7 +163,7 @@ class Engine(Windows):
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if model is not self.model:
             return None
-        check_not_wrapped(self.model, self._reducer)
+        check_not_wrapped(self.model, self.reducer)
         outermost = not self._forwards  # a model may call itself
         stack = ExitStack()
         finish: list[Any] = []
@@ -196,8 +176,8 @@ class Engine(Windows):
             return None
         if self._calls[Stage.LOSS] or (self._tapping and self.weights.used is not False):  # None: not known yet
             args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
-        if self._reducer is not None:
-            stack.enter_context(self._reducer.active())
+        if self.reducer is not None:
+            stack.enter_context(self.reducer.active())
         return args, kwargs
 
     def _after_forward(self, model: nn.Module, args: Any, out: Any) -> Any:
@@ -214,8 +194,8 @@ class Engine(Windows):
             self.step.loss = loss.detach()
         if out is None or not self._tapping or not torch.is_grad_enabled() or self._forwards:
             return out
-        if self._reducer is not None:
-            out = self._reducer.after_forward(out, communicate=self._opens())
+        if self.reducer is not None:
+            out = self.reducer.after_forward(out, communicate=self._opens())
         return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales)
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
@@ -271,16 +251,16 @@ class Engine(Windows):
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
         self.step.tapped = True
-        if self._reducer is not None and self._opens():
-            self._reducer.agree()
+        if self.reducer is not None and self._opens():
+            self.reducer.agree()
         self._session.mark("backward", inside=self._opens() or self.layout.reduced)
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
         if self._owns_grad:
             self.gradients.watch()
-        if self._reducer is not None and self._opens():
-            self._reducer.begin_backward()
+        if self.reducer is not None and self._opens():
+            self.reducer.begin_backward()
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
         """Forward and backward in the form that works under every strategy."""
@@ -300,7 +280,7 @@ class Engine(Windows):
         finally:
             self.step.scaled_at_loss = self.step.create_graph = False
         if self.step.backward == before:  # it did not touch the model's output at all
-            if self._reducer is not None:
+            if self.reducer is not None:
                 raise UsageError(PAST_THE_MODEL)
             self.step.tapped = True
             self.gradients.put_back()
@@ -333,8 +313,8 @@ class Engine(Windows):
         self.merged += not step.flushing
         if opens and not step.tapped and self._calls[Stage.GATE]:
             self._catch_up()
-        if opens and self._reducer is not None and step.tapped and not step.flushing:
-            self._reducer.check_finished(self._places)
+        if opens and self.reducer is not None and step.tapped and not step.flushing:
+            self.reducer.check_finished(self._places)
         self.finite = True
         self.updated = opens and self._finish_gradient()
         if (self._owns_grad or not self.finite) and not self.updated:

@@ -29,8 +29,7 @@ class Layout:
     @property
     def sharing(self) -> list[int] | None:
         """The ranks that hold one copy together, counted over all processes; None: every rank."""
-        group = self.shard_group
-        return None if group is None or group.members is None else [group.number(r) for r in range(group.size)]
+        return None if self.shard_group is None else self.shard_group.numbers
 
     def norm(self, grads: list[Tensor], params: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the whole gradient, over all shards and stages."""

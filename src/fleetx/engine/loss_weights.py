@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fleetx.comm import peers
 from fleetx.comm.world import World, listed
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
@@ -117,6 +118,8 @@ class LossWeights:
         """Once. Ranks that use weights call it before their first backward, the others before they communicate."""
         if self._agreed:
             return
+        # Without weights, a rank may flush a window while another one waits here: they must hear of each other.
+        peers.meet("the first reduction or fleet.weight", ranks=self._world.numbers)
         self.used, given = _agreed(self.used, self._given or 0.0, self._world)
         self._agreed = self.used is not None
         if self.used and not self._unit:

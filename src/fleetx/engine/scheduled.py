@@ -45,8 +45,8 @@ class ScheduledEngine(Engine):
             factor = 0.0 if self.weights.empty else self._factor
             loss: Tensor = run(StepInput(inputs, target, loss_fn, factor, self.weights.given), ctx)
         self.step.loss = loss
-        if self._opens() and self._reducer is not None:
-            self._reducer.reduce_now(self._trained(), self._reduce)
+        if self._opens() and self.reducer is not None:
+            self.reducer.reduce_now(self._trained(), self._reduce)
         if self._owns_grad:
             self.gradients.look()
         return loss

@@ -22,6 +22,7 @@ from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
+    from fleetx.engine.windows import Windows
 
 VERSION = 1
 
@@ -57,12 +58,12 @@ def save(engine: Engine) -> dict[str, Any]:
         clock["weights"] = engine.weights.saved()
     if engine.extra:
         clock["extra"] = dict(engine.extra)
-    if (order := engine.reduction_order) is not None:
-        clock["order"] = list(order)
+    if engine.reducer is not None and engine.reducer.order is not None:
+        clock["order"] = list(engine.reducer.order)
     return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
 
 
-def unfinished(engine: Engine) -> list[str]:
+def unfinished(engine: Windows) -> list[str]:
     """What a script that ends now leaves undone, unless a checkpoint has it."""
     if engine.clock == engine.saved_at:
         return []
@@ -113,7 +114,8 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.round, engine.merged = saved["round"], saved["merged"]
     engine.weights.load(saved.get("weights"), inside=engine.merged > 0)
     engine.extra = dict(saved.get("extra", {}))
-    engine.reduction_order = saved.get("order")
+    if engine.reducer is not None:
+        engine.reducer.restore_order(saved.get("order"))
     engine.step = Step()
     for key, state in saved["parts"].items():
         if key in engine.state:

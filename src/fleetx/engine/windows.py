@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from fleetx.base.user_line import user_line
+from fleetx.comm.session import Undone
+from fleetx.comm.world import World
+from fleetx.engine import state
 from fleetx.engine.context import Bucket, StepContext
 from fleetx.engine.reducer import Reducer
-from fleetx.engine.run import Run
+from fleetx.engine.run import Run, key_of
 from fleetx.errors import UsageError
+from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Fact, Stage
 
@@ -16,10 +22,19 @@ from fleetx.strategy.stage import Fact, Stage
 class Windows(Run):
     """The part of the engine that finishes what earlier steps have begun."""
 
-    _reducer: Reducer | None
+    reducer: Reducer | None
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
+        super().__init__(plan, model, optimizer, world)
+        self._line = user_line()
 
     def context_of(self, part: Part) -> StepContext:
-        raise NotImplementedError
+        """For what a part does outside a step."""
+        return StepContext(self, key_of(part))
+
+    def unfinished(self) -> list[Undone]:
+        """What a script that ends now leaves undone."""
+        return [(text, self._line) for text in state.unfinished(self)]
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         raise NotImplementedError
@@ -55,7 +70,7 @@ class Windows(Run):
 
     def _catch_up(self) -> None:
         """The last step of a window had no backward here: reduce what waits, as the ranks do whose backward did it."""
-        waiting, join = self.gradients.waiting, isinstance(self._reducer, Reducer)
+        waiting, join = self.gradients.waiting, isinstance(self.reducer, Reducer)
         if waiting or join:
             self._collect(self.merged, join=join)
         if join and not waiting and (self._local() or not any(g.any() for g in self.gradients.present())):
@@ -65,10 +80,10 @@ class Windows(Run):
         """Put the withheld gradients of this many steps back, and reduce them. join: other ranks are in a backward."""
         self.gradients.put_back()
         self.weights.collect()
-        if self._reducer is not None:
+        if self.reducer is not None:
             self.step.collected = steps
             params = [p for p in self.gradients.params() if p.requires_grad]
-            self._reducer.join_backward(params) if join else self._reducer.reduce_now(params, self._reduce)
+            self.reducer.join_backward(params) if join else self.reducer.reduce_now(params, self._reduce)
             self.step.collected = 0
         self.step.tapped = True
 

@@ -169,14 +169,15 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         return 1
 
     def members_change(self) -> bool:
-        """Whether another node is to blame for workers that lost their peers. Waits until that can be known."""
-        if not self._job.elastic:
-            return False
+        """Whether workers lost their peers because a node came or went. Waits until that can be known.
+
+        Without --elastic, a lost node stops the job; then this raises.
+        """
 
         def known() -> bool:
             state = self._look()
             self._raise_if_stopped(state)
-            return state["restart"] in ("loss", "resize") or state["restart"] == "failure"
+            return bool(state["restart"])
 
         self._poll(known, seconds=LOST_AFTER + GONE_AFTER)
         return self._look()["restart"] in ("loss", "resize")

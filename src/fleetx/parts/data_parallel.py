@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -68,12 +68,17 @@ class DataParallel(Part):
         return self.fuse_grad_size_in_MB if self.fuse_all_reduce_ops else _NO_FUSION
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        if ctx is None or not ctx.reduced:
+        if ctx is None:
             return
+        buckets = ("fuse_all_reduce_ops", "fuse_grad_size_in_MB")
+        if ctx.reduced:
+            yield from self._without_effect(buckets, "under sharding, which reduces segment by segment")
+        elif ctx.replica_group.size == 1:
+            yield from self._without_effect(self.flat, "here: there is one replica of the model, so nothing is sent")
+
+    def _without_effect(self, names: Iterable[str], why: str) -> Iterator[str]:
         default = type(self)()
-        for name in ("fuse_all_reduce_ops", "fuse_grad_size_in_MB"):
-            if getattr(self, name) != getattr(default, name):
-                yield f"{name} has no effect under sharding, which reduces segment by segment"
+        yield from (f"{n} has no effect {why}" for n in names if getattr(self, n) != getattr(default, n))
 
     def cost(self, terms: CostTerms) -> None:
         terms.bucket = self._bucket * 2**20

@@ -84,7 +84,10 @@ class Hierarchical(Part):
         return model
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        if ctx is None or ctx.replica_group.size == 1:
+        if ctx is None:
+            return
+        if ctx.replica_group.size == 1:
+            yield "no effect here: there is one replica of the model, so nothing is sent"
             return
         inside, size = ctx.network.inside, ctx.replica_group.size
         if inside == size:

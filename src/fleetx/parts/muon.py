@@ -47,6 +47,7 @@ class MUON(Part):
 
     neutral: ClassVar[dict[str, Any]] = {"adamw": ["weight", "bias"]}
     effect: ClassVar[Effect] = differs("distance", "updates have another length")
+    amplifies: ClassVar[float] = 5.0  # small singular values become as large as the others, and so do their errors
     costs: ClassVar[str] = (
         "time: about 20 * min(rows, columns) operations per element and update, divided over ranks, and one all-gather "
         "of the matrices; memory: 4 bytes per element less than AdamW"

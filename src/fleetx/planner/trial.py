@@ -70,7 +70,7 @@ def _held(engine: Engine, batch: Any) -> int:
     """Bytes on this rank between updates."""
     state = [s for values in engine.optimizer.state.values() for s in values.values() if isinstance(s, Tensor)]
     tensors = [*engine.model.parameters(), *engine.model.buffers(), *state, *tensors_of(batch)]
-    buckets = bytes_of(p for p in engine.names if p.requires_grad) if isinstance(engine._reducer, Reducer) else 0
+    buckets = bytes_of(p for p in engine.names if p.requires_grad) if isinstance(engine.reducer, Reducer) else 0
     kept = sum(part.keeps(_local(engine.names), scaled=False) for part in engine.plan.parts)
     return bytes_of(_local(tensors)) + buckets + kept
 

@@ -158,6 +158,8 @@ class Part:
     lossless: ClassVar[Mapping[str, Any] | None] = None
     # How far off its rounding may lead, as a share of the distance trained.
     rounding: ClassVar[float] = 0.0
+    # How many times larger the rounding of another part may become in its update.
+    amplifies: ClassVar[float] = 1.0
 
     # ----------------------------------------------------------------------------------------------
     def acts(self) -> list[Act]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -115,9 +115,9 @@ class Judge:
             replicas,
         )
         verdict.error = distance(found, wanted, model.state_dict())
-        own = [every()[switch].rounding for switch in chosen]
-        verdict.bound = max([_ROUNDING[dtype], *own])
-        lossy = any(own) or any(every()[switch].lossless is not None for switch in chosen)
+        own = rounding(chosen)
+        verdict.bound = max(_ROUNDING[dtype], own)
+        lossy = own > 0 or any(every()[switch].lossless is not None for switch in chosen)
         if verdict.error <= verdict.bound:
             verdict.kind = "lossy" if lossy else "equal"
         else:
@@ -216,6 +216,12 @@ def all_settings(chosen: Switches) -> dict[str, dict[str, Any]]:
         switch: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
         for switch, part in parts(chosen, lossless=True).items()
     }
+
+
+def rounding(chosen: Iterable[str]) -> float:
+    """How far off the rounding of these strategies may lead together."""
+    found = [every()[switch] for switch in chosen]
+    return max((p.rounding for p in found), default=0.0) * max((p.amplifies for p in found), default=1.0)
 
 
 def rounded(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

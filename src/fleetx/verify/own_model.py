@@ -21,7 +21,7 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import every, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
-from fleetx.verify.judge import Results, distance, observed, problems_of, state
+from fleetx.verify.judge import Results, distance, observed, problems_of, rounding, state
 from fleetx.verify.oracle import Settings
 from fleetx.verify.ranks import Ranks
 
@@ -165,7 +165,7 @@ def _numbers(
 ) -> tuple[bool, list[str]]:
     model, x, y, loss_fn = made
     found, start, batches = state(results), model.state_dict(), [(x, y)] * steps
-    bound = max([1e-4 if dtype is torch.float32 else 1e-10, *(every()[s].rounding for s in settings)])
+    bound = max(1e-4 if dtype is torch.float32 else 1e-10, rounding(settings))
     replicas = 1 + max(r["replica"] for r in results)
 
     make_optimizer = partial(runs.optimizer_for, switches=list(settings))
