@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fleetx import UsageError, fleet
+from fleetx.base import seams
 from training import sgd
 
 
@@ -47,8 +47,8 @@ def trained(make, declared=None, steps=4, change_in=None):
     fleet.init()
     model = WithBuffers(make())
     model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**(declared or {})))
-    start, sent, send = model.constant.clone(), [], dist._broadcast_coalesced
-    dist._broadcast_coalesced = lambda group, values, *rest: (
+    start, sent, send = model.constant.clone(), [], seams.broadcast_coalesced
+    seams.broadcast_coalesced = lambda group, values, *rest: (
         sent.append(sum(v.nbytes for v in values)),
         send(group, values, *rest),
     )
@@ -61,7 +61,7 @@ def trained(make, declared=None, steps=4, change_in=None):
             optimizer.zero_grad()
         fleet.flush()
     finally:
-        dist._broadcast_coalesced = send
+        seams.broadcast_coalesced = send
     return start, model.constant, model.seen, sent
 
 

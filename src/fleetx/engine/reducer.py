@@ -53,8 +53,10 @@ class LateReducer:
             return
         used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
         self._world.maximum(used)  # a gradient that only one rank has counts as zero on the others
-        live = [p for p, u in zip(params, used.tolist(), strict=True) if u]
-        for index, group in enumerate(self._buckets(live)):
+        self._reduce_all([p for p, u in zip(params, used.tolist(), strict=True) if u], reduce)
+
+    def _reduce_all(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+        for index, group in enumerate(self._buckets(params)):
             grads = [_gradient(p) for p in group]
             real = [as_real(g) for g in grads]
             sizes = [g.numel() for g in real]

@@ -7,6 +7,7 @@ a CPU, in the cache. Nothing here waits for the device. All arithmetic is in fp3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ def lars(
 
     def rates(positions: range, squares: Tensor) -> Tensor:
         p_norms, g_norms = squares.sqrt().unbind(1)
-        decay = torch.tensor([decays[i] for i in positions], dtype=squares.dtype, device=squares.device)
+        decay = _constants([decays[i] for i in positions], squares.dtype, squares)
         ratios = lr * coeff * p_norms / (g_norms + decay * p_norms + epsilon)
         return torch.where((decay > 0) & (p_norms > 0) & (g_norms > 0), ratios, lr)
 
@@ -121,7 +122,7 @@ def lamb(
 
     def rates(positions: range, squares: Tensor) -> Tensor:
         p_norms, u_norms = squares.sqrt().unbind(1)
-        adapt = torch.tensor([adapts[i] for i in positions], device=squares.device)
+        adapt = _constants([adapts[i] for i in positions], torch.bool, squares)
         return -lr * torch.where(adapt & (p_norms > 0) & (u_norms > 0), p_norms / u_norms, 1.0)
 
     def second(
@@ -234,6 +235,18 @@ def _square(t: Tensor) -> Tensor:
     if 1e-30 < square < 1e38:
         return square.double()
     return torch.linalg.vector_norm(t, dtype=torch.float64).square()  # fp32 may have underflowed or overflowed
+
+
+def _constants(values: list[float] | list[bool], dtype: torch.dtype, beside: Tensor) -> Tensor:
+    """On the device of `beside`. Sending them makes the host wait for the device, so they are sent once and kept."""
+    if beside.device.type == "cpu" or hasattr(beside, "fake_mode"):  # a fake tensor must not be kept
+        return torch.tensor(values, dtype=dtype, device=beside.device)
+    return _sent(tuple(values), dtype, beside.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _sent(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _like(tensors: Tensors, others: Tensors) -> Tensors:

@@ -132,7 +132,7 @@ class _Normalize(torch.autograd.Function):
 
 def _gather(mean: Tensor, var: Tensor, count: float, world: World) -> tuple[Tensor, Tensor, Tensor]:
     """Means and variances of shape (ranks, channels), counts of shape (ranks, 1)."""
-    gathered = world.gather(torch.cat([mean, var, mean.new_tensor([count])]))
+    gathered = world.gather(torch.cat([mean, var, mean.new_full((1,), count)]))
     channels = mean.numel()
     return gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
 
