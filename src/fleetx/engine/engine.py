@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -47,10 +46,6 @@ from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Stage
 
-EVALUATE_TOGETHER = (
-    "a rank has only part of the model, so every rank must evaluate, with the same number of batches "
-    "(`for batch in fleet.join(loader)` stops all ranks together)"
-)
 _SETUP = (Stage.MODEL, Stage.UPDATE)
 
 
@@ -68,8 +63,6 @@ class Engine(Windows):
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._session = current()
         checks = self._session.checks or Checks()
-        self.restore: Callable[[str], None] | None = None  # set by `fleet.checkpoints`: go back, for this reason
-        self.updates_together = not self._local()  # do all ranks see the same gradient?
         self._numbers = Numbers(checks, world=self.world, shared=self.updates_together)
         alone = self.layout.replica_group.size == 1 or self._local()
         self._compares = 0 if alone else checks.same_parameters  # every so many rounds
@@ -151,11 +144,6 @@ class Engine(Windows):
         if hasattr(self, "handles"):  # else it was never armed
             self._session.unfinished += self.unfinished()
 
-    def close(self) -> None:
-        """Drop what holds the process group."""
-        self.reducer = None
-        self.network.close()
-
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_gathering(self, model: nn.Module, args: Any) -> None:
         """FSDP gathers in every forward, in which a rank alone would wait, or take part in another forward."""
@@ -166,7 +154,7 @@ class Engine(Windows):
             self._places.check(every=True)
             check_known(model, self.names)
         if not model.training or not torch.is_grad_enabled():
-            peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
+            self.layout.meet_to_evaluate()
         else:
             self._session.mark("forward", inside=True)
 
