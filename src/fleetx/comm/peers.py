@@ -49,6 +49,12 @@ def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) 
         peers.meet(call, otherwise, ranks)
 
 
+def announce(call: str) -> None:
+    """This rank is about to wait in a call that only some ranks may make: whoever waits for it elsewhere is told."""
+    if (peers := current().peers) is not None:
+        peers.announce(call)
+
+
 @contextmanager
 def naming() -> Iterator[None]:
     """Turn an error of the network into one that names the rank which caused it."""
@@ -152,8 +158,8 @@ class Peers:
     def meet(self, call: str, otherwise: str, ranks: Sequence[int] | None) -> None:
         who = "all" if ranks is None else f"{ranks[0]}+{len(ranks)}"
         ranks = range(self._world.size) if ranks is None else ranks
+        self.announce(call, who)
         number = self._calls[who] = self._calls.get(who, 0) + 1
-        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{number} {call}")
         count = f"{self._session}/met/{who}/{number}/{call}"  # one number to ask for, whatever the size of the world
         self._store.add(count, 1)
         current().mark(call)
@@ -166,6 +172,9 @@ class Peers:
         if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last one
             self._store.delete_key(self._last[who])
         self._last[who] = count
+
+    def announce(self, call: str, who: str = "all") -> None:
+        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{self._calls.get(who, 0) + 1} {call}")
 
     @cached_property
     def _session(self) -> str:
