@@ -21,6 +21,7 @@ from fleetx.engine.dtensors import local
 from fleetx.errors import NumbersError
 
 SMALL = 4096  # elements of a gradient that is looked at in every step
+MOST = 32  # gradients that are
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Checks:
     in_a_row: int = 10
     """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
     every_gradient: bool = False
-    """Look at every gradient, which costs a pass over them; by default only at those with up to 4096 elements."""
+    """Look at every gradient, which costs a pass over them; by default at up to 32 with up to 4096 elements."""
     same_parameters: int = 100
     """Compare the parameters of the replicas every so many updates; 0 for never."""
 
@@ -115,10 +116,13 @@ def _bad(grad: Tensor | None) -> bool:
 
 
 def _chosen(grads: list[Tensor], *, every: bool) -> list[Tensor]:
+    """Without `every`, few of them, so that a model of many parameters costs no more: some of the small ones, spread
+    over the model. What is not finite at one place of a model is passed on to everything before it."""
+    if not every and grads:
+        small = [g for g in grads if 0 < g.numel() <= SMALL] or [min(grads, key=Tensor.numel)]
+        grads = small[:: -(-len(small) // MOST)]
     dense = [as_real(g._values() if g.is_sparse else g) for g in grads]
-    dense = [g for g in dense if g.numel()]
-    small = [g for g in dense if g.numel() <= SMALL]
-    return dense if every or not dense else small or [min(dense, key=Tensor.numel)]
+    return [g for g in dense if g.numel()]
 
 
 def _largest(grads: list[Tensor]) -> Tensor | None:
