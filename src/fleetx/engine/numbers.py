@@ -55,13 +55,14 @@ class Numbers:
         """shared: do the ranks decide together? Not where each updates with a gradient of its own."""
         self._checks, self._world, self._shared = checks, world, shared
         self._bad = 0  # updates in a row that were withheld
+        self._among, self._some = list[nn.Parameter](), list[nn.Parameter]()  # the parameters, and those looked at
 
     def fine(self, run: Any, divided: bool) -> bool:
         """May this update be applied? divided: does this rank have only a piece of the gradient?"""
         if self._checks.on_nonfinite == "ignore":
             return True
-        params = [p for p in run.gradients.params() if p.grad is not None]
-        found = _largest(_chosen([local(p.grad) for p in params], every=self._checks.every_gradient))
+        grads = self._looked_at(run.gradients.params())
+        found = _largest(_chosen([local(g) for g in grads], every=self._checks.every_gradient))
         bad = torch.zeros(1, device=self._world.device)
         if found is not None and not bool(torch.isfinite(found).item()):
             bad.fill_(1)
@@ -71,8 +72,19 @@ class Numbers:
             self._bad = 0
             return True
         self._bad += 1
-        self._say(run, params)
+        self._say(run, run.gradients.params())
         return False
+
+    def _looked_at(self, params: list[nn.Parameter]) -> list[Tensor]:
+        """Gradients. Without `every_gradient` few of them, so that a model of many parameters costs no more: some of
+        the small ones, spread over the model. What is not finite at one place is passed on to all before it."""
+        if params is not self._among:
+            self._among, self._some = params, params
+            if params and not self._checks.every_gradient:
+                small = [p for p in params if 0 < local(p).numel() <= SMALL]
+                self._some = small[:: -(-len(small) // MOST)] or [min(params, key=Tensor.numel)]
+        found = [p.grad for p in self._some if p.grad is not None]
+        return found or [p.grad for p in params if p.grad is not None]
 
     def _say(self, run: Any, params: list[nn.Parameter]) -> None:
         text = self._told(run, params)
@@ -116,13 +128,10 @@ def _bad(grad: Tensor | None) -> bool:
 
 
 def _chosen(grads: list[Tensor], *, every: bool) -> list[Tensor]:
-    """Without `every`, few of them, so that a model of many parameters costs no more: some of the small ones, spread
-    over the model. What is not finite at one place of a model is passed on to everything before it."""
-    if not every and grads:
-        small = [g for g in grads if 0 < g.numel() <= SMALL] or [min(grads, key=Tensor.numel)]
-        grads = small[:: -(-len(small) // MOST)]
     dense = [as_real(g._values() if g.is_sparse else g) for g in grads]
-    return [g for g in dense if g.numel()]
+    dense = [g for g in dense if g.numel()]
+    small = [g for g in dense if g.numel() <= SMALL]
+    return dense if every or not dense else small or [min(dense, key=Tensor.numel)]
 
 
 def _largest(grads: list[Tensor]) -> Tensor | None:
