@@ -43,6 +43,7 @@ def test_a_random_training_equals_the_oracle(case, pools, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(NIGHTLY_SECONDS + 600)
 def test_random_trainings_for_an_hour(pools, tmp_path):
     start, seed, failed = time.monotonic(), FIRST, {}
     while time.monotonic() - start < NIGHTLY_SECONDS:

@@ -341,7 +341,7 @@ class Engine(Windows):
         self.gradients.check_none_left()
         grads = self.gradients.present  # looked up again for each act: one may add what another rank has
         # Other ranks of a divided model wait for this one, even if it has no gradient.
-        there = bool(grads()) or self.layout.shard_group is not None
+        there = self.gradients.any or self.layout.shard_group is not None
         if not there:
             return False
         for call, ctx in self._calls[Stage.GRADIENT]:

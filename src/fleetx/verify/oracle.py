@@ -104,9 +104,10 @@ def _backward(
 
 def _forward_apart(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
     outputs = []
+    before = {name: b.clone() for name, b in models[0].named_buffers()}
     for rank, (model, x) in enumerate(zip(models, inputs, strict=True)):
-        if rank and model is models[0]:  # the buffers of rank 0 count
-            outputs.append(functional_call(model, {name: b.clone() for name, b in model.named_buffers()}, x))
+        if rank and model is models[0]:  # it begins with the buffers of rank 0, and what it makes of them is dropped
+            outputs.append(functional_call(model, {name: b.clone() for name, b in before.items()}, x))
         else:
             outputs.append(model(x))
     return outputs
