@@ -81,7 +81,8 @@ TABLE = [
     ("a file cut off by a byte, or to nothing", [SAFETY + "test_every_missing_or_shortened_file_is_named"]),
     ("a missing file", [SAFETY + "test_every_missing_or_shortened_file_is_named"]),
     ("files swapped between ranks or steps", [
-        SAFETY + "test_files_swapped_between_two_ranks_are_found", SAFETY + "test_files_of_another_step_are_found",
+        SAFETY + "test_files_swapped_between_two_ranks_are_found_on_both",
+        SAFETY + "test_files_of_another_step_are_found",
     ]),
     ("a manifest with `../`, impossible shapes, types, offsets, NaN, a future version", [
         SAFETY + "test_a_manifest_that_lies_is_refused", SAFETY + "test_an_index_that_lies_is_refused",

@@ -27,6 +27,7 @@ ALLOWED = {
     ("launch/runner.py", "fleetx.paddle.static"),
     # A process of its own, from which workers are forked.
     ("launch/fork_server.py", "fleetx.fleet"),
+    ("launch/fork_server.py", "fleetx.engine.checkpoint"),
     # The folder is searched, so that a new part needs no list.
     ("strategy/part.py", "fleetx.parts"),
 }

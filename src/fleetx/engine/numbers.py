@@ -6,7 +6,6 @@ arose. Under a float16 loss scale `amp` has seen it first: an overflow there is 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.base.trees import as_real
+from fleetx.base.user_line import warn
 from fleetx.comm.world import World, listed
 from fleetx.engine.dtensors import local
 from fleetx.errors import NumbersError
@@ -77,7 +77,7 @@ class Numbers:
             raise NumbersError(f"{text}. Training stops here (on_nonfinite='stop')")
         if self._bad < checks.in_a_row:
             if self._world.rank == 0 or not self._shared:
-                warnings.warn(f"{text}. The update is skipped ({self._bad} in a row)", stacklevel=2)
+                warn(f"{text}. The update is skipped ({self._bad} in a row)")
             return
         if checks.on_nonfinite == "restore":
             again = f"{text}, for the {self._bad}th time in a row"

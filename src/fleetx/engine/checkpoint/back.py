@@ -6,9 +6,9 @@ would give the same gradients.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
+from fleetx.base.user_line import warn
 from fleetx.engine.checkpoint import random_states
 from fleetx.engine.checkpoint.read import read
 from fleetx.engine.checkpoint.snapshot import Extras
@@ -47,7 +47,7 @@ class Back:
                 "rate, look at the data, or remove that checkpoint so that an older one is taken"
             )
         if self._engine.world.rank == 0:
-            warnings.warn(f"{reason}: {to.name} is restored, and training goes on with the next samples", stacklevel=4)
+            warn(f"{reason}: {to.name} is restored, and training goes on with the next samples")
         self._to, self._updated = to, False
         self.reason, self.wanted, self.now = "", False, False
 
