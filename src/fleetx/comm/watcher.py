@@ -32,7 +32,7 @@ else:
 BEAT = 0.5  # seconds between two heartbeats
 TICK = 0.25  # seconds between two looks at the rank
 SOON = 0.05  # the same while a rank may be lost
-STOPPED = 4.4  # seconds that a rank may be stopped by a signal
+STOPPED = 4.2  # seconds that a rank may be stopped by a signal; never more are counted than there were
 PLACE = struct.Struct("<qqd32s")  # progress, steps, since when (monotonic), what the rank is doing
 LATECOMERS = 2.0  # seconds for the other watchers to come if rank 0 ends before they have
 SCAN = 10  # beats between two looks at the ports of the rank

@@ -18,7 +18,7 @@ from fleetx.engine.checkpoint import folders
 from fleetx.engine.checkpoint.back import Back
 from fleetx.engine.checkpoint.background import Saver
 from fleetx.engine.checkpoint.read import read as load
-from fleetx.engine.checkpoint.snapshot import Extras, take
+from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.engine import Engine
 from fleetx.errors import CheckpointError, UsageError
@@ -61,6 +61,7 @@ class Checkpoints:
         self._extras, self._extra = extras, extras.extra
         self._bad: set[str] = set()
         self._due = False
+        self._roomy = not asynchronous  # is there memory for the copies?
         self._last = -1  # the step that was saved last
         self.resumed: Path | None = None  # the checkpoint that this run resumed from
         self.restored: Path | None = None  # the one that it went back to, after numbers that went wrong
@@ -91,6 +92,9 @@ class Checkpoints:
     def stepped(self) -> None:
         """A step is done: save if it is time to, and end the process if one of the ranks got SIGTERM."""
         self._saver.check()
+        if not self._roomy:  # after the first step the optimizer has its state
+            self._roomy = True
+            self._saver.make_room(pieces(self._engine))
         self._extras.step += 1
         self._back.stepped()
         self._note_boundary()
