@@ -143,7 +143,9 @@ def test_what_a_script_sets_before_it_imports_torch_has_its_effect(outcome):
 
 
 def test_a_module_next_to_the_script_comes_before_an_installed_one(outcome):
-    assert outcome("shadow") == ([0, 0, 0], ["mine False\n"] * 3)
+    codes, said = outcome("shadow")
+    # In torch for CUDA, triton reports at the end what the hidden modules still hold.
+    assert (codes, [text.partition("nanobind: ")[0] for text in said]) == ([0, 0, 0], ["mine False\n"] * 3)
 
 
 def test_a_server_that_is_gone_forks_nothing(folder):

@@ -337,14 +337,12 @@ class Engine(Windows):
         self._session.mark("")
 
     def _finish_gradient(self) -> bool:
-        """Run GRADIENT on the gradients of this round; False withholds the update."""
+        """Run GRADIENT on the gradients of this round. May the update be applied?"""
         self.gradients.check_none_left()
-        grads = self.gradients.present  # looked up again for each act: one may add what another rank has
         # Other ranks of a divided model wait for this one, even if it has no gradient.
-        there = self.gradients.any or self.layout.shard_group is not None
-        if not there:
+        if not self.gradients.any and self.layout.shard_group is None:
             return False
         for call, ctx in self._calls[Stage.GRADIENT]:
-            call(grads(), ctx)
+            call(self.gradients.present(), ctx)  # looked up again: an act may add what another rank has
         self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
         return self.finite

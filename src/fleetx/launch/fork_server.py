@@ -12,6 +12,7 @@ A worker made here differs from one that was started with `python` only in speed
 Like runner.py, this file is run by its path and imports nothing from fleetx before it imports what it was told to.
 """
 
+import atexit
 import gc
 import importlib
 import importlib.util
@@ -173,6 +174,8 @@ def main(parent: int, descriptor: int, names: list[str]) -> None:
         return
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page
+    if "triton" in sys.modules:  # as in torch for CUDA: it would report whatever is still frozen when a worker ends
+        atexit.register(gc.unfreeze)
 
     request, between = serve(connection)
 

@@ -113,6 +113,8 @@ def _gathered(
     ranks = range(sharing.size)
     mine = [[i for i, o in enumerate(owner) if o == r] for r in ranks]
     longest = max(sum(shapes[i].numel() for i in of) for of in mine)
+    if sharing.size * longest > 2 * sum(shape.numel() for shape in shapes):
+        return _summed(result, shapes, mine[sharing.rank], like, sharing)
     sent, received = like.new_empty(longest), like.new_empty(sharing.size * longest)
     _pack([result(i) for i in mine[sharing.rank]], sent)
     dist.all_gather_single(received, sent, group=sharing.group)
@@ -120,6 +122,18 @@ def _gathered(
     for row, of in zip(received.view(sharing.size, longest), mine, strict=True):
         found |= zip(of, _unpack(row, [shapes[i] for i in of]), strict=True)
     return [found[i] for i in range(len(shapes))]
+
+
+def _summed(
+    result: Callable[[int], Tensor], shapes: Sequence[Size], mine: Sequence[int], like: Tensor, sharing: Sharing
+) -> list[Tensor]:
+    """The same where most ranks own nothing: a gather would receive a gap from each of them. The others add zeros."""
+    flat = like.new_zeros(sum(shape.numel() for shape in shapes))
+    views = _unpack(flat, shapes)
+    for i in mine:
+        views[i].copy_(result(i))
+    dist.all_reduce(flat, group=sharing.group)
+    return views
 
 
 def _exchanged(

@@ -1,0 +1,66 @@
+"""Worlds of 512 and 4,096 ranks: every strategy is set up and trains, and nothing grows faster than it must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wide_child import STRATEGIES, model
+
+HERE = Path(__file__).parent
+PARAMETERS = sum(p.numel() for p in model().parameters())
+BUFFERS = sum(b.numel() for b in model().buffers())
+FEW, MANY = 512, 4096
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """What one rank of each world saw. A process each, because a process group cannot change its size."""
+    folder = tmp_path_factory.mktemp("worlds")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    env |= {"FLEETX_WATCH": "0"}  # there is nobody to watch
+    commands = {n: [sys.executable, str(HERE / "wide_child.py"), str(n), str(folder / str(n))] for n in (FEW, MANY)}
+    started = [subprocess.Popen(command, env=env) for command in commands.values()]
+    assert [process.wait(timeout=200) for process in started] == [0, 0]
+    return {n: json.loads((folder / str(n)).read_text()) for n in commands}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("ranks", [FEW, MANY])
+def test_every_strategy_is_set_up_and_trains(worlds, name, ranks):
+    seen = worlds[ranks][name]
+    assert "failed" not in seen, seen["failed"]
+    assert seen["updated"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_set_up_sends_the_model_once_and_a_hundred_bytes_per_rank(worlds, name):
+    for ranks in (FEW, MANY):
+        seen = worlds[ranks][name]
+        assert seen["setup"]["all_gather"] <= 100 * ranks
+        assert seen["setup"]["broadcast"] <= PARAMETERS + 2 * BUFFERS
+        assert set(seen["setup"]) == {"all_gather", "broadcast"}
+        assert seen["groups"] <= 5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_work_of_set_up_grows_no_faster_than_the_ranks(worlds, name):
+    few, many = (worlds[ranks][name]["calls"] for ranks in (FEW, MANY))
+    assert many <= (MANY / FEW) * few * 1.1
+
+
+# Each rank must hear of every other: its statistics, or the values that it has chosen to send.
+FROM_EVERY_RANK = {"sync_batch_norm": 800, "dgc": 1000}
+
+
+@pytest.mark.parametrize("name", [n for n in STRATEGIES if "sharding" not in n])
+def test_a_step_sends_no_more_in_a_wider_world(worlds, name):
+    few, many = (worlds[ranks][name]["step"] for ranks in (FEW, MANY))
+    assert {k: v for k, v in few.items() if k != "all_gather"} == {k: v for k, v in many.items() if k != "all_gather"}
+    assert many["all_reduce"] <= 2 * PARAMETERS
+    for ranks, step in ((FEW, few), (MANY, many)):
+        assert step.get("all_gather", 0) <= FROM_EVERY_RANK.get(name, 2) * ranks

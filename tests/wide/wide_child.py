@@ -1,0 +1,106 @@
+"""Trains two steps of every strategy as one rank of many: `wide_child.py RANKS OUT`. Writes what it cost as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+
+import mirror
+import torch
+from torch import nn
+
+from fleetx import fleet
+from fleetx.comm import session
+
+PER_HOST = 8
+ANCHORS = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0", "1", "2"]}
+STRATEGIES = {
+    "data parallelism": {},
+    "gradient_merge": {"gradient_merge": {"k_steps": 2}},
+    "amp float16, clip": {"amp": True, "clip": True},
+    "lars": {"lars": True},
+    "lamb": {"lamb": True},
+    "muon": {"muon": True},
+    "recompute": {"recompute": {"checkpoints": ["0", "1"]}},
+    "sync_batch_norm": {"sync_batch_norm": True},
+    "fp16_allreduce": {"fp16_allreduce": True},
+    "dgc": {"dgc": {"sparsity": [0.999]}},
+    "localsgd": {"localsgd": {"k_steps": 2}},
+    "adaptive_localsgd": {"adaptive_localsgd": True},
+    "two communicators": {"nccl_comm_num": 2},
+    "hierarchical": {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": PER_HOST},
+    "sharding": {"sharding": {"stage": 3, **ANCHORS}},
+    "sharding on hosts": {"sharding": {"stage": 3, "sharding_degree": PER_HOST, "hybrid_dp": True, **ANCHORS}},
+    "sharding, lamb, clip, amp": {"sharding": {"stage": 3, **ANCHORS}, "lamb": True, "clip": True, "amp": True},
+}
+
+
+def model():
+    def block():
+        return nn.Sequential(nn.Linear(128, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 128))
+
+    torch.manual_seed(0)
+    return nn.Sequential(block(), block(), block())
+
+
+def run(declared):
+    session.reset()
+    fleet.init(checks=fleet.Checks(same_parameters=0))
+    net = model()
+    if {"lamb", "muon"} & set(declared):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    mirror.forget()
+    start, counted = time.process_time(), Calls()
+    with counted:
+        net, optimizer = fleet.distribute(net, optimizer, fleet.DistributedStrategy(**declared))
+    found = {"seconds": time.process_time() - start, "calls": counted.number}
+    found |= {"setup": dict(mirror.numbers), "groups": sum(mirror.groups.values())}
+    mirror.forget()
+    for _ in range(2):
+        fleet.backward(net(torch.randn(4, 128)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {"step": {name: n / 2 for name, n in mirror.numbers.items()}, "updated": fleet.updated}
+    fleet.flush()
+    return found
+
+
+class Calls:
+    """Counts calls of Python functions: a measure of work that does not depend on the machine."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __enter__(self):
+        sys.setprofile(self._see)
+
+    def __exit__(self, *error):
+        sys.setprofile(None)
+
+    def _see(self, frame, event, arg):
+        self.number += event == "call"
+
+
+def main(ranks, out):
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    mirror.start(int(ranks))
+    found = {}
+    for name, declared in STRATEGIES.items():
+        try:
+            found[name] = run(declared)
+        except Exception:
+            found[name] = {"failed": traceback.format_exc()}
+    with open(out, "w") as file:
+        json.dump(found, file)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
