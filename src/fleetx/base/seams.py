@@ -168,6 +168,9 @@ _named(
 )  # fmt: skip
 _MODULE, _OPTIMIZER = "torch.nn:Module", "torch.optim:Optimizer"
 parameters = _reads("parameters", f"{_MODULE}._parameters", "the parameters of one module, to replace them")
+backward_hooks = _reads("backward_hooks", "torch:Tensor._backward_hooks", "hooks of the user, which shards would lose")
+CONTRACT = "torch.distributed._composable.contract"  # the module, which most scripts do not import
+applied_to = _calls("applied_to", f"{CONTRACT}:_get_registry", "module", "was replicate() called on it?")
 buffers = _reads("buffers", f"{_MODULE}._buffers", "the buffers of one module, to replace them")
 check_input_dim = _calls("check_input_dim", "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim", "input",
                          "BatchNorm's own error for a wrong shape")  # fmt: skip
