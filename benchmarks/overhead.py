@@ -50,7 +50,7 @@ class Case:
     updates: int = 1  # per sample
     bucket_mb: float = 32  # fleetx's default, which is Paddle's
 
-    def model(self, *, recompute: bool) -> Transformer:
+    def model(self, *, recompute: bool) -> nn.Module:
         torch.manual_seed(0)
         return Transformer(depth=self.depth, width=self.width, recompute=recompute)
 

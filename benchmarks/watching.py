@@ -1,14 +1,16 @@
-"""What watching the ranks and checking the numbers cost in a training step."""
+"""What watching the ranks and all that is checked cost in a training step."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.frame import Run, Sides, benchmark
-from benchmarks.overhead import Case, Update, optimizer_of
+from benchmarks.overhead import CLASSES, Case, Update, optimizer_of
+from benchmarks.overhead import compare as against_ddp
 from fleetx import fleet
 from fleetx.comm import session, watch
 from fleetx.engine.numbers import Checks
@@ -71,3 +73,24 @@ def watched(run: Run) -> Sides:
         return run.compare(beside(False), beside(True))
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@benchmark(ours="fleetx", theirs="raw DDP", goal=1.01, ranks=2, rounds=200)
+def all_checks(run: Run) -> Sides:
+    """A step of about 40 ms with everything that is checked by default, against plain DistributedDataParallel."""
+    return against_ddp(STEP, run)
+
+
+class Many(Case):
+    """400 small parameters: what is done in Python for each of them would show."""
+
+    def model(self, *, recompute: bool) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(self.depth)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(self.width * self.length, CLASSES))
+
+
+@benchmark(ours="fleetx", theirs="raw DDP", goal=1.01, ranks=2, rounds=200)
+def many_parameters(run: Run) -> Sides:
+    """The same with 400 small parameters."""
+    return against_ddp(Many(depth=199, width=64, batch=8, length=4), run)

@@ -39,7 +39,7 @@ def main() -> None:
     ).to(fleet.device())
     data = args.data or prepared.digits("example_data/digits", args.side)
     train = model.get_train_dataloader(data, batch_size=args.batch, drop_last=True)
-    val = model.get_val_dataloader(data, batch_size=args.batch)
+    val = model.get_val_dataloader(data, batch_size=args.batch, shard=True)
 
     strategy = fleet.DistributedStrategy()
     strategy.lars = True

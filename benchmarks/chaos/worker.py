@@ -39,7 +39,7 @@ KINDS = {
 background.write = marks.during("save", background.write)  # type: ignore[attr-defined]
 writing: Any = sys.modules["fleetx.engine.checkpoint.write"]  # the package has a function of that name
 writing._commit = marks.during("commit", writing._commit)
-loop.read = marks.during("load", loop.read)  # type: ignore[attr-defined]
+loop.load = marks.during("load", loop.load)  # type: ignore[attr-defined]
 
 
 def digest() -> str:

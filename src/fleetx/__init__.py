@@ -78,9 +78,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fleetx.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
-    if name in ("CPUTrainer", "CPUDatasetTrainer"):
-        raise AttributeError(f"fleetx has no {name}: it trains with parameter servers, which fleetx does not support")
-    raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
+    if name.startswith("_"):  # Python and tools ask for such names without meaning them
+        raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
+    from fleetx.applications.not_covered import of_fleetx
+
+    raise AttributeError(of_fleetx("fleetx", name, __all__))
 
 
 def __dir__() -> list[str]:

@@ -306,3 +306,44 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+# ---------------------------------------------------------------------- restarts
+
+RESUMES = """
+import os, pathlib, signal, sys
+import torch
+from torch import nn
+from fleetx import fleet
+
+fleet.init()
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+model, optimizer = fleet.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+torch.manual_seed(fleet.worker_index())
+root, breaks = pathlib.Path(sys.argv[1]), sys.argv[2] == "breaks"
+for step in fleet.checkpoints(root, every=3, steps=10):
+    killed = root.parent / f"killed-{step}"
+    if breaks and step in (4, 8) and fleet.worker_index() == step // 8 and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)  # first on host 0, then on host 1
+    model(torch.randn(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(model.weight.tolist(), flush=True)
+"""
+
+
+def test_a_job_on_two_hosts_restarts_and_resumes_by_itself_whichever_host_loses_a_worker(lab, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RESUMES)
+    said = {}
+    for kind in ("unbroken", "breaks"):
+        options = ["--max_restarts", "3", "--restart_delay", "0"]
+        arguments = [str(tmp_path / kind), kind]
+        finished = lab.fleetrun(script, arguments, options=options, cwd=tmp_path, timeout=600)
+        said[kind] = finished[0].stdout.splitlines()[-1]
+        if kind == "breaks":
+            assert [path.name for path in sorted(tmp_path.glob("killed-*"))] == ["killed-4", "killed-8"]
+            assert all("restart 2 of 3" in host.stderr for host in finished), finished[0].stderr
+    assert said["breaks"] == said["unbroken"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from torch import nn
 
 from fleetx import WorldError, fleet
 from fleetx.comm import alarm, watcher
+from fleetx.comm.hub import CONNECT, SILENT, Hub
 from fleetx.comm.lines import Lines
 from forked_ranks import forked
 from training import net, sgd
@@ -59,7 +61,14 @@ def stop():
 
 
 def pause():
-    subprocess.Popen([sys.executable, "-S", "-c", f"import os, time; time.sleep(4); os.kill({os.getpid()}, 18)"])
+    """Stop for four seconds. A helper wakes this rank, and writes down how long it really stood still."""
+    helper = (
+        f"import os, time\nwhile open('/proc/{os.getpid()}/stat').read().rpartition(')')[2].split()[0] != 'T':\n"
+        "    time.sleep(0.001)\n"
+        f"start = time.monotonic(); time.sleep(4); os.kill({os.getpid()}, 18)\n"
+        "print('paused', time.monotonic() - start, flush=True)"
+    )
+    subprocess.Popen([sys.executable, "-S", "-c", helper])
     stop()
 
 
@@ -89,6 +98,10 @@ def exit_at_once():
 
 def sleep():
     time.sleep(60)
+
+
+def oversleep():
+    time.sleep(8)
 
 
 NAMED = {
@@ -142,20 +155,43 @@ def test_ranks_that_left_early_are_named(tmp_path):
             assert "fleet.join(loader)" in ranks.log(rank)
 
 
-@pytest.mark.parametrize("fault", [pause, hold_the_interpreter], ids=lambda fault: fault.__name__)
-def test_a_pause_of_four_seconds_or_a_held_interpreter_is_no_fault(tmp_path, fault):
-    with forked(tmp_path, 2, train, fault) as ranks:
+def test_a_held_interpreter_is_no_fault(tmp_path):
+    with forked(tmp_path, 2, train, hold_the_interpreter) as ranks:
         ranks.wait(0, 1)
         assert ranks.codes == {0: 0, 1: 0}, ranks.log(0) + ranks.log(1)
 
 
-def test_a_rank_that_others_wait_for_is_named_while_it_lives_and_when_the_time_is_up(tmp_path):
-    with forked(tmp_path, 2, train, sleep, None, 13.0) as ranks:
-        ranks.wait(0)
+@pytest.mark.parametrize("fault", [pause])
+def test_a_pause_of_four_seconds_is_no_fault(tmp_path, fault):
+    for attempt in range(5):
+        (tmp_path / str(attempt)).mkdir()
+        with forked(tmp_path / str(attempt), 2, train, fault) as ranks:
+            ranks.wait(0)
+            ranks.wait_for("paused", 1)
+            if float(ranks.log(1).partition("paused ")[2].split()[0]) > 4.2:
+                continue  # the machine was too busy to end it in time: that says nothing
+            ranks.wait(1)
+            assert ranks.codes == {0: 0, 1: 0}, ranks.log(0) + ranks.log(1)
+            return
+    pytest.skip("the machine is too busy for pauses of exactly four seconds")
+
+
+def test_a_rank_that_others_wait_for_is_named_while_it_lives(tmp_path):
+    with forked(tmp_path, 2, train, sleep) as ranks:
+        ranks.wait_for("the other ranks have been waiting", 1)
+        ranks.wait_for("has been waiting", 0)
         late = f"rank 1 on {HERE}, which is alive, after step 10 (test_lost_ranks.py:"
         assert f"s in backward for {late}" in ranks.log(0)
-        assert "WorldError: rank 0 has been waiting" in ranks.log(0)
-        assert "the other ranks have been waiting" in ranks.log(1)
+
+
+def test_a_rank_that_others_wait_for_is_named_when_the_time_is_up(tmp_path):
+    """Also if the time is up before anybody was named, and on the rank that came too late."""
+    with forked(tmp_path, 3, train, oversleep, None, 3.0) as ranks:
+        ranks.wait(0, 1, 2)
+        for rank in (0, 2):
+            said = ranks.log(rank).partition("WorldError: ")[2]
+            assert f"for rank 1 on {HERE}, which is alive, after step 10" in said, ranks.log(rank)
+        assert re.search(r"WorldError: rank 1 cannot continue: rank [02] on .* gave up in backward", ranks.log(1))
 
 
 def without_leaving():
@@ -216,46 +252,117 @@ class Heard:
         self.sent.append(message)
 
 
+START = {
+    "rank": 0, "size": 2, "pid": os.getpid(), "host": "a", "token": "secret", "hub": ["127.0.0.1", 1], "hub_host": "a",
+}  # fmt: skip
+
+BEAT = {"progress": 7, "steps": 3, "for": 0.1, "doing": "backward"}
+
+
 def hub(size=3):
-    start = {"rank": 0, "size": size, "pid": os.getpid(), "host": "a", "token": "secret"}
-    made = watcher.Watcher(Heard(), start, bytearray(watcher.PLACE.size))
+    made = Hub(size, lambda rank, message: sent.append((rank, message)))
+    made.sent = sent = []
     for rank in range(size):
-        made.ranks[rank] = watcher.Rank("ab"[rank % 2])
-        made.at_hub(rank, {"beat": rank, "stopped": 0.0, "progress": 7, "steps": 3, "for": 0.1, "doing": "backward"})
+        made.join(rank, "ab"[rank % 2])
+        made.hear(rank, {"beat": rank} | BEAT)
+    sent.clear()
     return made
 
 
-def test_a_rank_that_is_silent_for_longer_than_the_patience_is_cut_off():
+def told(made, rank, what):
+    return [message[what] for to, message in made.sent if to == rank and what in message]
+
+
+def test_a_rank_that_is_silent_for_too_long_is_cut_off():
     made = hub()
-    made.ranks[1].silent = watcher.PATIENCE
-    made.look_around()
+    made.ranks[1].silent = SILENT - 0.1
+    made.look(0.05)
     assert made.verdict is None
-    made.ranks[1].silent += 0.1
-    made.look_around()
-    told = alarm.lost(made.verdict, 2)
-    assert told.startswith(
-        "rank 2 cannot continue: rank 1 on b has not answered for 4.5 s; it was in backward of step 4"
+    made.look(0.1)
+    text = alarm.lost(made.verdict, 2)
+    assert text.startswith(
+        "rank 2 cannot continue: rank 1 on b has not answered for 4.6 s; it was in backward of step 4"
     )
-    assert "the network is cut" in told
+    assert "the network is cut" in text
 
 
 def test_the_first_verdict_stands():
     made = hub()
-    made.at_hub(1, {"raised": "ValueError: bad", "progress": 7, "steps": 3, "for": 0.1, "doing": "backward"})
-    made.at_hub(2, {"killed": 2, "memory": False, "progress": 7, "steps": 3, "for": 0.1, "doing": "backward"})
+    made.hear(1, {"raised": "ValueError: bad"} | BEAT)
+    made.hear(2, {"killed": "", "memory": False} | BEAT)
     assert (made.verdict["rank"], made.verdict["how"]) == (1, "raised")
-    assert sum("verdict" in message for message in made.parent.sent) == 1
+    assert [len(told(made, rank, "verdict")) for rank in range(3)] == [1, 1, 1]
+
+
+def test_a_rank_in_doubt_hears_that_all_is_well_only_when_all_others_have_answered():
+    made = hub()
+    made.hear(0, {"doubt": 5})
+    assert [told(made, rank, "answer") for rank in range(3)] == [[[0, 5]]] * 3
+    for rank in (0, 2):
+        made.hear(rank, {"here": [0, 5]})
+    made.hear(1, {"here": [0, 4]})  # the answer to an older question
+    made.hear(1, {"beat": 1} | BEAT)  # of the watcher: the rank itself may be dying
+    assert not told(made, 0, "nobody")
+    made.hear(1, {"here": [0, 5]})
+    assert told(made, 0, "nobody") == [5]
+
+
+@pytest.mark.parametrize("last", [{"killed": "", "memory": False}, {"left": 3}, {"follows": "..."}])
+def test_a_rank_in_doubt_hears_what_became_of_the_others_first(last):
+    made = hub(2)
+    made.hear(0, {"doubt": 1})
+    made.hear(0, {"here": [0, 1]})
+    made.hear(1, last | BEAT)
+    heard = [key for to, message in made.sent if to == 0 for key in message]
+    assert heard[-2:] == ["nobody", "late"]
+    assert "follows" in last or heard.index("verdict" if "killed" in last else "left") < heard.index("nobody")
+
+
+def test_a_rank_that_was_never_heard_of_is_lost_when_somebody_asks():
+    made = Hub(2, lambda rank, message: None)
+    made.join(0, "a")
+    made.hear(0, {"beat": 0} | BEAT)
+    made.look(CONNECT + 1)
+    assert made.verdict is None  # it may still be starting
+    made.hear(0, {"doubt": 1})
+    made.look(0.1)
+    assert made.verdict["rank"] == 1
+
+
+def test_who_comes_late_hears_the_verdict_and_the_question():
+    made = hub()
+    del made.ranks[2]
+    made.hear(0, {"doubt": 3})
+    made.lose(1, "killed")
+    made.join(2, "c")
+    assert told(made, 2, "verdict")[0]["rank"] == 1
+    assert told(made, 2, "answer") == [[0, 3]]
+
+
+def test_seconds_of_a_stop_are_never_counted_before_it_was_seen(monkeypatch):
+    seen = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
+    seen.hub.join(0, "a")
+    monkeypatch.setattr(watcher.kernel, "stopped", lambda pid: True)
+    seen.look_at_rank(watcher.BEAT)
+    assert seen.stopped == 0.0
+    while seen.stopped <= watcher.STOPPED:
+        assert seen.hub.verdict is None
+        seen.look_at_rank(watcher.TICK)
+    assert seen.hub.verdict["how"] == "stopped"
+    monkeypatch.setattr(watcher.kernel, "stopped", lambda pid: False)
+    seen.look_at_rank(watcher.TICK)
+    assert seen.stopped is None
 
 
 def test_a_kill_for_lack_of_memory_is_called_that():
     made = hub()
-    made.at_hub(1, {"killed": 1, "memory": True, "progress": 7, "steps": 3, "for": 0.1, "doing": "backward"})
+    made.hear(1, {"killed": "", "memory": True} | BEAT)
     assert "killed a process for lack of memory" in alarm.lost(made.verdict, 0)
 
 
 def test_strangers_are_not_let_in():
-    made = hub(2)
-    made.ranks = {0: made.ranks[0]}
+    made = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
+    made.hub.join(0, "a")
     for line in (b'{"token": "wrong", "rank": 1, "host": "x"}\n', b"GET / HTTP/1.0\r\n\n", b"[1]\n", b'{"rank": 1}\n'):
         ours, theirs = socket.socketpair()
         client = Lines(ours)
@@ -263,7 +370,7 @@ def test_strangers_are_not_let_in():
         theirs.sendall(line)
         made.from_client(client)
         assert client not in made.clients
-        assert 1 not in made.ranks
+        assert 1 not in made.hub.ranks
         theirs.close()
 
 

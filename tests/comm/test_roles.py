@@ -1,4 +1,4 @@
-"""The environment of three launchers, and what is wrong with it when it is."""
+"""The environment of launchers, and what is wrong with it when it is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,26 @@ SLURM = {
     "SLURM_JOB_ID": "4242",
 }
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "24001",
+    "MASTER_ADDR": "a",
+}
+MPICH = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MASTER_ADDR": "a",
+}
 
-@pytest.mark.parametrize("env", [TORCH, PADDLE, SLURM], ids=["torchrun", "paddle", "slurm"])
+
+@pytest.mark.parametrize(
+    "env", [TORCH, PADDLE, SLURM, OPEN_MPI, MPICH], ids=["torchrun", "paddle", "slurm", "open mpi", "mpich"]
+)
 def test_each_launcher_is_understood(env):
     place = from_environment(env)
     assert (place.rank, place.size, place.local_rank, place.launched) == (3, 4, 1, True)
@@ -38,6 +56,16 @@ def test_where_the_workers_meet():
     assert from_environment(PADDLE).master == "10.0.0.1:6070"
     assert from_environment(SLURM).master == "gpu07:24242"
     assert from_environment(SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}).master == "a:5"
+    assert from_environment(OPEN_MPI).master == "a:24001"
+    assert from_environment(MPICH).master == "a:29500"
+    one_machine = {k: v for k, v in MPICH.items() if k != "MASTER_ADDR"} | {"MPI_LOCALNRANKS": "4"}
+    assert from_environment(one_machine).master == "127.0.0.1:29500"
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
+def test_mpi_on_several_machines_needs_the_address_of_the_first(env):
+    with pytest.raises(WorldError, match="4 workers on several machines: pass the address of the first one"):
+        from_environment({k: v for k, v in env.items() if k != "MASTER_ADDR"})
 
 
 def test_no_launcher_means_a_world_of_one():

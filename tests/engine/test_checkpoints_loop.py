@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import signal
-from functools import partial
+import warnings
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from fleetx import CheckpointError, UsageError, fleet
+from fleetx import CheckpointError, NumbersError, UsageError, fleet
 from fleetx.comm.session import current
 from fleetx.data.arrays import ArraySource
 from fleetx.data.loader import Loader
@@ -207,3 +209,81 @@ def test_with_fewer_ranks_the_merge_keeps_the_batch_and_no_sample_is_lost_or_rep
     assert sorted(counted + [n for _, batch in after for n in batch]) == list(range(48))
     assert last == 24  # the same samples took twice as many steps
     assert len(after) % 4 == 0
+
+
+def test_the_newest_has_most_updates_even_if_its_steps_are_fewer(tmp_path):
+    """With shorter merge windows the same updates take fewer steps."""
+    train(tmp_path, {"gradient_merge": {"k_steps": 4}}, steps=8)
+    log = []
+    train(tmp_path, {"gradient_merge": {"k_steps": 2}}, steps=6, every=2, keep=1, log=log)
+    assert log == [4, 5]  # after two updates, which would have been four steps
+    assert names(tmp_path) == ["step-0000000006"]
+    assert fleet.latest(tmp_path).name == "step-0000000006"
+
+
+# --- numbers that go wrong ------------------------------------------------------------------------
+def quietly(job):
+    @wraps(job)
+    def run(*args, **kwargs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return job(*args, **kwargs)
+
+    return run
+
+
+@quietly
+def poisoned(root, declared, bad, *, by_hand=False):
+    """12 steps that save every 4; the samples of some steps are not numbers on rank 0. `by_hand`: what must happen."""
+    fleet.init(checks=fleet.Checks(on_nonfinite="restore", in_a_row=2))
+    current().entries.clear()
+    current().checks = fleet.Checks(on_nonfinite="restore", in_a_row=2)
+    model = nn.Sequential(net(), nn.Dropout(0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**declared))
+    torch.manual_seed(fleet.worker_index())
+    checkpoints = fleet.checkpoints(root, every=4, steps=STEPS, scheduler=scheduler)
+    for step in checkpoints:
+        x = torch.randn(4, 6)
+        if step in bad and fleet.worker_index() == 0:
+            x = x * math.nan
+        loss = mse_loss(model(x), torch.zeros(4, 3))
+        if step not in bad or not by_hand:
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+        if by_hand and step == bad[-1]:
+            random = torch.get_rng_state()
+            fleet.load(root / "step-0000000004", scheduler=scheduler)
+            torch.set_rng_state(random)
+    assert by_hand or checkpoints.restored is not None
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("declared", [{}, {"sharding": True}], ids=["plain", "sharding"])
+def test_after_numbers_that_went_wrong_the_last_checkpoint_is_restored_and_the_samples_go_on(ranks, tmp_path, declared):
+    found = ranks.run(poisoned, tmp_path / "a", declared, [5, 6])
+    wanted = ranks.run(partial(poisoned, by_hand=True), tmp_path / "b", declared, [5, 6])
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_where_ranks_update_on_their_own_all_of_them_go_back(ranks, tmp_path):
+    first, second = ranks.run(poisoned, tmp_path, {"localsgd": {"k_steps": 1}}, [5, 6])
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert all(value.isfinite().all() for value in first.values())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([1, 2], "there is no checkpoint to restore yet"),
+        ([4, 5, 6, 7], "step-0000000004 was restored, and the training fails from there on"),
+        ([5, 6, 7, 8], "step-0000000004 was restored, and the training fails from there on"),  # although 8 is saved
+    ],
+)
+def test_what_cannot_be_restored_stops_the_training(tmp_path, bad, message):
+    with pytest.raises(NumbersError, match=message):
+        poisoned(tmp_path, {}, bad)

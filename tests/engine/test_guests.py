@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from fleetx import StrategyError, UsageError, fleet
@@ -28,35 +27,6 @@ from training import (
     weights,
     zero_last,
 )
-
-
-def wrapped(settings):
-    fleet.init()
-    model = net()
-    model, _ = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**settings))
-    outer = DistributedDataParallel(model)
-    with pytest.raises(UsageError, match=r"wrapped in DistributedDataParallel, .* remove the wrapper") as caught:
-        outer(torch.randn(4, 6))
-    x, y = torch.randn(4, 6), torch.randn(4, 3)
-    mse_loss(model(x), y).backward()  # without the wrapper it trains
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("settings", [{}, {"gradient_merge": {"k_steps": 2}}, {"localsgd": {"k_steps": 2}}], ids=str)
-def test_ddp_around_a_distributed_model_is_an_error(ranks, settings):
-    ranks.run(wrapped, settings)
-
-
-def prepared():
-    """As Fabric's setup() returns it: a module around DistributedDataParallel."""
-    fleet.init()
-    model = torch.nn.Sequential(DistributedDataParallel(net()))
-    with pytest.raises(StrategyError, match=r"contains DistributedDataParallel, .* pass the plain model"):
-        fleet.distribute(model, sgd(model), fleet.DistributedStrategy())
-
-
-def test_ddp_inside_the_model_is_an_error(ranks):
-    ranks.run(prepared)
 
 
 class Wrapper(torch.optim.Optimizer):

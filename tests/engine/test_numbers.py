@@ -90,13 +90,6 @@ def test_it_stops_at_once_if_told():
         _alone(math.nan, "stop")
 
 
-def test_it_restores_if_told(monkeypatch):
-    restored = []
-    monkeypatch.setattr(numbers, "restore", restored.append)
-    _alone(math.nan, "restore")
-    assert len(restored) == 2  # after steps 2 and 4
-
-
 def test_without_a_checkpoint_there_is_nothing_to_restore():
     with pytest.raises(NumbersError, match="there is no checkpoint to restore"):
         _alone(math.nan, "restore")

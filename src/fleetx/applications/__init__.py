@@ -13,9 +13,9 @@ from fleetx.applications.application import Application
 from fleetx.applications.bert import Bert_base, Bert_large, BertBase, BertGiant, BertHuge, BertLarge
 from fleetx.applications.bert import FirstBert as Bert
 from fleetx.applications.images import VGG16, Resnet50
+from fleetx.applications.not_covered import of_fleetx
 from fleetx.applications.program import Parameter, Program, Variable
 from fleetx.applications.transformer import Transformer
-from fleetx.base.suggest import did_you_mean
 
 __all__ = [
     "VGG16",
@@ -40,9 +40,4 @@ def __getattr__(name: str) -> Any:
         from fleetx.optim.schedule import linear_warmup_decay
 
         return linear_warmup_decay
-    if name in ("MultiSlotCTR", "Word2vec"):
-        raise AttributeError(
-            f"fleetx.applications has no {name!r}: it trains with parameter servers, which fleetx lacks"
-        )
-    hint = did_you_mean(name, __all__)
-    raise AttributeError(f"fleetx.applications has no {name!r}{hint and ': ' + hint}")
+    raise AttributeError(of_fleetx(__name__, name, __all__))

@@ -31,10 +31,11 @@ class Feed(NamedTuple):
 
 
 class _RemembersLast(type):
-    """Sets `Application.last` after each successful construction."""
+    """Sets `Application.last` after each successful construction, and keeps the arguments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         application = super().__call__(*args, **kwargs)
+        application._arguments = (args, kwargs)
         Application.last = weakref.ref(application)
         return application
 
@@ -50,10 +51,14 @@ class Application(nn.Module, metaclass=_RemembersLast):
     """The fields of the tuple that forward returns."""
     last: ClassVar[weakref.ref[Application] | None] = None
     """The last application created. Its programs are the default programs of a static script."""
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    seeds: dict[str, int]
+    """`random_seed` of its programs, by their kind."""
 
     def __init__(self, unknown: Mapping[str, Any]):
         """unknown: the constructor's leftover keyword arguments."""
         super().__init__()
+        self.seeds = {}
         parameters = inspect.signature(type(self).__init__).parameters.values()
         known = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
         check_names(type(self).__name__, unknown, known)
@@ -130,6 +135,15 @@ class Application(nn.Module, metaclass=_RemembersLast):
             hint = did_you_mean(target, names)
             raise AttributeError(f"{type(self).__name__} has no parameter {target!r}{hint and ': ' + hint}") from None
 
+    def redraw(self, seed: int) -> None:
+        """Set the weights that an application has that is created after `torch.manual_seed(seed)`."""
+        self._check_complete("load")
+        args, kwargs = self._arguments
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            twin = type.__call__(type(self), *args, **kwargs)  # without becoming the last application
+        self.load_state_dict(twin.state_dict())
+
     def save_params(self, path: str | Path) -> None:
         """Write parameters and buffers to a folder, replacing an earlier file. Several ranks can do so at once."""
         self._check_complete("save")
@@ -175,3 +189,8 @@ def model_options(options: Mapping[str, Any], **required: Any) -> dict[str, Any]
         if options.get(name, value) != value:
             raise UsageError(f"{name} = {options[name]!r}: this model was created with {name} = {value!r}")
     return {**options, **required}
+
+
+def whole_by_default(options: Mapping[str, Any]) -> Any:
+    """Loader options for validation: every rank reads all of it, as in FleetX, where scripts evaluate on one worker."""
+    return options if "shard" in options or "replica" in options else {**options, "shard": False}

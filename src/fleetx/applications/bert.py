@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fleetx.applications.application import Application, Feed, check_heads, model_options
+from fleetx.applications.application import Application, Feed, check_heads, model_options, whole_by_default
 from fleetx.data import Loader, digital_train, digital_val, load_digital_dataset_from_file
 from fleetx.data.bert import IGNORED, BertOptions
 from fleetx.data.checks import check_choice, check_fraction, check_int
@@ -179,8 +179,11 @@ class Bert(Application):
         shuffle: bool = False,
         **options: Unpack[BertOptions],
     ) -> Loader:
-        """Load the files listed in the folder's val.txt; see `digital_val`. max_seq_len is at most the model's."""
-        length, options = self._loader_options(max_seq_len, 512, options)
+        """Load the files listed in the folder's val.txt; see `digital_val`. max_seq_len is at most the model's.
+
+        Every rank reads all of them unless shard=True.
+        """
+        length, options = self._loader_options(max_seq_len, 512, whole_by_default(options))
         return digital_val(data_dir, batch_size, length, in_tokens, shuffle, **options)
 
     def _loader_options(self, length: int | None, default: int, options: BertOptions) -> tuple[int, BertOptions]:

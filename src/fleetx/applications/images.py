@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fleetx.applications.application import Application, Feed, model_options
+from fleetx.applications.application import Application, Feed, model_options, whole_by_default
 from fleetx.base.module_names import plain_name
 from fleetx.comm.notices import say_once
 from fleetx.data import Loader, imagenet_train, imagenet_val, load_imagenet_from_file
@@ -75,7 +75,11 @@ class ImageClassifier(Application):
         use_dali: bool = False,
         **options: Unpack[ImageOptions],
     ) -> Loader:
-        """Load the images of a list in this model's size and layout; see `fleetx.data`."""
+        """Load the images of a list in this model's size and layout; see `fleetx.data`.
+
+        Every rank reads all images of the phase "val" unless shard=True.
+        """
+        options = whole_by_default(options) if phase == "val" else options
         return load_imagenet_from_file(filelist, batch_size, phase, shuffle, **self._options(use_dali, options))
 
     def get_train_dataloader(
@@ -97,8 +101,8 @@ class ImageClassifier(Application):
         use_dali: bool = False,
         **options: Unpack[ImageOptions],
     ) -> Loader:
-        """Load the images listed in the folder's val.txt. They are split among the ranks unless shard=False."""
-        return imagenet_val(local_path, batch_size, shuffle, **self._options(use_dali, options))
+        """Load the images listed in the folder's val.txt. Every rank reads all of them unless shard=True."""
+        return imagenet_val(local_path, batch_size, shuffle, **self._options(use_dali, whole_by_default(options)))
 
     def _options(self, use_dali: bool, options: ImageOptions) -> dict[str, Any]:
         if use_dali:

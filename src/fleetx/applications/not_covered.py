@@ -11,56 +11,76 @@ from typing import Any, NoReturn
 from fleetx.base.suggest import did_you_mean
 
 PAGE = "docs/coming_from_paddle.md"
-# Whole messages, for what the page explains. The first hundred characters say what matters.
-_LAYERS = (
-    "fleetx runs Paddle scripts whose model is one of fleetx.applications, and has no {wanted}: build this in torch "
-    f"and call fleet.distribute; see {PAGE}"
+# Whole messages. The first hundred characters say what matters: launchers and terminals cut the rest.
+_SCOPE = (
+    "fleetx runs Paddle scripts whose model is one of fleetx.applications, and has no {wanted}: build your model in "
+    f"torch and call fleet.distribute; see {PAGE}"
 )
 _SERVER = f"fleetx does not support parameter servers, which {{wanted}} is for: it trains collectively; see {PAGE}"
 _EAGER = (
     "fleetx runs Paddle's static scripts only, not {wanted}: for eager training use PyTorch and fleet.distribute; "
     f"see {PAGE}"
 )
+_LIST = ""  # no whole message: list what the module has
 WHOLE = {
+    "paddle": _SCOPE,
     **dict.fromkeys(
         (
-            "paddle.ParamAttr",
-            "paddle.fluid.ParamAttr",
-            "paddle.fluid.data",
-            "paddle.fluid.initializer",
-            "paddle.fluid.layers",
-            "paddle.fluid.nets",
-            "paddle.io",
-            "paddle.nn",
-            "paddle.static.data",
-            "paddle.static.nn",
-            "paddle.tensor",
-            "paddle.vision",
+            "paddle.distributed.fleet",
+            "paddle.fluid.clip",
+            "paddle.fluid.optimizer",
+            "paddle.fluid.regularizer",
+            "paddle.optimizer",
+            "paddle.regularizer",
         ),
-        _LAYERS,
+        _LIST,
+    ),
+    "paddle.fluid.initializer": _SCOPE,  # these two resemble other names
+    "paddle.fluid.scope_guard": _SCOPE,
+    "paddle.distributed.fleet.utils": (
+        "fleetx does not support parameter servers and has no {wanted}; instead of its recompute, set "
+        f"strategy.recompute; instead of its HDFSClient, use X.utils.Downloader; see {PAGE}"
     ),
     **dict.fromkeys(
         (
+            "paddle.distributed.InMemoryDataset",
+            "paddle.distributed.QueueDataset",
+            "paddle.distributed.fleet.MultiSlotDataGenerator",
+            "paddle.distributed.fleet.MultiSlotStringDataGenerator",
             "paddle.distributed.fleet.init_server",
             "paddle.distributed.fleet.init_worker",
             "paddle.distributed.fleet.is_server",
             "paddle.distributed.fleet.run_server",
             "paddle.distributed.fleet.server_num",
             "paddle.distributed.fleet.stop_worker",
+            "paddle.fluid.DatasetFactory",
             "paddle.fluid.DistributeTranspiler",
+            "paddle.fluid.incubate.data_generator",
             "paddle.fluid.incubate.fleet.parameter_server",
             "paddle.fluid.incubate.fleet.utils",
+            "paddle.fluid.transpiler",
         ),
         _SERVER,
     ),
     **dict.fromkeys(
-        ("paddle.DataParallel", "paddle.disable_static", "paddle.fluid.dygraph", "paddle.jit", "paddle.to_tensor"),
+        (
+            "paddle.DataParallel",
+            "paddle.disable_static",
+            "paddle.distributed.init_parallel_env",
+            "paddle.fluid.dygraph",
+            "paddle.jit",
+            "paddle.to_tensor",
+        ),
         _EAGER,
     ),
 }
-_SAVE = "save with model.save_params(folder) or fleet.save(folder)"
+_SAVE = "use save_params(folder) and load_params(folder) of the model, or fleet.save(folder) and fleet.load(folder)"
+_LOADER = "the loaders are methods of the model, such as model.get_train_dataloader(folder)"
 _COMPILED = "there is no graph to compile: run the program itself"
-_PROGRAMS = "programs belong to a model: use model.main_prog and model.startup_prog, or the default programs"
+_PROGRAMS = (
+    "programs belong to a model of fleetx.applications: use model.main_prog and model.startup_prog, or the default "
+    f"programs; build any other model in torch and call fleet.distribute; see {PAGE}"
+)
 _SINGLY = (
     "gradients are clipped by their global norm, with GradientClipByGlobalNorm (ClipGradByGlobalNorm); under dgc, set "
     "strategy.dgc_configs = {'clip_norm': ...} to clip each compressed tensor on each worker"
@@ -69,16 +89,52 @@ _SINGLY = (
 INSTEAD = {
     "paddle.nn.ClipGradByNorm": _SINGLY,
     "paddle.fluid.clip.GradientClipByNorm": _SINGLY,
-    "paddle.fluid.io": _SAVE,
-    "paddle.static.save": _SAVE,
+    **{f"paddle.fluid.io.{name}": _SAVE for name in ("load", "load_vars", "save", "save_vars")},
+    **{f"paddle.{name}": _SAVE for name in ("load", "save", "fluid.load", "fluid.save", "static.load", "static.save")},
+    "paddle.fluid.io.load_inference_model": "create the same model and call fluid.io.load_persistables",
+    "paddle.static.load_inference_model": "create the same model and call fluid.io.load_persistables",
     "paddle.fluid.CompiledProgram": _COMPILED,
+    "paddle.fluid.ParallelExecutor": _COMPILED,
+    "paddle.static.ParallelExecutor": _COMPILED,
     "paddle.static.CompiledProgram": _COMPILED,
     "paddle.fluid.Program": _PROGRAMS,
+    "paddle.static.Program._lr_schedule_guard": "write the schedule with fluid.layers, such as linear_lr_warmup",
     "paddle.static.Program": _PROGRAMS,
     "paddle.fluid.program_guard": _PROGRAMS,
     "paddle.static.program_guard": _PROGRAMS,
-    "paddle.static.Program.random_seed": "call paddle.seed(number) before you create the model",
+    **{
+        f"paddle.fluid.optimizer.{name}": f"set strategy.{part} = True and call fleet.distributed_optimizer"
+        for name, part in (
+            ("DGCMomentumOptimizer", "dgc"),
+            ("GradientMergeOptimizer", "gradient_merge"),
+            ("PipelineOptimizer", "pipeline"),
+            ("RecomputeOptimizer", "recompute"),
+        )
+    },
 }
+
+_NO_PROGRAM = "there is no program to save or load; " + _SAVE
+_PROGRAM_FILES = "models are created, not downloaded: call one of fleetx.applications"
+_TRAINS_WITH_SERVERS = "it trains with parameter servers, which fleetx does not support"
+# Names that FleetX had for some time and that have no meaning here.
+FLEETX = {
+    "fleetx.CPUDatasetTrainer": _TRAINS_WITH_SERVERS,
+    "fleetx.CPUTrainer": _TRAINS_WITH_SERVERS,
+    "fleetx.applications.MultiSlotCTR": _TRAINS_WITH_SERVERS,
+    "fleetx.applications.Word2vec": _TRAINS_WITH_SERVERS,
+    "fleetx.applications.download_model": _PROGRAM_FILES,
+    "fleetx.applications.load_program": _NO_PROGRAM,
+    "fleetx.applications.save_program": _NO_PROGRAM,
+    "fleetx.dataset": _LOADER,
+    "fleetx.image_dataset_from_filelist": "call model.load_imagenet_from_file(filelist)",
+    "fleetx.imagenet_dataset_from_filelist": "call model.load_imagenet_from_file(filelist)",
+}
+
+
+def of_fleetx(owner: str, name: str, known: Sequence[str]) -> str:
+    """What to say of a name that a module of fleetx does not have."""
+    advice = FLEETX.get(f"{owner}.{name}") or did_you_mean(name, known)
+    return f"{owner} has no {name!r}{advice and ': ' + advice}"
 
 
 def not_covered_by(owner: str, known: Sequence[str]) -> Callable[[Any, str], Any]:
@@ -105,23 +161,23 @@ def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None
     return __setattr__
 
 
-def sentence(owner: str, name: str, known: Sequence[str], *, for_all: str = "") -> str:
+def sentence(owner: str, name: str, known: Sequence[str], *, of_module: str | None = None) -> str:
+    """of_module: the advice for a module as a whole; None for a class, of which the names are listed."""
     wanted = f"{owner}.{name}"
-    hint, reason = did_you_mean(name, known), INSTEAD.get(wanted, for_all)
+    reason = INSTEAD.get(wanted, of_module or "")
     # A name of its own is not a misspelling of another.
-    if (wanted in WHOLE or not (hint or reason)) and (whole := _whole(wanted)):
+    hint = "" if wanted in INSTEAD else did_you_mean(name, known)
+    whole = _whole(wanted) if of_module is not None else ""
+    if whole and (wanted in WHOLE or not (hint or reason)):
         return whole
-    return (
-        f"fleetx does not support {wanted}: {hint + ' ' if hint else ''}{reason + '. ' if reason else ''}"
-        f"{owner} has {', '.join(known)}"
-    )
+    listed = f"{owner} has {', '.join(known)}"
+    advice = f"{hint} {listed}" if hint else reason or listed
+    return f"fleetx does not support {wanted}: {advice}"
 
 
 def _whole(wanted: str) -> str:
     """The message for a name, or for what holds it."""
     plain = wanted.replace("paddle.fleet.", "paddle.distributed.fleet.")
-    while plain:
-        if plain in WHOLE:
-            return WHOLE[plain].format(wanted=wanted)
+    while plain not in WHOLE:
         plain = plain.rpartition(".")[0]
-    return ""
+    return WHOLE[plain].format(wanted=wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fleetx.applications.application import Application
 
 _VARIABLE = "paddle.static.Variable", ("name", "shape", "dtype")
-_PROGRAM = "paddle.static.Program", ("clone", "inputs", "outputs", "parameters", "variable")
+_PROGRAM = "paddle.static.Program", ("clone", "inputs", "outputs", "parameters", "random_seed", "variable")
 
 
 @dataclass(unsafe_hash=True)
@@ -61,6 +61,15 @@ class Parameter(Variable):
     trainable: bool
 
 
+def check_seed(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UsageError(f"random_seed = {value!r}: must be an integer of at least 0")
+    return value
+
+
+_set_once = set_once(*_PROGRAM)
+
+
 @dataclass(unsafe_hash=True)
 class Program:
     """An application as a program. Running its startup program is a no-op: a module has its weights from the start."""
@@ -69,7 +78,20 @@ class Program:
     kind: Literal["main", "startup", "test"] = "main"
 
     __getattr__ = not_covered_by(*_PROGRAM)
-    __setattr__ = set_once(*_PROGRAM)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "random_seed":
+            return _set_once(self, name, value)
+        seed = check_seed(value)
+        self.application.seeds[self.kind] = seed
+        if seed and self.kind != "startup":
+            torch.manual_seed(seed)
+        return None
+
+    @property
+    def random_seed(self) -> int:
+        """Seeds dropout; that of a startup program seeds the weights, when it is run. 0 seeds nothing."""
+        return self.application.seeds.get(self.kind, 0)
 
     def clone(self, for_test: bool = False) -> Program:
         """With for_test=True: the same application in eval mode, without updates."""

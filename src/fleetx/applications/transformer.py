@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu, scaled_dot_product_attention
 
-from fleetx.applications.application import Application, Feed, check_heads, model_options
+from fleetx.applications.application import Application, Feed, check_heads, model_options, whole_by_default
 from fleetx.data import Loader, load_wmt16_dataset_from_file, translation_train, translation_val
 from fleetx.data.checks import check_fraction, check_int
 from fleetx.data.translation import TranslationOptions
@@ -187,16 +187,16 @@ class Transformer(Application):
     # --- data -------------------------------------------------------------------------------------
     def load_wmt16_dataset_from_file(
         self,
-        src_vocab: str | Path,
-        trg_vocab: str | Path,
-        pattern: str | Path,
+        src_vocab_fpath: str | Path,
+        trg_vocab_fpath: str | Path,
+        train_file_pattern: str | Path,
         batch_size: int = 2048,
         shuffle: bool = True,
         **options: Unpack[TranslationOptions],
     ) -> Loader:
         """Load the files that match a pattern; see `fleetx.data`. batch_size counts tokens."""
         return load_wmt16_dataset_from_file(
-            src_vocab, trg_vocab, pattern, batch_size, shuffle, **self._options(options)
+            src_vocab_fpath, trg_vocab_fpath, train_file_pattern, batch_size, shuffle, **self._options(options)
         )
 
     def get_train_dataloader(
@@ -216,8 +216,8 @@ class Transformer(Application):
         shuffle: bool = False,
         **options: Unpack[TranslationOptions],
     ) -> Loader:
-        """Load the files listed in the folder's val.txt. They are split among the ranks unless shard=False."""
-        return translation_val(local_path, batch_size, shuffle, **self._options(options))
+        """Load the files listed in the folder's val.txt. Every rank reads all of them unless shard=True."""
+        return translation_val(local_path, batch_size, shuffle, **self._options(whole_by_default(options)))
 
     def _options(self, options: TranslationOptions) -> TranslationOptions:
         if options.get("max_seq_len", 0) > self.max_seq_len:

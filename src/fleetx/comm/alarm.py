@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fleetx.comm.hub import SILENT
 from fleetx.comm.world import listed
 from fleetx.errors import FleetxError
 
@@ -45,12 +46,13 @@ def lost(verdict: dict[str, Any], here: int) -> str:
             )
         ),
         "raised": f"{who} raised {verdict.get('text')} {doing}. Its log has the traceback: solve that first",
+        "gave up": f"{who} gave up {doing}: {verdict.get('text')}",
         "stopped": (
             f"{who} was stopped by a signal (SIGSTOP, Ctrl-Z or a debugger) {doing}, and stood still for {seconds}. "
             "Resume it with `kill -CONT` earlier, or start the job again"
         ),
         "silent": (
-            f"{who} has not answered for 4.5 s; it was {doing or 'not heard of before'}. Its machine is frozen or "
+            f"{who} has not answered for {SILENT} s; it was {doing or 'not heard of before'}. Its machine is frozen or "
             f"down, or the network is cut: try `ping {verdict['host']}` and `fleetx doctor`"
         ),
         "vanished": (
@@ -80,6 +82,20 @@ def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
     return (
         f"rank {here} has been waiting {waiting['seconds']:.0f} s {doing} for {who}{host}, which is alive, "
         f"{place(waiting)}"
+    )
+
+
+def unexplained(doing: str, *, here: int, timeout: bool) -> str:
+    """The network failed, and yet every rank is there."""
+    where = f" in {doing}" if doing else ""
+    if timeout:
+        return (
+            f"rank {here} waited too long{where}, but no rank is lost, and none is behind the others. Do all ranks "
+            "make the same calls in the same order? FLEETX_DEBUG=collectives compares them"
+        )
+    return (
+        f"rank {here} lost a connection to another rank{where}, but no rank is lost. Was the network interrupted, or a "
+        "process group destroyed on one rank? `fleetx doctor` checks the network"
     )
 
 

@@ -28,7 +28,7 @@ from fleetx.errors import FleetxError, UsageError, WorldError
 
 POLL = 0.02  # seconds between two looks at where the others are
 ASK = 0.5  # seconds between two questions how far the others are
-PATIENCE = 2.0  # seconds after an error of the network, in which it should be known who is lost
+PATIENCE = 40.0  # seconds for the other ranks to answer after an error of the network; mostly it takes milliseconds
 
 
 def start(world: World) -> None:
@@ -47,6 +47,12 @@ def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) 
     if (peers := current().peers) is not None:
         otherwise = otherwise or f"every rank must call {call}, so do not call it under `if fleet.is_first_worker()`"
         peers.meet(call, otherwise, ranks)
+
+
+def announce(call: str) -> None:
+    """This rank is about to wait in a call that only some ranks may make: whoever waits for it elsewhere is told."""
+    if (peers := current().peers) is not None:
+        peers.announce(call)
 
 
 @contextmanager
@@ -97,7 +103,7 @@ class Peers:
     def check(self) -> None:
         """Raise an error if a rank is lost, before this one waits for it."""
         if self._watch is not None and self._watch.verdict is not None:
-            raise _following(self._watch.explained())
+            raise _caused(self._watch.explained(), "follows")
 
     @property
     def failed(self) -> bool:
@@ -110,16 +116,17 @@ class Peers:
         seen = self._watch
         if seen is None or not alarm.is_network(error):
             return error
-        verdict = seen.wait_for_verdict(PATIENCE)
-        if verdict is not None:
-            text = seen.explained()
-        elif seen.left:
-            text = alarm.ended(seen.left, here=self._world.rank, updates=_updates())
-        elif alarm.is_timeout(error) and seen.waiting is not None:
-            text = alarm.late(seen.waiting, here=self._world.rank, doing="")
-        else:
-            return error
-        return _following(f"{text} [{alarm.saw(error)}]")
+        seen.ask(PATIENCE)
+        here, said = self._world.rank, alarm.saw(error)
+        if seen.verdict is not None:
+            return _caused(f"{seen.explained()} [{said}]", "follows")
+        if seen.left:
+            return _caused(f"{alarm.ended(seen.left, here=here, updates=_updates())} [{said}]", "follows")
+        if alarm.is_timeout(error) and seen.waiting is not None:
+            return _caused(f"{alarm.late(seen.waiting, here=here, doing='')} [{said}]", "gave up")
+        return _caused(
+            f"{alarm.unexplained(seen.doing, here=here, timeout=alarm.is_timeout(error))} [{said}]", "gave up"
+        )
 
     def leaving(self, error: BaseException) -> BaseException:
         """An error leaves the script: tell the others, and return what to report instead. fleetrun calls it too."""
@@ -132,7 +139,8 @@ class Peers:
         self._errors.append((error, named))
         if self._watch is not None and os.getpid() == self._pid:
             self._watch.told.set()
-            self._watch.say({"follows": True} if getattr(named, "follows", False) else {"raised": _short(error)})
+            how = getattr(named, "last_words", "raised")
+            self._watch.say({how: _short(error) if how == "raised" else str(named)})
         return named
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -150,8 +158,8 @@ class Peers:
     def meet(self, call: str, otherwise: str, ranks: Sequence[int] | None) -> None:
         who = "all" if ranks is None else f"{ranks[0]}+{len(ranks)}"
         ranks = range(self._world.size) if ranks is None else ranks
+        self.announce(call, who)
         number = self._calls[who] = self._calls.get(who, 0) + 1
-        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{number} {call}")
         count = f"{self._session}/met/{who}/{number}/{call}"  # one number to ask for, whatever the size of the world
         self._store.add(count, 1)
         current().mark(call)
@@ -164,6 +172,9 @@ class Peers:
         if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last one
             self._store.delete_key(self._last[who])
         self._last[who] = count
+
+    def announce(self, call: str, who: str = "all") -> None:
+        self._store.set(f"{self._session}/call/{who}/{self._world.rank}", f"{self._calls.get(who, 0) + 1} {call}")
 
     @cached_property
     def _session(self) -> str:
@@ -205,10 +216,10 @@ class Peers:
         return ""
 
 
-def _following(text: str) -> WorldError:
-    """An error of this rank that another one caused: the others must not be told that this rank caused it."""
+def _caused(text: str, last_words: str) -> WorldError:
+    """An error of this rank that another one caused. The others are not told that this rank raised it."""
     error = WorldError(text)
-    error.follows = True  # type: ignore[attr-defined]
+    error.last_words = last_words  # type: ignore[attr-defined]
     return error
 
 

@@ -24,13 +24,16 @@ class Place:
 
 
 def from_environment(env: Mapping[str, str] = os.environ) -> Place:
-    """The place that torchrun, Paddle's launcher or Slurm gave this process; without any of them, a world of one."""
+    """The place that a launcher gave this process; without one, a world of one."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torch(env)
     if "PADDLE_TRAINER_ID" in env:
         return _from_paddle(env)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a step: inside srun, not just inside a job
         return _from_slurm(env)
+    for rank, *names in _MPI:
+        if rank in env:
+            return _from_mpi(env, rank, *names)
     return Place()
 
 
@@ -81,6 +84,27 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     return Place(
         rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1
     )
+
+
+# Of Open MPI, and of MPICH and Intel MPI: rank, size, rank and number on this machine, and what mpirun calls the job.
+_MPI = [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+     "OMPI_MCA_ess_base_jobid"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
+]  # fmt: skip
+
+
+def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, local: str, here: str, job: str) -> Place:
+    rank, size = _rank_and_size(env, rank_name, size_name)
+    host = env.get("MASTER_ADDR")
+    if host is None and _number(env, here, size) < size:
+        raise WorldError(
+            f"mpirun started {size} workers on several machines: pass the address of the first one, as in "
+            "`mpirun -x MASTER_ADDR=10.0.0.1` (Open MPI) or `mpirun -genv MASTER_ADDR 10.0.0.1` (MPICH)"
+        )
+    host = host or "127.0.0.1"
+    port = env.get("MASTER_PORT") or (str(20000 + _number(env, job, 0) % 20000) if job in env else "29500")
+    return Place(rank, size, _number(env, local, 0), _made_up(host, size), f"{host}:{port}", launched=size > 1)
 
 
 def first_host(nodes: str) -> str:

@@ -6,10 +6,8 @@ There is one per process group and process. It lives until Python ends, so that 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -23,9 +21,9 @@ from typing import Any
 import torch
 
 from fleetx.base import seams
-from fleetx.comm import alarm, kernel
+from fleetx.comm import alarm, hub_address, kernel
 from fleetx.comm.lines import Lines
-from fleetx.comm.watcher import PLACE
+from fleetx.comm.watcher import LAST, PLACE
 from fleetx.comm.world import World
 from fleetx.errors import WorldError
 
@@ -33,6 +31,7 @@ GRACE = 5.0  # seconds that the main thread has to raise an error after its conn
 SWITCH = "FLEETX_WATCH"
 _PROGRAM = Path(__file__).with_name("watcher.py")
 _TORCH, _FLEETX = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_NEVER = 1 << 62  # the number of an answer to every question: there is no hub any more
 OTHERS = (_TORCH, _FLEETX, "<")  # files that are not the user's
 
 
@@ -49,19 +48,23 @@ class Watch:
         self.told = threading.Event()  # an error about the verdict is on its way
         self.ended = False  # has this rank said how it ends?
         self._arrived = threading.Condition()
-        self._doing = ""
+        self._questions, self._answered = 0, 0  # is somebody lost?
+        self.doing = ""
         self._main = threading.main_thread()
-        with tempfile.TemporaryFile() as file:
+        start, listener = hub_address.find(world, self.store)
+        with tempfile.TemporaryFile() as file, listener or contextlib.nullcontext():
             file.truncate(PLACE.size)
             self._memory = mmap.mmap(file.fileno(), PLACE.size)
             self.mark(0, 0, "")
             ours, theirs = socket.socketpair()
+            files = [theirs.fileno(), file.fileno(), *([listener.fileno()] if listener is not None else [])]
+            self._lines = Lines(ours)
+            self._lines.send(start)  # before the watcher runs: it has this even if this process dies at once
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_PROGRAM), str(theirs.fileno()), str(file.fileno())],
-                pass_fds=(theirs.fileno(), file.fileno()), stdin=subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, files)],
+                pass_fds=files, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         theirs.close()
-        self._lines = Lines(ours)
         ours.settimeout(None)
         self._thread = threading.Thread(target=self._run, name="fleetx-heartbeat", daemon=True)
         self._thread.start()
@@ -69,17 +72,22 @@ class Watch:
     # --- what the rank says -----------------------------------------------------------------------
     def mark(self, progress: int, steps: int, doing: str) -> None:
         """Show where the training is. Costs a microsecond."""
-        self._doing = doing
+        self.doing = doing
         PLACE.pack_into(self._memory, 0, progress, steps, time.monotonic(), doing.encode()[:32])
 
     def say(self, message: dict[str, Any]) -> None:
-        self.ended = self.ended or bool({"left", "raised", "follows"} & message.keys())
+        self.ended = self.ended or bool(LAST & message.keys())
         self._lines.send(message)
 
-    def wait_for_verdict(self, seconds: float) -> dict[str, Any] | None:
+    def ask(self, seconds: float) -> bool:
+        """Is a rank lost? True if there is an answer: a verdict, or the word of every other rank that it is there."""
         with self._arrived:
-            self._arrived.wait_for(lambda: self.verdict is not None or self.left, timeout=seconds)
-        return self.verdict
+            self._questions += 1
+        question = self._questions
+        if self.verdict is None:
+            self._lines.send({"doubt": question})
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self.verdict is not None or self._answered >= question, seconds)
 
     def close(self) -> None:
         """Before Python ends."""
@@ -102,54 +110,33 @@ class Watch:
     # --- what it hears ----------------------------------------------------------------------------
     def _run(self) -> None:
         try:
-            self._meet()
             while (messages := self._lines.read()) is not None:
                 for message in messages:
                     self._hear(message)
+            self._hear({"nobody": None})
         except Exception as error:
             if not self.ended:
                 self._judge({"how": "unwatched", "rank": -1, "text": f"no heartbeat on rank {self.rank}: {error}"})
-
-    def _meet(self) -> None:
-        """Have the watchers find each other, through the store. The main thread need not wait for it."""
-        store = self.store.clone() if hasattr(self.store, "clone") else self.store
-        name = socket.gethostname()
-        store.set(f"fleetx/host/{self.rank}", json.dumps([name, _machine()]))
-        token = secrets.token_hex(16)
-        if self.rank == 0:
-            hosts = [json.loads(store.get(f"fleetx/host/{rank}")) for rank in range(self._size)]
-            self._begin(token, name)
-            self._lines.send({"listen": _addresses(self._world, len({machine for _, machine in hosts}) > 1)})
-            answer = self._answer()
-            store.set("fleetx/hub", json.dumps([*answer["listening"], token]))
-        else:
-            address, port, token = json.loads(store.get("fleetx/hub"))
-            self._begin(token, name)
-            self._lines.send({"hub": [address, port]})
-
-    def _begin(self, token: str, host: str) -> None:
-        self._lines.send({"rank": self.rank, "size": self._size, "pid": os.getpid(), "host": host, "token": token})
-
-    def _answer(self) -> dict[str, Any]:
-        while True:
-            for message in self._lines.read() or [{"failed": "it ended"}]:
-                if "failed" in message:
-                    self._hear(message)
-                if "listening" in message:
-                    return message
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "verdict" in message:
             self._judge(message["verdict"])
         elif "waiting" in message:
             self.waiting = message["waiting"]
-            doing = f"in {self._doing}" if self._doing else ""
+            doing = f"in {self.doing}" if self.doing else ""
             text = alarm.late(self.waiting, here=self.rank, doing=doing)
             limit = self._world.timeout.total_seconds()
             print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
         elif "left" in message:
             with self._arrived:
                 self.left[message["left"]] = message["updates"]
+                self._arrived.notify_all()
+        elif "answer" in message:
+            self._lines.send({"here": message["answer"]})
+        elif "nobody" in message:
+            with self._arrived:
+                self.waiting = message.get("late") or self.waiting
+                self._answered = _NEVER if message["nobody"] is None else message["nobody"]
                 self._arrived.notify_all()
         elif "table" in message:
             self.table = {int(rank): progress for rank, progress in message["table"].items()}
@@ -203,33 +190,6 @@ def _line(thread: threading.Thread) -> str | None:
     if frame is None:
         return None
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _machine() -> str:
-    """What processes share that can reach each other on loopback: the kernel and its network namespace."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
-
-
-def _addresses(world: World, several: bool) -> list[str]:
-    """Where the watcher of rank 0 listens: on loopback, unless ranks are on several machines."""
-    if not several:
-        return ["127.0.0.1"]
-    known = [end.rpartition(":")[0] for end in world.place.endpoints[:1]]
-    names = [os.environ.get("MASTER_ADDR", ""), *known, socket.gethostname()]
-    found = []
-    for name in filter(None, names):
-        with contextlib.suppress(OSError):
-            found.append(socket.gethostbyname(name))
-    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    if not real:
-        raise WorldError(
-            f"{socket.gethostname()} resolves to {found[-1] if found else 'nothing'}, which other machines cannot "
-            "reach: give it its real address in /etc/hosts"
-        )
-    return real
 
 
 def _cut(ports: set[int], store: Any) -> None:

@@ -1,13 +1,11 @@
 """The watcher: a small process beside every rank. It beats for the rank, sees it end or stop, and hears of the others.
 
 It is a process of its own because a thread of the rank cannot beat while C code holds the interpreter's lock, and a
-stopped process cannot say that it is stopped. The watcher of rank 0 is the hub: the others connect to it and send
+stopped process cannot say that it is stopped. The watcher of rank 0 keeps the hub (`hub.py`), and the others connect
+to it. Messages are lines of JSON. This file is run by its path with `python -I -S`: it imports only what costs nothing,
+and from fleetx only the files beside it.
 
-    beat    twice a second: the rank's place in the training, read from memory that the rank shares with its watcher
-    left, raised, follows, killed        how the rank ended
-
-The hub writes down the first rank that was lost and tells everybody. Messages are lines of JSON. This file is run by
-its path with `python -I -S`: it imports only what costs nothing, and from fleetx only two files beside it.
+All that it needs is in its first message, so it can say that its rank was killed even if that happened before it ran.
 """
 
 import mmap
@@ -22,73 +20,51 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import kernel  # type: ignore[import-not-found]
+    from hub import CONNECT, SILENT, WAITING, Hub  # type: ignore[import-not-found]
     from lines import Lines  # type: ignore[import-not-found]
 
     del sys.path[0]
 else:
     from fleetx.comm import kernel
+    from fleetx.comm.hub import CONNECT, SILENT, WAITING, Hub
     from fleetx.comm.lines import Lines
 
 BEAT = 0.5  # seconds between two heartbeats
-PATIENCE = 4.5  # seconds that a rank may be stopped or silent
-WAITING = 5.0  # seconds after which a rank that others wait for is named
-CONNECT = 30.0  # seconds to reach the hub
+TICK = 0.25  # seconds between two looks at the rank
+SOON = 0.05  # the same while a rank may be lost
+STOPPED = 4.2  # seconds that a rank may be stopped by a signal; never more are counted than there were
 PLACE = struct.Struct("<qqd32s")  # progress, steps, since when (monotonic), what the rank is doing
+LATECOMERS = 2.0  # seconds for the other watchers to come if rank 0 ends before they have
 SCAN = 10  # beats between two looks at the ports of the rank
-
-
-class Rank:
-    """What the hub knows about a rank."""
-
-    def __init__(self, host):
-        self.host, self.beat = host, {}
-        self.silent = 0.0  # seconds since it was last heard of, not counting those in which the hub slept
-        self.ports = []
-        self.ended = False
-        self.longest = 0.0  # seconds that it has stayed in one place before
-
-    def hear(self, message):
-        old = self.beat
-        if old and message["progress"] != old["progress"]:
-            self.longest = max(self.longest, old["for"])
-        self.beat, self.silent = message, 0.0
-        self.ports = message.get("ports", self.ports)
-
-    def place(self):
-        return {key: self.beat.get(key) for key in ("steps", "doing", "for", "at")}
+LAST = {"left", "raised", "gave up", "follows"}  # how a rank says that it ends
 
 
 class Watcher:
-    def __init__(self, parent, start, memory):
+    def __init__(self, parent, start, memory, listener=None):
         self.parent, self.memory = parent, memory  # the socket to the rank, and the memory shared with it
         self.rank, self.size, self.pid, self.host = start["rank"], start["size"], start["pid"], start["host"]
-        self.token = start["token"]
+        self.address, self.token = start["hub"], start["token"]
         self.pidfd = kernel.pidfd(self.pid)
         self.ended = False  # has the rank said how it ends?
-        self.stopped = 0.0  # seconds that the rank has been stopped by a signal
+        self.stopped: float | None = None  # seconds that the rank has been stopped by a signal
         self.silent = 0.0  # seconds without a word from the hub
-        self.hub: Any = None  # the connection to the hub
-        self.ranks = {self.rank: Rank(self.host)} if self.rank == 0 else {}
-        self.clients = {}  # on the hub: connection -> rank, or None before its first line
-        self.listener: Any = None
+        self.up: Any = None  # the connection to the hub
+        self.hub: Any = Hub(self.size, self.from_own_hub) if self.rank == 0 else None
+        self.clients = {}  # on rank 0: connection -> rank, or None before its first line
+        self.listener: Any = listener
         self.verdict: Any = None
-        self.noticed = {}  # on the hub: which ranks were named as late, and when they are named again
-        self.hub_host, self.hub_left = "?", False
+        self.hub_host, self.hub_left = start["hub_host"], False
         self.memory_kills = kernel.memory_kills()
         self.ports, self.beats = [], 0
         self.at, self.asked = None, None  # the line of the user's code that the rank is in, if it stays there
 
     # --- the connections --------------------------------------------------------------------------
-    def listen(self, addresses):
-        for address in addresses:
-            try:
-                self.listener = socket.create_server((address, 0), backlog=self.size)
-            except OSError:
-                continue
-            return self.parent.send({"listening": [address, self.listener.getsockname()[1]]})
-        self.parent.send({"failed": f"it cannot listen on {' or '.join(addresses)}"})
-
-    def connect(self, address, port):
+    def connect(self):
+        """To the hub. Only the rank is told if that fails: the others learn it when they miss this watcher."""
+        if self.hub is not None:
+            self.hub.join(0, self.host)
+            return
+        address, port = self.address
         end = time.monotonic() + CONNECT
         while True:
             try:
@@ -101,21 +77,23 @@ class Watcher:
                     )
                 time.sleep(0.2)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.hub = Lines(made)
-        self.hub.send({"token": self.token, "rank": self.rank, "host": self.host})
-        self.beat()
+        self.up = Lines(made)
+        self.up.send({"token": self.token, "rank": self.rank, "host": self.host})
 
     # --- the loop ---------------------------------------------------------------------------------
-    def run(self):
+    def run(self, messages=()):
+        self.connect()
+        self.beat()
+        self.hear_parent(messages)
         last = beaten = time.monotonic()
         while True:
-            for one in kernel.readable([self.parent, self.pidfd, self.hub, self.listener, *self.clients], BEAT / 2):
+            wait = SOON if self.stopped or self.longest_silence() > SILENT - BEAT else TICK
+            for one in kernel.readable([self.parent, self.pidfd, self.up, self.listener, *self.clients], wait):
                 if one is self.parent:
                     if not self.from_parent():
                         return
-                elif one is self.hub:
-                    if not self.from_hub():
-                        return
+                elif one is self.up:
+                    self.from_hub()
                 elif one is self.listener:
                     self.accept()
                 elif one in self.clients:
@@ -125,26 +103,49 @@ class Watcher:
                 return
             now = time.monotonic()
             passed, last = min(now - last, BEAT), now  # while this process was stopped itself, nobody was silent
-            self.stopped = self.stopped + passed if kernel.stopped(self.pid) else 0.0
-            self.silent += passed
-            for rank in self.ranks.values():
-                rank.silent += passed
-            if now - beaten >= BEAT:
+            self.look_at_rank(passed)
+            if now - beaten >= (TICK if self.still() else BEAT):
                 beaten = now
                 self.beat()
-                self.look_around()
+            self.look_around(passed)
+
+    def look_at_rank(self, passed):
+        """Only what lies between two looks counts as stopped, so that it is never more than it was."""
+        if self.ended or not kernel.stopped(self.pid):
+            self.stopped = None
+            return
+        before, self.stopped = self.stopped, 0.0 if self.stopped is None else self.stopped + passed
+        if (before or 0.0) <= STOPPED < self.stopped:
+            self.ports = kernel.listening(self.pid)  # the rank may have made a process group since the last look
+            self.tell_hub({"stopped": "", "ports": self.ports, **self.place()})
+
+    def look_around(self, passed):
+        self.silent += passed
+        if self.hub is not None:
+            self.hub.look(passed)
+        elif self.up is not None and self.silent > SILENT:
+            self.tell_parent({"rank": 0, "how": "silent", "ports": [], **self.hub_place()})
+            self.silent = 0.0
+
+    def longest_silence(self):
+        others = [rank.silent for rank in self.hub.ranks.values() if not rank.ended] if self.hub is not None else []
+        return max([self.silent if self.up is not None else 0.0, *others])
 
     def place(self):
         progress, steps, since, doing = PLACE.unpack_from(self.memory)
         text = doing.rstrip(b"\0").decode("ascii", "replace")
         return {"progress": progress, "steps": steps, "for": time.monotonic() - since, "doing": text}
 
+    def still(self):
+        """Has the rank been in one place for so long that others may soon be told?"""
+        return time.monotonic() - PLACE.unpack_from(self.memory)[2] > WAITING - 4 * BEAT
+
     def beat(self):
-        message = {"beat": self.rank, "stopped": self.stopped, **self.place()}
+        message = {"beat": self.rank, **self.place()}
         if self.beats % SCAN == 0 and (ports := kernel.listening(self.pid)) != self.ports:
             self.ports = message["ports"] = ports
         self.beats += 1
-        if message["for"] > WAITING - 4 * BEAT and self.asked != message["progress"]:
+        if self.still() and self.asked != message["progress"]:
             self.at, self.asked = None, message["progress"]
             self.parent.send({"where": True})
         if self.asked == message["progress"]:
@@ -152,28 +153,15 @@ class Watcher:
         self.tell_hub(message)
 
     def tell_hub(self, message):
-        if self.rank == 0:
-            self.at_hub(0, message)
-        elif self.hub is not None:
-            self.hub.send(message)
-
-    def look_around(self):
-        if self.rank == 0:
-            for number, rank in list(self.ranks.items()):
-                if not rank.ended and rank.beat:
-                    if rank.beat["stopped"] > PATIENCE:
-                        self.lose(number, "stopped")
-                    elif rank.silent > PATIENCE and number:
-                        self.lose(number, "silent")
-            self.notice()
-        elif self.hub is not None and self.silent > PATIENCE:
-            self.tell_parent({"rank": 0, "how": "silent", "ports": [], **self.hub_place()})
-            self.silent = 0.0
+        if self.hub is not None:
+            self.hub.hear(0, message)
+        elif self.up is not None:
+            self.up.send(message)
 
     def hub_place(self):
-        return {"host": self.hub_host, "steps": None, "doing": None, "for": PATIENCE}
+        return {"host": self.hub_host, "steps": None, "doing": None, "for": SILENT}
 
-    # --- what arrives -----------------------------------------------------------------------------
+    # --- what arrives from the rank ---------------------------------------------------------------
     def from_parent(self):
         messages = self.parent.read()
         if messages is None:
@@ -184,49 +172,60 @@ class Watcher:
 
     def hear_parent(self, messages):
         for message in messages:
-            if "listen" in message:
-                self.listen(message["listen"])
-            elif "hub" in message:
-                self.connect(*message["hub"])
-            elif "ask" in message:
-                self.tell_hub({"ask": self.rank})
-            elif "at" in message:
+            if "at" in message:
                 self.at = message["at"]
+            elif "doubt" in message and self.hub is None and self.up is None:
+                self.parent.send({"nobody": message["doubt"]})
             else:
-                self.ended = self.ended or bool({"left", "raised", "follows"} & message.keys())
-                self.tell_hub(message | self.place())
+                self.ended = self.ended or bool(LAST & message.keys())
+                self.tell_hub(message | self.place() if LAST & message.keys() else message)
 
+    def parent_died(self):
+        if not self.ended:
+            killed = kernel.memory_kills() > self.memory_kills
+            self.tell_hub({"killed": "", "memory": killed, **self.place()})
+        end = time.monotonic() + LATECOMERS
+        while self.hub is not None and len(self.hub.ranks) < self.size and time.monotonic() < end:
+            for one in kernel.readable([self.listener, *self.clients], SOON):  # they must hear of it too
+                self.accept() if one is self.listener else self.from_client(one)
+        if self.hub is not None:
+            self.hub.tell_all({"bye": True})
+        time.sleep(0.05)  # until what was sent is on its way
+
+    # --- what arrives from the hub ----------------------------------------------------------------
     def from_hub(self):
-        messages = self.hub.read()
+        messages = self.up.read()
         if messages is None:
-            self.hub = None
-            if not self.hub_left and self.verdict is None and kernel.parent_alive(self.pid, self.pidfd):
+            self.up = None
+            if not self.hub_left and kernel.parent_alive(self.pid, self.pidfd):
                 self.tell_parent({"rank": 0, "how": "vanished", "ports": [], **self.hub_place()})
-            return True
+            self.parent.send({"nobody": None})  # nobody will answer any more
+            return
         self.silent = 0.0
         for message in messages:
-            if "hello" in message:
-                self.hub_host = message["hello"]
-            elif "verdict" in message:
-                self.tell_parent(message["verdict"])
-            else:
-                self.hub_left = self.hub_left or message.get("left") == 0
-                if message:
-                    self.parent.send(message)
-        return True
+            self.hear_hub(message)
+
+    def from_own_hub(self, number, message):
+        if number:
+            for client in [client for client, rank in self.clients.items() if rank == number]:
+                client.send(message)
+        else:
+            self.hear_hub(message)
+
+    def hear_hub(self, message):
+        if "verdict" in message:
+            self.tell_parent(message["verdict"])
+        elif "bye" in message:
+            self.hub_left = True
+        elif message:
+            self.parent.send(message)
 
     def tell_parent(self, verdict):
         if self.verdict is None:
             self.verdict = verdict
             self.parent.send({"verdict": verdict})
 
-    def parent_died(self):
-        if not self.ended:
-            killed = kernel.memory_kills() > self.memory_kills
-            self.tell_hub({"killed": self.rank, "memory": killed, **self.place()})
-        time.sleep(0.05)  # until what was sent is on its way
-
-    # --- on the hub -------------------------------------------------------------------------------
+    # --- on rank 0: what arrives from the other watchers --------------------------------------------
     def accept(self):
         connection, _ = self.listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -244,80 +243,14 @@ class Watcher:
                     messages = None
                     break
                 self.clients[client] = rank
-                self.ranks[rank] = Rank(str(message.get("host")))
-                client.send({"hello": self.host})
+                self.hub.join(rank, str(message.get("host")))
             else:
-                self.at_hub(self.clients[client], message)
+                self.hub.hear(self.clients[client], message)
         if messages is None:
             rank = self.clients.pop(client)
             client.socket.close()
-            if rank is not None and not self.ranks[rank].ended:
-                self.lose(rank, "vanished")
-
-    def at_hub(self, number, message):
-        rank = self.ranks[number]
-        rank.silent = 0.0
-        if "beat" in message:
-            rank.hear(message)
-            if number:  # an answer, by which the other side knows that the hub is there
-                self.send_to(number, {})
-        elif "ask" in message:
-            self.send_to(number, {"table": {n: r.beat.get("progress", 0) for n, r in self.ranks.items()}})
-        elif "left" in message:
-            rank.ended = True
-            self.send_all({"left": number, "updates": message["left"]})
-        elif "follows" in message:  # it ends because of another rank
-            rank.ended = True
-        elif "raised" in message:
-            rank.hear(message | {"stopped": 0.0})
-            self.lose(number, "raised", text=message["raised"])
-        elif "killed" in message:
-            rank.hear(message | {"stopped": 0.0})
-            self.lose(number, "killed", memory=message["memory"])
-
-    def lose(self, number, how, **more):
-        rank = self.ranks[number]
-        rank.ended = True
-        if self.verdict is None:
-            ports = sorted({port for other in self.ranks.values() for port in other.ports})
-            found = {"rank": number, "host": rank.host, "how": how, "ports": ports, **rank.place(), **more}
-            self.tell_parent(found)
-            self.send_all({"verdict": found})
-
-    def notice(self):
-        """Name the ranks that others have been waiting for."""
-        there = {n: r for n, r in self.ranks.items() if r.beat and not r.ended}
-        if len(there) < self.size or self.verdict is not None:
-            return
-        first = min(r.beat["progress"] for r in there.values())
-        late = [n for n, r in there.items() if r.beat["progress"] == first]
-        waiting = [n for n in there if n not in late]
-        still = min((there[n].beat["for"] for n in late), default=0.0)
-        longest = max(r.longest for r in there.values())
-        if not waiting or min(there[n].beat["for"] for n in waiting) < max(WAITING, 3 * longest) or still < WAITING:
-            return
-        key, seconds = (first, *late), min(there[n].beat["for"] for n in waiting)
-        if seconds < self.noticed.get(key, 0.0):
-            return
-        self.noticed = {key: 4 * seconds}
-        n = late[0]
-        self.send_all(
-            {"waiting": {"rank": n, "host": there[n].host, "late": late, "seconds": seconds, **there[n].place()}}
-        )
-
-    def send_to(self, number, message):
-        for client, rank in self.clients.items():
-            if rank == number:
-                client.send(message)
-        if number == 0:
-            self.parent.send(message)
-
-    def send_all(self, message):
-        for client, rank in list(self.clients.items()):
             if rank is not None:
-                client.send(message)
-        if "verdict" not in message:
-            self.parent.send(message)
+                self.hub.lose(rank, "vanished")
 
 
 def main():
@@ -329,9 +262,9 @@ def main():
         messages = parent.read()
         if messages is None:
             return
-    watcher = Watcher(parent, messages[0], mmap.mmap(int(sys.argv[2]), PLACE.size))
-    watcher.hear_parent(messages[1:])
-    watcher.run()
+    listener = socket.socket(fileno=int(sys.argv[3])) if len(sys.argv) > 3 else None
+    watcher = Watcher(parent, messages[0], mmap.mmap(int(sys.argv[2]), PLACE.size), listener)
+    watcher.run(messages[1:])
 
 
 if __name__ == "__main__":

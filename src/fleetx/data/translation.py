@@ -44,9 +44,9 @@ class TranslationOptions(LoaderOptions, total=False):
 
 
 def load_wmt16_dataset_from_file(
-    src_vocab: str | Path,
-    trg_vocab: str | Path,
-    pattern: str | Path,
+    src_vocab_fpath: str | Path,
+    trg_vocab_fpath: str | Path,
+    train_file_pattern: str | Path,
     batch_size: int = 2048,
     shuffle: bool = True,
     **options: Unpack[TranslationOptions],
@@ -55,9 +55,11 @@ def load_wmt16_dataset_from_file(
 
     A pair counts as many tokens as its longer sentence. Batches hold pairs of similar length, in random order.
     """
-    where = Path(pattern)
+    where = Path(train_file_pattern)
     paths = [where] if where.is_file() else sorted(p for p in where.parent.glob(where.name) if p.is_file())
-    return _load(paths, where, Path(src_vocab), Path(trg_vocab), batch_size, shuffle, **options)
+    if not paths:
+        raise DataError(f"no file matches {where}")
+    return _load(paths, where, Path(src_vocab_fpath), Path(trg_vocab_fpath), batch_size, shuffle, **options)
 
 
 def translation_train(
@@ -100,7 +102,7 @@ def _load(
     check_names("a translation loader", options, known)
     limit = MaxTokens(batch_size, max_seq_len)
     if not paths:
-        raise DataError(f"{origin} has no data files")
+        raise DataError(f"{origin} lists no files")
     if missing := [path for path in paths if not path.is_file()]:
         raise DataError(f"{missing[0]} does not exist; it is one of {len(paths)} files in {origin}")
     vocabularies = [read_words(path, vocab_size) for path in (src_vocab, trg_vocab)]

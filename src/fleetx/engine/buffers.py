@@ -25,7 +25,8 @@ class ModelBuffers:
     """
 
     def __init__(self, model: nn.Module):
-        self._modules = list(model.named_modules())  # cheaper than traversing the model in every round
+        # Cheaper than traversing the model in every round.
+        self._tables = [(path, seams.buffers(module)) for path, module in model.named_modules()]
         self._kept: dict[Key, Tensor] = {}  # copies of what was sent, of buffers that have not changed yet
         self._changing: set[Key] = set()
 
@@ -45,8 +46,8 @@ class ModelBuffers:
 
     def _found(self, skip: set[int], strict: bool) -> dict[Key, Tensor]:
         found = {}
-        for path, module in self._modules:
-            for name, b in seams.buffers(module).items():
+        for path, table in self._tables:
+            for name, b in table.items() if table else ():
                 if b is None or b.is_meta or id(b) in skip:
                     continue
                 try:

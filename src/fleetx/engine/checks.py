@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
+from fleetx.engine.dtensors import local
 from fleetx.errors import StrategyError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
@@ -28,17 +31,34 @@ def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> N
         raise StrategyError(lazy)
     names = {p: plain_name(n) for n, p in model.named_parameters()}
     problems = [p for part in plan.parts for p in part.incompatibilities(model, optimizer, world)]
-    problems += _model(plan, model)
+    problems += _model(model)
     problems += _optimizer(plan, optimizer, names)
     if problems:
         raise StrategyError(problems)
 
 
-def _model(plan: Plan, model: nn.Module) -> Iterator[str]:
-    if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        yield f"the model is wrapped in {type(model).__name__}, which fleetx replaces: pass the plain model"
-    elif any(isinstance(m, DistributedDataParallel) for m in model.modules()):  # as after Fabric's setup()
-        yield "the model contains DistributedDataParallel, which fleetx replaces: pass the plain model"
+def _model(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():  # one below the top is as after Fabric's setup()
+        if name := _manager(module):
+            how = f"is wrapped in {name}" if module is model else f"contains {name}"
+            yield f"the model {how}, which fleetx replaces: pass the plain model"
+            return
+    if divided := next((n for n, p in model.named_parameters() if local(p) is not p), None):
+        yield (
+            f"parameter {plain_name(divided)!r} is a DTensor, as fully_shard makes them: pass the plain model, and set "
+            "strategy.sharding = True to divide it"
+        )
+
+
+def _manager(module: nn.Module) -> str:
+    """What else reduces or divides the parameters of this module."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = [DistributedDataParallel, nn.DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else [])]
+    if any(isinstance(module, kind) for kind in kinds):
+        return type(module).__name__
+    composable: Any = sys.modules.get("torch.distributed._composable.contract")
+    applied = composable._get_registry(module) if composable is not None else None
+    return "replicate()" if applied and "replicate" in applied else ""
 
 
 def _lazy(model: nn.Module) -> Iterator[str]:
@@ -53,6 +73,12 @@ def _lazy(model: nn.Module) -> Iterator[str]:
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
     if seams.STEP_HOOKS not in vars(optimizer):  # as accelerate's prepare() returns it
         yield f"{type(optimizer).__name__} wraps another optimizer and runs no hooks of its own: pass the wrapped one"
+    apart = any(act.claim.makes & _APART for act in plan.acts)
+    if apart and any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        yield (
+            "ZeroRedundancyOptimizer updates only a share of the parameters on each rank and sends them to the others, "
+            "but this strategy has the ranks hold or update their own: pass the optimizer that it divides"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS changes parameters that have no gradient, so its update cannot be skipped: use another optimizer"
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -65,7 +91,7 @@ def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
     mine = set(held)
     loose = [n for p, n in names.items() if p.requires_grad and p not in mine]
     acts = plan.at(Stage.LOSS) or plan.at(Stage.GATE) or plan.at(Stage.GRADIENT)
-    if loose and (acts or any(act.claim.makes & _APART for act in plan.acts)):
+    if loose and (acts or apart):
         yield (
             f"{len(loose)} trainable parameters are not in the optimizer ({', '.join(loose[:3])}), so the strategy "
             "would leave them out or leave their gradients unfinished: add them to the optimizer (a second optimizer "

@@ -173,6 +173,8 @@ class SetupContext(Context):
     def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
         """Declare which parameters this rank counts in a sum over the model, and which names only other ranks hold."""
         self._run.layout.counts, self._run.layout.absent = counts, frozenset(absent)
+        if hasattr(self._run, "gradients"):
+            self._run.gradients.forget()
 
     def replicate(self, *, bucket_cap_mb: float, find_unused_parameters: bool, broadcast_buffers: bool) -> None:
         """Have gradients reduced within the replica group, bucket by bucket, during backward."""

@@ -51,6 +51,7 @@ class WholeReader:
     def __init__(self, p: Any):
         self._p, self._expected = weakref.ref(p), False
         p.full_tensor = self  # found before the method of the class
+        p.register_hook = _refuse_hook
 
     def __call__(self, *, grad_placements: Any = None) -> Tensor:
         from torch.distributed.tensor import Partial
@@ -73,7 +74,18 @@ class WholeReader:
 
     def remove(self) -> None:
         if (p := self._p()) is not None:
-            vars(p).pop("full_tensor", None)
+            for name in ("full_tensor", "register_hook"):
+                vars(p).pop(name, None)
+
+
+def _refuse_hook(hook: Any) -> Any:
+    raise UsageError(HOOKED.format("a sharded parameter"))
+
+
+HOOKED = (
+    "FSDP does not call register_hook's function on {}, because backward computes the gradient of a gathered copy: use "
+    "register_post_accumulate_grad_hook, or a hook on the module, or turn sharding off"
+)
 
 
 def refuse_pickling(values: Iterable[Any]) -> None:

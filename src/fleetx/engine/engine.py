@@ -34,7 +34,7 @@ from fleetx.engine.checks import check
 from fleetx.engine.context import Bucket, SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
-from fleetx.engine.guests import Measuring, Places, Scaler, check_not_wrapped, inner_optimizers
+from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
 from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
@@ -46,10 +46,6 @@ from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Stage
 
-EVALUATE_TOGETHER = (
-    "a rank has only part of the model, so every rank must evaluate, with the same number of batches "
-    "(`for batch in fleet.join(loader)` stops all ranks together)"
-)
 _SETUP = (Stage.MODEL, Stage.UPDATE)
 
 
@@ -67,7 +63,7 @@ class Engine(Windows):
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._session = current()
         checks = self._session.checks or Checks()
-        self._numbers = Numbers(checks, world=self.world, shared=not self._local())
+        self._numbers = Numbers(checks, world=self.world, shared=self.updates_together)
         alone = self.layout.replica_group.size == 1 or self._local()
         self._compares = 0 if alone else checks.same_parameters  # every so many rounds
         self.handles: list[Any] = []  # of hooks, to remove them
@@ -105,6 +101,8 @@ class Engine(Windows):
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
         settings = self.reducer_settings or {}
         self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
+        if self._watching or self.layout.reduced:
+            self.handles.append(Wrappers(self.names))
         if self._owns_grad:
             self.handles.append(Measuring(self.gradients))
         forget_compiled()
@@ -126,7 +124,8 @@ class Engine(Windows):
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
             readers = [(p, WholeReader(p)) for p in self.names]
             self.handles += [reader for _, reader in readers]
-            self.handles += [p.register_hook(reader.check) for p, reader in readers if p.requires_grad]
+            # Not through the attribute, which is no longer the user's to call.
+            self.handles += [Tensor.register_hook(p, reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
         alone = self.layout.reduced or self.layout.replica_group.size == 1
@@ -145,18 +144,17 @@ class Engine(Windows):
         if hasattr(self, "handles"):  # else it was never armed
             self._session.unfinished += self.unfinished()
 
-    def close(self) -> None:
-        """Drop what holds the process group."""
-        self.reducer = None
-        self.network.close()
-
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_gathering(self, model: nn.Module, args: Any) -> None:
         """FSDP gathers in every forward, in which a rank alone would wait, or take part in another forward."""
         if model is not self.model or self._forwards:
             return
+        self._places.check()
+        if self.round & (self.round - 1) == 0:  # ever more rarely, because it takes time for every parameter
+            self._places.check(every=True)
+            check_known(model, self.names)
         if not model.training or not torch.is_grad_enabled():
-            peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
+            self.layout.meet_to_evaluate()
         else:
             self._session.mark("forward", inside=True)
 
@@ -342,7 +340,7 @@ class Engine(Windows):
         """Run GRADIENT on the gradients of this round. May the update be applied?"""
         self.gradients.check_none_left()
         # Other ranks of a divided model wait for this one, even if it has no gradient.
-        if not self.gradients.present() and self.layout.shard_group is None:
+        if not self.gradients.any and self.layout.shard_group is None:
             return False
         for call, ctx in self._calls[Stage.GRADIENT]:
             call(self.gradients.present(), ctx)  # looked up again: an act may add what another rank has

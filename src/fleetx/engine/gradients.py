@@ -29,11 +29,30 @@ class Gradients:
         self._restored: list[nn.Parameter] = []  # parameters whose gradients were put back for this backward
         self._seen: list[tuple[nn.Parameter, int, int]] = []  # identity and version after a backward
         self._checked, self._late = 0, list[nn.Parameter]()  # number of parameters, and those added too late
+        self._groups: list[tuple[list[nn.Parameter], int]] = []  # of the optimizer, and how long they were
+        self._params: list[nn.Parameter] = []  # in them
         self._versions: list[int] = []  # of the parameters, at the start of a step that must not change them
 
     def params(self) -> list[nn.Parameter]:
-        """All parameters of all groups, including groups added later, except those that only other ranks hold."""
-        return [p for group in self._optimizer.param_groups for p in group["params"] if not p.is_meta]
+        """All parameters of all groups, including groups added later, except those that only other ranks hold.
+
+        Asked several times in a step, so the list is kept while the groups hold the same lists of the same length.
+        """
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        if len(groups) != len(self._groups) or any(
+            now is not then or len(now) != length for now, (then, length) in zip(groups, self._groups, strict=True)
+        ):
+            self._groups = [(params, len(params)) for params in groups]
+            self._params = [p for params in groups for p in params if not p.is_meta]
+        return self._params
+
+    def forget(self) -> None:
+        """This rank holds other parameters now."""
+        self._groups = []
+
+    @property
+    def any(self) -> bool:
+        return any(p.grad is not None for p in self.params())
 
     def present(self) -> list[Tensor]:
         """This rank's part of each gradient, to be changed in place."""

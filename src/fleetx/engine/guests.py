@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -22,14 +25,70 @@ if TYPE_CHECKING:
     from fleetx.engine.gradients import Gradients
 
 
+_TWICE = (
+    "{} around a distributed model would manage its gradients a second time: remove the wrapper (in a Trainer or in "
+    "Fabric, turn its own data parallelism off)"
+)
+
+
 def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
-    """DistributedDataParallel around a distributed model would divide the gradient by the world size again."""
+    """In a forward: DistributedDataParallel that was put around the model before it was distributed."""
     active: Any = seams.active_ddp(DistributedDataParallel)
     if active is not None and active.module is model and active is not getattr(reducer, "ddp", None):
-        raise UsageError(
-            "the distributed model is wrapped in DistributedDataParallel, which would average its gradients a second "
-            "time: remove the wrapper (in a Trainer or in Fabric, turn its own data parallelism off)"
-        )
+        raise UsageError(_TWICE.format("DistributedDataParallel"))
+
+
+class Wrappers:
+    """Has DistributedDataParallel and FSDP raise an error where they are put around parameters that are distributed.
+
+    The first would divide their gradients by the world size again; neither understands shards.
+    """
+
+    _watched: ClassVar[weakref.WeakSet[Wrappers]] = weakref.WeakSet()
+    _plain: ClassVar[dict[type[nn.Module], Callable[..., None]]] = {}  # the __init__ of torch's classes
+    _ours: ClassVar[bool] = False
+
+    def __init__(self, params: Iterable[nn.Parameter]):
+        self._params = frozenset(map(id, params))  # they live as long as the engine that holds this object
+        self._watched.add(self)
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import
+        for kind in (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else [])):
+            if kind not in self._plain:
+                self._plain[kind] = kind.__init__
+                kind.__init__ = _checking(kind.__init__)
+
+    def remove(self) -> None:
+        self._watched.discard(self)
+        if not self._watched:
+            for kind, plain in self._plain.items():
+                kind.__init__ = plain  # type: ignore[method-assign]
+            self._plain.clear()
+
+    @classmethod
+    @contextmanager
+    def ours(cls) -> Iterator[None]:
+        """While the engine makes its own reducer."""
+        cls._ours, before = True, cls._ours
+        try:
+            yield
+        finally:
+            cls._ours = before
+
+    @classmethod
+    def check(cls, kind: str, module: Any) -> None:
+        if not cls._ours and isinstance(module, nn.Module):
+            held = set(map(id, module.parameters()))
+            if any(held & each._params for each in cls._watched):
+                raise UsageError(_TWICE.format(kind))
+
+
+def _checking(plain: Callable[..., None]) -> Callable[..., None]:
+    @wraps(plain)
+    def init(self: nn.Module, module: Any, *args: Any, **kwargs: Any) -> None:
+        Wrappers.check(type(self).__name__, module)
+        plain(self, module, *args, **kwargs)
+
+    return init
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -98,6 +157,22 @@ def _clip_or_measure(parameters: Any, max_norm: float, total_norm: Tensor, forea
         gradients.look_again()
 
 
+def check_known(model: nn.Module | None, names: Collection[nn.Parameter]) -> None:
+    """Has a module with parameters joined the model, as when LoRA is added?"""
+    new = [n for n, p in model.named_parameters() if p not in names] if model is not None else []
+    if new:
+        raise UsageError(
+            f"parameter {plain_name(new[0])!r} was added after fleet.distribute, so the strategy would not act on its "
+            f"gradient: {BEFORE}"
+        )
+
+
+BEFORE = (
+    "convert, wrap, extend or parametrize the model before fleet.distribute, or between fleet.release and another "
+    "fleet.distribute"
+)
+
+
 class Places:
     """Where the trainable parameters are, and their types. Torch's hooks stay behind when one is replaced or cast."""
 
@@ -121,6 +196,5 @@ class Places:
                 continue
             raise UsageError(
                 f"parameter {plain_name(name)!r} {changed} after fleet.distribute, so the strategy would no longer act "
-                "on its gradient: convert, wrap or parametrize the model before fleet.distribute, or between "
-                "fleet.release and another fleet.distribute"
+                f"on its gradient: {BEFORE}"
             )

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from fleetx.comm import peers
 from fleetx.comm.world import World
 from fleetx.engine.dtensors import local
 from fleetx.strategy.part import Part
+
+_EVALUATE_TOGETHER = (
+    "a rank has only part of the model, so every rank must evaluate, with the same number of batches "
+    "(`for batch in fleet.join(loader)` stops all ranks together)"
+)
 
 
 @dataclass
@@ -30,6 +36,10 @@ class Layout:
     def sharing(self) -> list[int] | None:
         """The ranks that hold one copy together, counted over all processes; None: every rank."""
         return None if self.shard_group is None else self.shard_group.numbers
+
+    def meet_to_evaluate(self) -> None:
+        """Wait for the ranks that hold one copy together; an error within seconds if one of them does not evaluate."""
+        peers.meet("an evaluation", otherwise=_EVALUATE_TOGETHER, ranks=self.sharing)
 
     def norm(self, grads: list[Tensor], params: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the whole gradient, over all shards and stages."""

@@ -73,6 +73,8 @@ class LossWeights:
                 "fleet.weight was called in earlier steps but not in this one: call it in every step or in none"
             )
         self.used, self._begun = bool(self.used), True
+        if self.used and not opens and not self._agreed:
+            peers.announce("fleet.weight")  # a rank without weights may be in fleet.flush
         if self.used or opens:
             self._agree()
         if self._given and not self._unit:
@@ -118,8 +120,6 @@ class LossWeights:
         """Once. Ranks that use weights call it before their first backward, the others before they communicate."""
         if self._agreed:
             return
-        # Without weights, a rank may flush a window while another one waits here: they must hear of each other.
-        peers.meet("the first reduction or fleet.weight", ranks=self._world.numbers)
         self.used, given = _agreed(self.used, self._given or 0.0, self._world)
         self._agreed = self.used is not None
         if self.used and not self._unit:

@@ -7,7 +7,7 @@ arose. Under a float16 loss scale `amp` has seen it first: an overflow there is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from fleetx.engine.run import Doubt
 from fleetx.errors import NumbersError
 
 SMALL = 4096  # elements of a gradient that is looked at in every step
+MOST = 32  # gradients that are
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Checks:
     """What is checked during training. Pass it to `fleet.init(checks=...)`; the same on every rank."""
 
     on_nonfinite: Literal["skip", "stop", "restore", "ignore"] = "skip"
-    """If a gradient is not finite: skip the update, stop with an error, restore the last checkpoint, or do nothing."""
+    """If a gradient is not finite: skip the update, stop with an error, do nothing, or skip until `in_a_row` is reached
+    and then let `fleet.checkpoints` restore the last checkpoint after that step."""
     in_a_row: int = 10
     """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
     every_gradient: bool = False
-    """Look at every gradient, which costs a pass over them; by default only at those with up to 4096 elements."""
+    """Look at every gradient, which costs a pass over them; by default at up to 32 with up to 4096 elements."""
     same_parameters: int = 100
     """Compare the parameters of the replicas every so many updates; 0 for never."""
 
@@ -45,10 +47,6 @@ class Checks:
             raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
 
 
-# Brings back the last good checkpoint of an engine. `fleet.checkpoints` sets it; without one there is none to restore.
-restore: Callable[[Any], None] | None = None
-
-
 class Numbers:
     """The checks of one training."""
 
@@ -56,17 +54,18 @@ class Numbers:
         """shared: do the ranks decide together? Not where each updates with a gradient of its own."""
         self._checks, self._world, self._shared = checks, world, shared
         self._bad = 0  # updates in a row that were withheld
+        self._among, self._some = list[nn.Parameter](), list[nn.Parameter]()  # the parameters, and those looked at
 
     def fine(self, run: Any, divided: bool) -> bool:
         """May this update be applied? divided: does this rank have only a piece of the gradient?
 
         The host waits for the device here, and nowhere else in a step: to withhold an update it must know.
         """
-        params = [p for p in run.gradients.params() if p.grad is not None]
         doubts, run.step.doubts = run.step.doubts, []
         looks = self._checks.on_nonfinite != "ignore"
         if looks:
-            chosen = _chosen([local(p.grad) for p in params], every=self._checks.every_gradient)
+            grads = self._looked_at(run.gradients.params())
+            chosen = _chosen([local(g) for g in grads], every=self._checks.every_gradient)
             doubts.append(Doubt(_not_finite(chosen, run.device), divided, lambda found: None))
         answers = _read(doubts, self._world)
         for doubt, answer in zip(doubts, answers, strict=True):
@@ -78,8 +77,19 @@ class Numbers:
             self._bad = 0
             return True
         self._bad += 1
-        self._say(run, params)
+        self._say(run, run.gradients.params())
         return False
+
+    def _looked_at(self, params: list[nn.Parameter]) -> list[Tensor]:
+        """Gradients. Without `every_gradient` few of them, so that a model of many parameters costs no more: some of
+        the small ones, spread over the model. What is not finite at one place is passed on to all before it."""
+        if params is not self._among:
+            self._among, self._some = params, params
+            if params and not self._checks.every_gradient:
+                small = [p for p in params if 0 < local(p).numel() <= SMALL]
+                self._some = small[:: -(-len(small) // MOST)] or [min(params, key=Tensor.numel)]
+        found = [p.grad for p in self._some if p.grad is not None]
+        return found or [p.grad for p in params if p.grad is not None]
 
     def _say(self, run: Any, params: list[nn.Parameter]) -> None:
         text = self._told(run, params)
@@ -91,13 +101,11 @@ class Numbers:
                 warn(f"{text}. The update is skipped ({self._bad} in a row)")
             return
         if checks.on_nonfinite == "restore":
-            if restore is None:
-                raise NumbersError(
-                    f"{text}, for the {self._bad}th time in a row, and there is no checkpoint to restore"
-                )
-            warn(f"{text}, for the {self._bad}th time in a row: the last checkpoint is restored")
+            again = f"{text}, for the {self._bad}th time in a row"
+            if run.restore is None:
+                raise NumbersError(f"{again}, and there is no checkpoint to restore: use fleet.checkpoints")
             self._bad = 0
-            restore(run)
+            run.restore(again)
             return
         raise NumbersError(
             f"{text}, for the {self._bad}th time in a row. Lower the learning rate, look at the data of that rank, or "

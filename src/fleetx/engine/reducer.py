@@ -24,7 +24,7 @@ from fleetx.base.trees import as_real
 from fleetx.comm import peers
 from fleetx.comm.world import World, listed
 from fleetx.engine.context import Bucket
-from fleetx.engine.guests import Places
+from fleetx.engine.guests import Places, Wrappers, check_known
 from fleetx.errors import UsageError
 
 Reduce = Callable[[Bucket], Future[Tensor]]
@@ -123,7 +123,7 @@ class Reducer(LateReducer):
         self.order = None
         self._restores: tuple[list[str] | None] | None = None  # an order to go back to before the next reduction
         device = next(iter(self._trained)).device
-        with _without_buffers(model):
+        with _without_buffers(model), Wrappers.ours():
             self.ddp = DistributedDataParallel(
                 model,
                 device_ids=None if device.type == "cpu" else [device],
@@ -144,6 +144,7 @@ class Reducer(LateReducer):
         """
         if self._trained.all() and not self._frozen.any():
             return
+        check_known(self._model(), self._names)
         if any(p.requires_grad for p in self._names):  # else no backward reaches any, as in a generator's step
             self._make_buckets(first=False)
             self._changed = True

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.base.trees import LossFn
-from fleetx.comm import peers
 from fleetx.engine.context import StepInput
-from fleetx.engine.engine import EVALUATE_TOGETHER, Engine
+from fleetx.engine.engine import Engine
 from fleetx.engine.hooks import Hook
 from fleetx.engine.reducer import LateReducer
 from fleetx.errors import UsageError
@@ -33,7 +32,7 @@ class ScheduledEngine(Engine):
         """Under `torch.no_grad()`, the forward alone."""
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if not torch.is_grad_enabled():
-            peers.meet("an evaluation", otherwise=EVALUATE_TOGETHER, ranks=self.layout.sharing)
+            self.layout.meet_to_evaluate()
             with self._run():
                 return run(StepInput(inputs, target, loss_fn), ctx)
         self._session.mark("forward and backward", inside=True)

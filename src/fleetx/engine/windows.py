@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,6 +29,8 @@ class Windows(Run):
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         super().__init__(plan, model, optimizer, world)
         self._line = user_line()
+        self.restore: Callable[[str], None] | None = None  # set by `fleet.checkpoints`: go back, for this reason
+        self.updates_together = not self._local()  # do all ranks see the same gradient?
 
     def context_of(self, part: Part) -> StepContext:
         """For what a part does outside a step."""
@@ -38,6 +42,11 @@ class Windows(Run):
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Drop what holds the process group."""
+        self.reducer = None
+        self.network.close()
 
     @property
     def flushes(self) -> bool:

@@ -36,7 +36,8 @@ RUNNER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
 # Imported by every training script, or by its first steps: torch's optimizers import torch._dynamo on their first step.
 TRAINING = (
     "torch", "numpy.random", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "torch.nn.parallel", "torch.testing", "fleetx.fleet", "fleetx.parts.*",
+    "torch.nn.parallel", "torch.testing", "fleetx.fleet", "fleetx.parts.*", "fleetx.engine.checkpoint",
+    "encodings.idna",
 )  # fmt: skip
 
 # Variables that torch, numpy, their libraries and fleetx read while they are imported or loaded.

@@ -14,7 +14,7 @@ import click
 from fleetx import __version__
 from fleetx.base.suggest import did_you_mean
 from fleetx.errors import LaunchError
-from fleetx.launch import devices, environment, nodes
+from fleetx.launch import devices, environment, nodes, schedulers
 from fleetx.launch.help import EPILOG, SUMMARY, UNSUPPORTED
 from fleetx.launch.job import Job
 from fleetx.launch.secret import read_secret
@@ -173,6 +173,7 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
     if options["started_port"] is not None:
         os.environ["FLAGS_START_PORT"] = str(options["started_port"])
     environment.first_port()  # report a bad $FLAGS_START_PORT before anything starts
+    options = _with_scheduler(options, environ)
     gpus = None if options["gpus"] is None else _gpu_names(options["gpus"])
     nproc: int | None = options["nproc_per_node"]
     if gpus is not None and nproc is not None and nproc != len(gpus):
@@ -225,6 +226,16 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
         join_timeout=options["join_timeout"],
         secret=secret,
     )
+
+
+def _with_scheduler(options: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Fill in what the command line leaves open from the variables of a scheduler."""
+    found = schedulers.options_of(environ)
+    if any(options[name] is not None for name in ("ips", "nnodes", "master", "rank", "elastic")):
+        found = {name: value for name, value in found.items() if name == "nproc_per_node"}
+    if options["gpus"] is not None:
+        found.pop("nproc_per_node", None)
+    return options | {name: value for name, value in found.items() if options[name] is None}
 
 
 def _check_script(script: str) -> None:

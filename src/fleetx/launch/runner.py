@@ -183,7 +183,22 @@ def run(kind: str, target: str) -> None:
         error = getattr(sys.excepthook, "leaving", lambda error: error)(error)  # set by fleetx.comm.peers, if loaded
         record(error, exit_code=1)
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        end(1)
+
+
+def end(code: int) -> None:
+    """Exit as Python does, except that objects are not destroyed one by one: with torch that can take a second, for
+    which the restart of a job would wait."""
+    import atexit
+    import contextlib
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a closed stream, a full disk
+            stream.flush()
+    os._exit(code)
 
 
 def main(command: list[str]) -> None:

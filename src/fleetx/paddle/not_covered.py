@@ -32,4 +32,4 @@ def shown(module: str) -> str:
 
 def sentence(module: str, name: str) -> str:
     owner = shown(module)
-    return objects.sentence(owner, name, sys.modules[module].__all__, for_all=objects.INSTEAD.get(owner, ""))
+    return objects.sentence(owner, name, sys.modules[module].__all__, of_module=objects.INSTEAD.get(owner, ""))

@@ -68,7 +68,7 @@ class MultiGPUTrainer:
         world.sum(sums)
         *means, samples = sums.tolist()
         if not samples:
-            raise UsageError("there is nothing to evaluate: the loader gives no batch of tensors")
+            raise UsageError("there is nothing to evaluate: the loader yields no batch of tensors")
         results = {name: mean / samples for name, mean in zip(names, means, strict=True)}
         line = ", ".join(f"{name}: {value:f}" for name, value in results.items())
         print(f"epoch id: {current_epoch}, {line}" if current_epoch >= 0 else line, flush=True)
@@ -114,7 +114,7 @@ class MultiGPUTrainer:
         for batch in _batches(dataloader):
             seconds.append(_timed(act, model, batch)[1])
         if not seconds:
-            raise UsageError("there is nothing to evaluate: the loader gives no batch of tensors")
+            raise UsageError("there is nothing to evaluate: the loader yields no batch of tensors")
         _speed(seconds, 0)
         return results
 
@@ -150,7 +150,7 @@ def _batches(loader: Any, number: int | None = None) -> Iterator[Any]:
         if number is None:
             return
         if count == before:
-            raise UsageError("the loader gives no batch")
+            raise UsageError("the loader yields no batch")
 
 
 def _speed(seconds: list[float], first: int) -> float:

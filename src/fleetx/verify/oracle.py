@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 Batch = tuple[Tensor, Tensor]
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -38,22 +39,23 @@ def train(
     replicas: int,
     *,
     flush: bool = False,
+    schedule: Callable[[Optimizer], LRScheduler] | None = None,
 ) -> dict[str, Tensor]:
     """The state of rank 0's model after training on all batches.
 
     flush: at the end, update with what is left in the merge window, and average the ranks.
+    schedule: makes a scheduler that is stepped after every batch.
     """
     local = settings.get("localsgd") or settings.get("adaptive_localsgd")
     models = [copy.deepcopy(model).double() for _ in range(replicas if local else 1)]
-    rules = [_rule(m, make_optimizer(m), settings) for m in models]
+    optimizers = [make_optimizer(m) for m in models]
+    schedulers = [schedule(optimizer) for optimizer in optimizers] if schedule is not None else []
+    rules = [_rule(m, optimizer, settings) for m, optimizer in zip(models, optimizers, strict=True)]
     merge = settings.get("gradient_merge", {})
     average = _Average(settings)
-    window = 0
-    for number, batch in enumerate(batches, start=1):
-        losses = _backward(models, batch, loss_fn, settings, replicas)
-        window += 1
-        if window < merge.get("k_steps", 1) and not (flush and number == len(batches)):
-            continue
+    window, losses = 0, [0.0]
+
+    def update() -> None:
         for m, rule in zip(models, rules, strict=True):
             divisor = window if merge.get("avg", True) else 1
             grads = {name: p.grad / divisor for name, p in m.named_parameters() if p.grad is not None}
@@ -61,9 +63,19 @@ def train(
                 _clip(grads, settings["clip"]["clip_norm"])
             rule(grads)
             m.zero_grad()
-        window = 0
         if local:
             average(models, losses)
+
+    for batch in batches:
+        losses = _backward(models, batch, loss_fn, settings, replicas)
+        window += 1
+        if window == merge.get("k_steps", 1):
+            update()
+            window = 0
+        for scheduler in schedulers:
+            scheduler.step()
+    if flush and window:
+        update()
     if local and flush:
         average.now(models)
     return models[0].state_dict()
@@ -92,9 +104,10 @@ def _backward(
 
 def _forward_apart(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
     outputs = []
+    before = {name: b.clone() for name, b in models[0].named_buffers()}
     for rank, (model, x) in enumerate(zip(models, inputs, strict=True)):
-        if rank and model is models[0]:  # the buffers of rank 0 count
-            outputs.append(functional_call(model, {name: b.clone() for name, b in model.named_buffers()}, x))
+        if rank and model is models[0]:  # it begins with the buffers of rank 0, and what it makes of them is dropped
+            outputs.append(functional_call(model, {name: b.clone() for name, b in before.items()}, x))
         else:
             outputs.append(model(x))
     return outputs
@@ -173,7 +186,8 @@ def _muon(p: Tensor, g: Tensor, b: Tensor, _: Tensor, group: Any, settings: Sett
 
 def _hidden_matrices(model: nn.Module) -> list[str]:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1]
+    several = model.named_parameters(remove_duplicate=False)
+    named = [(n, p) for n, p in several if p.dim() > 1 and min(p.shape[0], p[0].numel()) > 1]
     output = id(named[-1][1])
     return [n for n, p in named if id(p) not in embeddings | {output} and "embed" not in n]
 

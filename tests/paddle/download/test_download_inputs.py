@@ -11,7 +11,8 @@ from file_server import filelist, md5, tar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleetx.errors import FleetxError
+import fleetx.utils
+from fleetx.errors import FleetxError, UsageError
 from fleetx.paddle.download import Downloader, DownloadError, config, listing, remote
 
 SUMS = ["0" * 32, "A" * 32, "0" * 31, "0" * 33, "null", "", "~", "\u0663" * 32]
@@ -203,3 +204,16 @@ def test_a_member_that_says_it_has_a_petabyte_is_refused(server, bring):
 def test_a_zip_is_data_and_is_not_unpacked(server, bring):
     where = bring(server.publish({"a.zip": b"PK\x03\x04 whatever it holds"}))
     assert sorted(p.name for p in where.iterdir() if p.is_file()) == ["a.zip", "filelist.txt", "meta.txt", "train.txt"]
+
+
+@pytest.mark.parametrize(
+    "download",
+    [
+        lambda: fleetx.utils.Downloader().download_from_bos(None),
+        lambda: fleetx.utils.Downloader().download_from_hdfs(None),
+        lambda: fleetx.utils.ImageNetDownloader().download_from_hdfs(),
+    ],
+)
+def test_a_script_that_was_not_told_where_the_data_is_says_how(download):
+    with pytest.raises(UsageError, match=r"fs_yaml=None: must be the yaml file .* --download_config FILE"):
+        download()

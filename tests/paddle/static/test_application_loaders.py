@@ -6,7 +6,9 @@ import pytest
 import torch
 from data_files import digital, images, varied
 from small_applications import bert, resnet
+from test_translation import wmt
 
+import fleetx
 from fleetx import UsageError, applications, data
 from fleetx.comm import notices
 
@@ -91,3 +93,35 @@ def test_berts_whose_size_was_not_published_take_it(name):
         getattr(applications, name)(lang="en")
     model = getattr(applications, name)(layers=2, hidden=8, heads=1)
     assert (len(model.checkpoints), model.vocab_size) == (2, 30522)
+
+
+def test_validation_data_is_whole_on_every_worker(ranks, tmp_path):
+    """Scripts evaluate on worker 0 alone; FleetX divides only training data."""
+    images(tmp_path, 6)
+    images(tmp_path, 4, phase="val")
+    (folder := tmp_path / "text").mkdir()
+    digital(folder, varied(10))
+    (folder / "val.txt").write_text("digital/part0\n")
+    (tmp_path / "wmt").mkdir()
+    wmt(tmp_path / "wmt")
+    assert ranks.run(shares, str(tmp_path)) == [[4, 4, 2, 3, 10, 20], [4, 4, 2, 3, 10, 20]]
+
+
+def shares(where):
+    fleetx.fleet.init()
+    model = resnet()
+
+    def rows(loader, name="label"):
+        return sum(len(batch[name]) for batch in loader)
+
+    bert_val = bert(vocab_size=200, max_seq_len=32).get_val_dataloader(f"{where}/text", batch_size=64)
+    wmt_val = applications.Transformer(layers=1, hidden=8, heads=1, vocab_size=40, max_seq_len=16)
+    found = [
+        rows(model.get_val_dataloader(where, 2)),
+        rows(model.load_imagenet_from_file(f"{where}/val.txt", 2, "val")),
+        rows(model.get_val_dataloader(where, 2, shard=True)),
+        rows(model.get_train_dataloader(where, 2)),
+    ]
+    if fleetx.fleet.worker_index() == 0:
+        rows(model.get_val_dataloader(where, 2))  # which waits for nobody
+    return [*found, rows(bert_val, "labels"), rows(wmt_val.get_val_dataloader(f"{where}/wmt"), "src_word")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
+
 import pytest
 import torch
 from small_applications import batch, make
@@ -12,7 +15,7 @@ from fleetx import UsageError, fleet
 from fleetx.comm import notices
 from fleetx.errors import StrategyError
 from fleetx.paddle.api import fleet as paddle_fleet
-from fleetx.paddle.api import fluid
+from fleetx.paddle.api import fluid, optimizer
 from fleetx.paddle.api.fluid.incubate.fleet import collective
 from fleetx.paddle.static import regularization
 
@@ -140,7 +143,10 @@ def test_groups_larger_than_a_node_are_the_node(said):
     model, _ = started(
         declared={"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 8},
     )
-    assert "hierarchical_allreduce_inter_nranks = 8 has no effect: a node has 1 workers" in said()
+    assert (
+        "hierarchical_allreduce_inter_nranks = 8 has no effect: a node has 1 worker, and each node is one group"
+        in said()
+    )
     assert "hierarchical_allreduce_inter_nranks = 8" in str(fleet.explain(model=model))
 
 
@@ -153,6 +159,21 @@ def test_set_gradient_clip_clips_what_is_minimized_after_it(monkeypatch):
     assert losses(*started(described=fluid.optimizer.Momentum(0.1, 0.9)), "resnet") == expected
     with pytest.raises(UsageError, match="remove param_list"):
         fluid.clip.set_gradient_clip(clip, param_list=["a"])
+
+
+def test_the_optimizers_of_paddle_2_take_fluids_names_too():
+    decay = fluid.regularizer.L2Decay(0.1)
+    for former, new in (
+        (optimizer.Momentum(0.1, regularization=decay, parameter_list=["a"]), optimizer.Momentum(0.1, 0.9, ["a"])),
+        (optimizer.SGD(0.1, regularization=decay), optimizer.SGD(0.1)),
+        (optimizer.Adam(0.1, regularization=decay), optimizer.Adam(0.1)),
+    ):
+        assert (former.decay, new.decay) == (0.1, 0.0)
+        assert former.parameters == new.parameters
+    with pytest.raises(TypeError, match="regularization"):
+        optimizer.Momentum(0.1, regularization=decay, weight_decay=decay)
+    with pytest.raises(TypeError, match="weight_decay"):
+        fluid.optimizer.Momentum(0.1, 0.9, weight_decay=decay)
 
 
 def test_learning_rate_and_loss_scale_are_fetched_by_their_names():
@@ -221,3 +242,68 @@ def test_a_parameter_server_script_hears_that_word(ask):
     with pytest.raises((AttributeError, StrategyError), match="parameter servers") as error:
         ask()
     assert "parameter servers" in str(error.value)[:100]
+
+
+# --- names that FleetX had and that have no meaning here ------------------------------------------------
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: fleetx.imagenet_dataset_from_filelist, "call model.load_imagenet_from_file"),
+        (lambda: fleetx.applications.save_program, "there is no program to save or load; use save_params"),
+        (lambda: fleetx.MultiGPUTrainr, "did you mean 'MultiGPUTrainer'"),
+        (lambda: fleetx.utils.Downloadr, "fleetx.utils has no 'Downloadr'"),
+    ],
+)
+def test_a_name_of_fleetx_that_is_gone_says_what_to_use(ask, says):
+    with pytest.raises(AttributeError, match=says):
+        ask()
+
+
+def test_a_script_may_catch_the_end_of_paddles_readers():
+    assert issubclass(fluid.core.EOFException, Exception)
+
+
+# --- signatures -----------------------------------------------------------------------------------------
+IMAGE_LIST = "filelist, batch_size=32, phase='train', shuffle=None, use_dali=False"  # FleetX shuffles only "train" too
+IMAGE_FOLDER = "local_path, batch_size=32, shuffle=SHUFFLE, use_dali=False"
+BERT_FOLDER = "data_dir, batch_size=4096, max_seq_len=None, in_tokens=True, shuffle=SHUFFLE"
+TEXT_FOLDER = "local_path, batch_size=2048, shuffle=SHUFFLE"
+DIGITAL = "data_dir, vocab_path, batch_size=None, max_seq_len=None, in_tokens=None"  # each BERT has its own defaults
+DOWNLOAD = "fs_yaml=None, local_path='./', shard_num=-1, shard_id=-1, process_num=10"
+SIGNATURES = {
+    "MultiGPUTrainer.fit": "model, dataloader, epoch, use_dali=False, start_step=10",
+    "MultiGPUTrainer.val": "model, dataloader, target_list, current_epoch=-1, use_dali=False",
+    "MultiGPUTrainer.quick_benchmark": "model, dataloader, start_step=20, end_step=200",
+    "MultiGPUTrainer.benchmark": "model, dataloader, epoch, use_dali=False, start_step=20",
+    "MultiGPUTrainer.benchmark_val": "model, dataloader, target_list, use_dali=False",
+    "utils.Downloader.download_from_bos": DOWNLOAD,
+    "utils.Downloader.download_from_hdfs": DOWNLOAD,
+    "utils.linear_warmup_decay": "learning_rate, warmup_steps, num_train_steps",
+    "applications.Transformer.load_wmt16_dataset_from_file": (
+        "src_vocab_fpath, trg_vocab_fpath, train_file_pattern, batch_size=2048, shuffle=True"
+    ),
+    "applications.BertLarge": "lang='ch'",
+    "applications.BertBase": "lang='ch'",
+    "applications.BertHuge": "lang='en'",
+    "applications.BertGiant": "lang='en'",
+}
+for _image in ("Resnet50", "VGG16"):
+    SIGNATURES[f"applications.{_image}"] = "data_layout='NCHW'"
+    SIGNATURES[f"applications.{_image}.load_imagenet_from_file"] = IMAGE_LIST
+for _model, _folder in (("Resnet50", IMAGE_FOLDER), ("VGG16", IMAGE_FOLDER), ("BertBase", BERT_FOLDER),
+                        ("BertLarge", BERT_FOLDER), ("Transformer", TEXT_FOLDER)):  # fmt: skip
+    SIGNATURES[f"applications.{_model}.get_train_dataloader"] = _folder.replace("SHUFFLE", "True")
+    SIGNATURES[f"applications.{_model}.get_val_dataloader"] = _folder.replace("SHUFFLE", "False")
+for _model in ("BertBase", "BertLarge"):
+    SIGNATURES[f"applications.{_model}.load_digital_dataset_from_file"] = DIGITAL
+    SIGNATURES[f"applications.{_model}.load_digital_dataset_from_file_v2"] = DIGITAL
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_have_the_names_order_and_defaults_of_fleetx(name):
+    found = operator.attrgetter(name)(fleetx)
+    found = found.__init__ if isinstance(found, type) else found  # the class has its metaclass's
+    plain = [p.replace(annotation=p.empty) for p in inspect.signature(found).parameters.values() if p.name != "self"]
+    positional = [str(p) for p in plain if p.kind is p.POSITIONAL_OR_KEYWORD]
+    expected = SIGNATURES[name].split(", ")
+    assert positional[: len(expected)] == expected

@@ -147,8 +147,8 @@ def validated():
         (lambda t, m: t.benchmark(m, batches(2), 0), "epoch = 0, start_step = 20: must be at least 1 and 0"),
         (lambda t, m: t.fit("model", batches(), 1), "takes a model, not str"),
         (lambda t, m: t.val(m, batches(), ["acc9"]), "does not return 'acc9': it returns loss, acc1, acc5"),
-        (lambda t, m: t.val(m, [], ["acc1"]), "the loader gives no batch"),
-        (lambda t, m: t.quick_benchmark(m, [], 0, 3), "the loader gives no batch"),
+        (lambda t, m: t.val(m, [], ["acc1"]), "the loader yields no batch"),
+        (lambda t, m: t.quick_benchmark(m, [], 0, 3), "the loader yields no batch"),
         (
             lambda t, m: t.quick_benchmark(m, batches(), 3, 3),
             "start_step = 3: must be at least 0 and below end_step = 3",

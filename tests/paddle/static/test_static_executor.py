@@ -236,7 +236,9 @@ def test_an_optimizer_that_is_distributed_first_begins_fleet_with_a_notice(capsy
     model = make("resnet")
     paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1)).minimize(model.loss)
     assert fleet.worker_num() == 1
-    assert "fleet.distributed_optimizer calls fleet.init(is_collective=True)" in capsys.readouterr().err
+    assert "a missing fleet.init() has no effect: fleet.distributed_optimizer calls it" in capsys.readouterr().err
+    fluid.Executor().run(model.startup_prog)
+    assert "no effect: a missing fleet.init()" in str(fleet.explain(model=model))
 
 
 def test_workers_that_would_train_each_alone_are_refused(monkeypatch):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from small_applications import batch, make
-from static_models import started
+from small_applications import resnet as resnet_of_any_seed
+from static_models import minimized, started
 
 from fleetx import UsageError
 from fleetx.applications import Application
+from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid, static
 from fleetx.paddle.static import programs, training
 
@@ -50,7 +52,7 @@ def test_the_default_programs_are_those_of_the_model_that_was_made_last(monkeypa
     monkeypatch.setattr(Application, "last", None)
     assert not programs.in_use()
     with pytest.raises(UsageError, match="there is no program yet"):
-        fluid.default_main_program()
+        fluid.Executor().run(fluid.default_main_program())
 
 
 def test_a_copy_of_a_model_is_not_described(resnet):
@@ -127,6 +129,54 @@ def test_a_model_of_which_a_script_keeps_nothing_is_run_by_the_default_programs(
     assert executor.run(feed=batch("resnet"), fetch_list=[name])[0] < first
 
 
+# --- random_seed ----------------------------------------------------------------------------------
+def test_a_default_program_that_is_seeded_before_the_model_seeds_its_weights(monkeypatch):
+    monkeypatch.setattr(Application, "last", None)
+    main, startup = fluid.default_main_program(), fluid.default_startup_program()
+    torch.manual_seed(5)
+    expected = resnet_of_any_seed().state_dict()
+    monkeypatch.setattr(Application, "last", None)
+    startup.random_seed = 5
+    model = resnet_of_any_seed()
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1)).minimize(model.loss, startup)
+    executor = fluid.Executor()
+    executor.run(startup)
+    assert len(executor.run(main, batch("resnet"), [model.loss])) == 1
+    assert main.clone(for_test=True) == model.main_prog.clone(for_test=True)
+
+
+def test_the_startup_program_draws_the_weights_of_its_seed():
+    torch.manual_seed(5)
+    expected = resnet_of_any_seed().state_dict()
+    torch.manual_seed(6)
+    model = minimized()
+    assert (model.startup_prog.random_seed, model.main_prog.random_seed) == (0, 0)
+    model.startup_prog.random_seed = 5
+    drawn = torch.get_rng_state()
+    executor = fluid.Executor()
+    executor.run(model.startup_prog)
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert fluid.default_startup_program() == model.startup_prog
+    assert model.startup_prog.random_seed == 5
+    model.startup_prog.random_seed = 7
+    with pytest.raises(UsageError, match="random_seed = 7 comes too late"):
+        executor.run(model.startup_prog)
+
+
+def test_the_main_program_seeds_dropout():
+    model, executor = started("bert", fluid.optimizer.SGD(0.0))
+
+    def loss() -> float:
+        model.main_prog.random_seed = 3
+        return executor.run(model.main_prog, batch("bert"), [model.loss])[0].item()
+
+    assert loss() == loss() != executor.run(model.main_prog, batch("bert"), [model.loss])[0].item()
+    with pytest.raises(UsageError, match="random_seed = -1: must be an integer of at least 0"):
+        model.main_prog.random_seed = -1
+
+
 # --- names that are not covered -------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("find", "says"),
@@ -141,13 +191,12 @@ def test_a_model_of_which_a_script_keeps_nothing_is_run_by_the_default_programs(
             lambda m: fluid.global_scope().new_scope,
             r"does not support paddle\.static\.Scope\.new_scope: .*var, find_var",
         ),
-        (lambda m: setattr(m.main_prog, "random_seed", 1), r"Program\.random_seed: call paddle\.seed\(number\) before"),
         (
             lambda m: setattr(m.main_prog, "kind", "test"),
             r"Program\.kind is read-only",
         ),
         (lambda m: setattr(m.loss, "persistable", True), r"does not support paddle\.static\.Variable\.persistable"),
-        (lambda m: static.Program, "programs belong to a model: use model.main_prog"),
+        (lambda m: static.Program, "programs belong to a model of fleetx.applications: use model.main_prog"),
     ],
 )
 def test_what_a_description_does_not_cover_says_so(find, says):

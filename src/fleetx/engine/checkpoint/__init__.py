@@ -6,6 +6,7 @@ write.py, read.py  a checkpoint, written and read by all ranks together
 chunks.py          any region of a tensor, from the pieces it was saved in
 loop.py            `fleet.checkpoints`
 folders.py         the checkpoints under a root
+back.py            back to the last checkpoint when the numbers went wrong
 background.py      saving in another thread
 export.py          `fleet.export`
 tensor_file.py     safetensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fleetx.comm.world import World
-from fleetx.engine.checkpoint.snapshot import Snapshot
+from fleetx.engine.checkpoint.snapshot import Piece, Snapshot
 from fleetx.engine.checkpoint.write import write
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,23 @@ class Saver:
         if asynchronous:  # its collectives must not mix with those of the training
             self._world = replace(world, members=world.group() if world.size > 1 else None, device=torch.device("cpu"))
         self._staging: dict[str, Tensor] = {}  # reused, because new memory is slow to touch
+        self._room: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     @property
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def make_room(self, pieces: Mapping[str, Piece]) -> None:
+        """Get the memory for the copies ahead of the first save: to touch it takes longer than to copy."""
+        if self._asynchronous:
+            self._room = threading.Thread(target=self._touch, args=(dict(pieces),), name="fleetx-checkpoint")
+            self._room.start()
+
+    def _touch(self, pieces: dict[str, Piece]) -> None:
+        for name, piece in pieces.items():
+            self._staging[name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype).zero_()
 
     def save(self, snapshot: Snapshot, folder: Path, done: Callable[[], None]) -> None:
         """done: what follows when the checkpoint is there."""
@@ -54,6 +65,8 @@ class Saver:
             self._failure = error
 
     def _stage(self, snapshot: Snapshot) -> None:
+        if self._room is not None:
+            self._room.join()
         for name, piece in snapshot.pieces.items():
             snapshot.pieces[name] = replace(piece, tensor=self._copied(name, piece.tensor))
         snapshot.own = {name: self._copied(name, t) for name, t in snapshot.own.items()}

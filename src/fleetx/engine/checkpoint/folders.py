@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -33,7 +34,7 @@ def candidates(root: Path) -> Iterator[Path]:
             log.warning("%s is left out: it belongs to another user", folder)
             continue
         try:
-            found.append((manifest.read(place).step, status.st_mtime_ns, folder))
+            found.append((manifest.read(place).progress, status.st_mtime_ns, folder))
         except CheckpointError as error:
             log.warning("%s is left out: %s", folder.name, error)
     return (folder for *_, folder in sorted(found, reverse=True))
@@ -70,8 +71,12 @@ def remove_unfinished(root: Path) -> None:
 
 def prune(root: Path, keep: int, bad: Collection[str]) -> None:
     """Remove the oldest checkpoints of `of_step`; damaged ones do not count, and stay until they are replaced."""
-    mine = sorted(p for p in root.glob("step-??????????") if not p.is_symlink() and p.name not in bad)
-    for folder in mine[:-keep]:
+    mine = []
+    for folder in root.glob("step-??????????"):
+        if not folder.is_symlink() and folder.name not in bad:
+            with contextlib.suppress(CheckpointError):
+                mine.append((manifest.read(folder).progress, folder))
+    for _, folder in sorted(mine)[:-keep]:
         gone = folder.with_name(f".{folder.name}.00000000{SAVING}")  # a half removed folder must not look like one
         shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)

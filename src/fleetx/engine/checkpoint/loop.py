@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 
 from fleetx.comm import peers
 from fleetx.engine.checkpoint import folders
+from fleetx.engine.checkpoint.back import Back
 from fleetx.engine.checkpoint.background import Saver
-from fleetx.engine.checkpoint.read import read
-from fleetx.engine.checkpoint.snapshot import Extras, take
+from fleetx.engine.checkpoint.read import read as load
+from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.engine import Engine
 from fleetx.errors import CheckpointError, UsageError
@@ -60,13 +61,16 @@ class Checkpoints:
         self._extras, self._extra = extras, extras.extra
         self._bad: set[str] = set()
         self._due = False
+        self._roomy = not asynchronous  # is there memory for the copies?
         self._last = -1  # the step that was saved last
         self.resumed: Path | None = None  # the checkpoint that this run resumed from
+        self.restored: Path | None = None  # the one that it went back to, after numbers that went wrong
         self._resume()
         self._boundary: dict[str, Any] | None = None
         self._note_boundary()
         self._saver = Saver(engine.world, asynchronous=asynchronous)
         self._term = _Term()
+        self._back = Back(engine, extras)
         self._look_at, self._looked, self._pause = self.step + 1, time.monotonic(), 1
 
     @property
@@ -88,10 +92,16 @@ class Checkpoints:
     def stepped(self) -> None:
         """A step is done: save if it is time to, and end the process if one of the ranks got SIGTERM."""
         self._saver.check()
+        if not self._roomy:  # after the first step the optimizer has its state
+            self._roomy = True
+            self._saver.make_room(pieces(self._engine))
         self._extras.step += 1
+        self._back.stepped()
         self._note_boundary()
         self._due = self._due or self.step % self._every == 0
         stop = self._asked_to_stop()
+        if self._back.now:
+            self._go_back()
         # Inside a merge window only the same ranks can resume exactly, so a regular save waits for its end.
         if stop or (self._due and self._engine.merged == 0 and not self._skipped()):
             self.save(sync=stop)
@@ -109,33 +119,47 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for a save in the background, and give SIGTERM back."""
+        self._back.close()
         self._term.restore()
         self._saver.wait()
 
     # --- resuming ---------------------------------------------------------------------------------
     def _resume(self) -> None:
         peers.meet("fleet.checkpoints")
+        self.resumed = self._try_each(self._read)
+        if self.resumed is not None:
+            self._last = self.step
+
+    def _go_back(self) -> None:
+        """The numbers went wrong: take the last good checkpoint. Steps, data and random numbers go on."""
+        self._saver.wait()
+        found = self._try_each(self._back.read)
+        self._back.done(found)
+        self.restored = found
+        self._note_boundary()
+
+    def _try_each(self, read: Callable[[Path], None]) -> Path | None:
+        """Read the newest checkpoint that is good, and return it."""
         world, root = self._engine.world, self._root
         first = world.rank == 0
         found = together(world, root, lambda: self._candidates() if first else [])[0]
         for name in found:
             try:
-                self._read(root / name)
+                read(root / name)
             except CheckpointError as error:
                 self._bad.add(name)
                 if first:
                     folders.say_bad(root / name, error)
             else:
-                self.resumed = root / name
-                self._last = self.step
-                return
+                return root / name
+        return None
 
     def _candidates(self) -> list[str]:
         folders.remove_unfinished(self._root)
         return [folder.name for folder in folders.candidates(self._root)]
 
     def _read(self, folder: Path) -> None:
-        training = read(self._engine, folder, self._extras)
+        training = load(self._engine, folder, self._extras)
         # With another number of steps per update, the same number of updates took another number of steps.
         self._extras.step = self._extras.step * self._engine.window() // training.window
         if self._extra is not None:
@@ -171,10 +195,12 @@ class Checkpoints:
             return False
         now = time.monotonic()
         wanted = int(self._pause * _LOOK / max(now - self._looked, 1e-9))
-        mine = min(max(wanted, 1), 2 * self._pause, _MOST) if self._engine.world.rank == 0 else 0
-        answer = torch.tensor([int(self._term.asked), mine], device=self._engine.world.device)
+        pause = min(max(wanted, 1), 2 * self._pause, _MOST) if self._engine.world.rank == 0 else 0
+        mine = [int(self._term.asked), pause, int(self._back.wanted)]
+        answer = torch.tensor(mine, device=self._engine.world.device)
         self._engine.world.maximum(answer)
-        stop, self._pause = answer.tolist()
+        stop, self._pause, back = answer.tolist()
+        self._back.now = self._back.now or bool(back)
         self._looked, self._look_at = now, self.step + self._pause
         return bool(stop)
 

@@ -1,7 +1,7 @@
 """The files of a checkpoint, their schema, and the check that none of them has changed since it was written.
 
     manifest.sha256          of manifest.json, in the format of sha256sum
-    manifest.json            size and sha256 of each of the following, and the step
+    manifest.json            size and sha256 of each of the following, and how far the training is
     training.json            what the ranks share: strategy, layout, the optimizer's groups, who wrote it
     index.json               which file has which piece of each tensor of the model and the optimizer
     rank-<n>.json            what belongs to one rank: state of the strategies, scheduler, loader, random numbers
@@ -49,8 +49,14 @@ class Manifest(Strict):
     format: Literal["fleetx checkpoint"]
     version: Literal[2]
     step: Count
+    round: Count
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     files: dict[str, File]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Grows with the training, also over other numbers of ranks, where an update takes another number of steps."""
+        return self.round, self.step
 
 
 class Group(Strict):

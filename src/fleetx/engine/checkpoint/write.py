@@ -153,8 +153,8 @@ def _commit(
         listed[name] = [written.size, written.sha256]
     content = manifest.as_bytes(
         {
-            "format": "fleetx checkpoint", "version": manifest.VERSION, "step": snapshot.training["step"],
-            "ranks": snapshot.training["ranks"],
+            "format": "fleetx checkpoint", "version": manifest.VERSION,
+            **{key: snapshot.training[key] for key in ("step", "round", "ranks")},
             "files": {name: {"size": size, "sha256": sha} for name, (size, sha) in sorted(listed.items())},
         }
     )  # fmt: skip

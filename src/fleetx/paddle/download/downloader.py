@@ -34,7 +34,12 @@ class Downloader:
         self._patience = patience
 
     def download_from_bos(
-        self, fs_yaml: YamlPath, local_path: str = "./", shard_num: int = -1, shard_id: int = -1, process_num: int = 10
+        self,
+        fs_yaml: YamlPath | None = None,
+        local_path: str = "./",
+        shard_num: int = -1,
+        shard_id: int = -1,
+        process_num: int = 10,
     ) -> str:
         """Download from `bos_path` of the yaml: http(s), or any address that fsspec can open. Returns local_path.
 
@@ -45,14 +50,19 @@ class Downloader:
         return self._download(fs_yaml, local_path, shard_num, shard_id, process_num, config.BOS_KEYS, config.bos)
 
     def download_from_hdfs(
-        self, fs_yaml: YamlPath, local_path: str = "./", shard_num: int = -1, shard_id: int = -1, process_num: int = 10
+        self,
+        fs_yaml: YamlPath | None = None,
+        local_path: str = "./",
+        shard_num: int = -1,
+        shard_id: int = -1,
+        process_num: int = 10,
     ) -> str:
         """Download from Hadoop: `fs.default.name` and `data_path` of the yaml, as the user in `hadoop.job.ugi`."""
         return self._download(fs_yaml, local_path, shard_num, shard_id, process_num, config.HDFS_KEYS, config.hdfs)
 
     def _download(
         self,
-        fs_yaml: YamlPath,
+        fs_yaml: YamlPath | None,
         local_path: str,
         shard_num: int,
         shard_id: int,
@@ -60,6 +70,11 @@ class Downloader:
         keys: tuple[str, ...],
         address: Callable[..., Address],
     ) -> str:
+        if not isinstance(fs_yaml, str | PathLike):
+            raise UsageError(
+                f"fs_yaml={fs_yaml!r}: must be the yaml file that says where the data is; a script that takes it from "
+                "parse_train_configs() needs the argument --download_config FILE"
+            )
         fs_yaml = fspath(fs_yaml)
         _check(fs_yaml, shard_num, shard_id, process_num)
         local, first = Path(local_path), is_first_worker()

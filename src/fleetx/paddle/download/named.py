@@ -28,10 +28,7 @@ class _NamedDownloader(Downloader):
     ) -> str:
         if hdfs_path is not None:
             raise UsageError(f"hdfs_path = {hdfs_path!r}: write it into the yaml file, as data_path")
-        found = fs_yaml or self._fs_yaml
-        if found is None:
-            raise UsageError("fs_yaml is missing: pass the yaml file that says where the data is")
-        return super().download_from_hdfs(found, local_path)
+        return super().download_from_hdfs(fs_yaml or self._fs_yaml, local_path)
 
 
 class ImageNetDownloader(_NamedDownloader):

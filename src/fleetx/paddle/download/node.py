@@ -53,7 +53,7 @@ def once_per_node(work: Callable[[], None], folder: Path, *, key: str, task: str
     with (folder / "lock").open("a+") as lock:  # closing it releases the lock
         if outcome := _wait(lock, path, is_ours, task=task, first=first):
             if outcome["error"]:
-                message = f"process {outcome['pid']}, which did the work for this node, failed: {outcome['error']}"
+                message = f"{outcome['error']} (in process {outcome['pid']}, which downloads for this node)"
                 raise DownloadError(message, failed=outcome["failed"])
             return
         lock.truncate(0)

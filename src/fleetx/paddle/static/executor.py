@@ -11,7 +11,7 @@ from fleetx.applications.not_covered import not_covered_by
 from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.paddle.static import devices, feeds, training
-from fleetx.paddle.static.programs import default_main_program
+from fleetx.paddle.static.programs import PendingProgram, bound, default_main_program
 from fleetx.paddle.static.scope import Scope
 from fleetx.paddle.static.values import as_numpy, full_value
 
@@ -26,7 +26,7 @@ class Executor:
 
     def run(
         self,
-        program: Program | None = None,
+        program: Program | PendingProgram | None = None,
         feed: Any = None,
         fetch_list: Sequence[Fetched] | Fetched | None = None,
         *,
@@ -41,7 +41,7 @@ class Executor:
         """
         if use_program_cache:
             devices.say_once("use_program_cache has no effect: there is no program to prepare")
-        program = default_main_program() if program is None else program
+        program = bound(default_main_program() if program is None else program)
         if not isinstance(program, Program):
             raise UsageError(f"Executor.run takes a program, such as model.main_prog, not {program!r}")
         if not isinstance(scope, Scope | None):

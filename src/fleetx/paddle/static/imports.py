@@ -54,6 +54,10 @@ class Finder(MetaPathFinder):
                     not_covered.sentence(*fullname.rsplit(".", 1)), name=not_covered.shown(fullname)
                 )
             return None
+        if fullname == "fleetx.dataset":
+            from fleetx.applications.not_covered import of_fleetx
+
+            raise ModuleNotFoundError(of_fleetx("fleetx", "dataset", ()), name=fullname)
         alias = next((name for name in _ALIASES if fullname == name or fullname.startswith(f"{name}.")), None)
         if alias is None:
             return None

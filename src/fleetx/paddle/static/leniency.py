@@ -30,7 +30,8 @@ def relax(strategy: PaddleStrategy, recipe: PaddleOptimizer, application: Applic
         name = "hierarchical_allreduce_inter_nranks"
         largest = max((world.hosts().count(host) for host in world.hosts()), default=1)
         if (size := getattr(strategy, name)) and size > largest:
-            strategy.note(f"{name} = {size}", f"a node has {largest} workers, which form its group")
+            workers = f"{largest} worker{'s' if largest > 1 else ''}"
+            strategy.note(f"{name} = {size}", f"a node has {workers}, and each node is one group")
             setattr(strategy, name, 1)  # the default: as many as there are on a node
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+import torch
+
 from fleetx.applications.application import Application
-from fleetx.applications.program import Program
+from fleetx.applications.program import Program, check_seed
 from fleetx.errors import UsageError
 
 _numbers = count()
@@ -38,9 +41,40 @@ def last_application() -> Application:
     return living[-1]
 
 
-def default_main_program() -> Program:
-    return last_application().main_prog
+class PendingProgram:
+    """A default program before the model is created. Scripts seed it, keep it, and run it once there is a model."""
+
+    def __init__(self, kind: Literal["main", "startup"]):
+        self.__dict__["kind"] = kind
+
+    def bound(self) -> Program:
+        return Program(last_application(), self.kind)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looks these up itself
+            raise AttributeError(name)
+        return getattr(self.bound(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "random_seed" and not _any_application():
+            if seed := check_seed(value):
+                torch.manual_seed(seed)  # the model draws its weights when it is created
+            return
+        setattr(self.bound(), name, value)
 
 
-def default_startup_program() -> Program:
-    return last_application().startup_prog
+def bound(program: Any) -> Any:
+    """The program of a model, if this is a default program that was asked for earlier."""
+    return program.bound() if isinstance(program, PendingProgram) else program
+
+
+def _any_application() -> bool:
+    return bool(in_use()) or (Application.last is not None and Application.last() is not None)
+
+
+def default_main_program() -> Program | PendingProgram:
+    return last_application().main_prog if _any_application() else PendingProgram("main")
+
+
+def default_startup_program() -> Program | PendingProgram:
+    return last_application().startup_prog if _any_application() else PendingProgram("startup")

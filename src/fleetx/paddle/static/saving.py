@@ -19,7 +19,7 @@ from fleetx.base.module_names import plain_name
 from fleetx.errors import UsageError
 from fleetx.optim import parameter_names
 from fleetx.paddle.static import devices, training
-from fleetx.paddle.static.programs import default_main_program
+from fleetx.paddle.static.programs import bound, default_main_program
 
 FILE = "params.safetensors"
 
@@ -82,8 +82,8 @@ def load_persistables(
 save_params, load_params = save_persistables, load_persistables
 
 
-def _application(program: Program | None) -> Application:
-    program = default_main_program() if program is None else program
+def _application(program: Any) -> Application:
+    program = bound(default_main_program() if program is None else program)
     if not isinstance(program, Program):
         raise UsageError(f"main_program must be a program, such as model.main_prog, not {program!r}")
     return program.application

@@ -46,6 +46,7 @@ class Training:
         self.recipe: PaddleOptimizer | None = None  # set by minimize
         self.strategy = PaddleStrategy()
         self.started = False
+        self.seed = 0  # from which the startup program drew the weights; 0 if it left them alone
         self.optimizer: torch.optim.Optimizer | None = None  # set by fleet.distribute
 
     def __deepcopy__(self, memo: Any) -> Training:
@@ -147,10 +148,15 @@ def _parameters(application: Application, which: Parameters) -> list[nn.Paramete
 
 # --- the startup program --------------------------------------------------------------------------
 def start(application: Application) -> None:
-    """Allow the application to run. Its parameters were already initialized when it was created."""
+    """Allow the application to run. Its parameters were drawn when it was created; only a random_seed redraws them."""
     state = of(application)
     if done := run_count(application):
         raise UsageError(f"this model has trained for {done} steps, which its startup program would undo")
+    if (seed := application.startup_prog.random_seed) != state.seed:
+        if state.started:
+            raise UsageError(f"random_seed = {seed} comes too late: set it before you run the startup program")
+        application.redraw(seed)
+        state.seed = seed
     state.started = True
     programs.register(application, minimized=False)
     if current().world is not None:

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fleetx.comm.world import World
@@ -119,8 +118,6 @@ class Sharding(Part):
                 f"dp_degree = {self.dp_degree}: {world.size} ranks with sharding_degree = {degree} make "
                 f"{world.size // degree} replicas: remove dp_degree"
             )
-        if isinstance(model, DistributedDataParallel):
-            yield "DistributedDataParallel keeps whole parameters on every rank: pass the model that it wraps"
         if world.size > 1:
             yield from fsdp.incompatibilities(model, self.segment_anchors)
             yield from unsupported_optimizers(optimizer)

@@ -1,27 +1,31 @@
-"""Copies of a sharded model: `copy.deepcopy` gives another sharded model, and pickling raises an error."""
+"""Copies of a sharded model: `copy.deepcopy` gives another sharded model; pickling and conversions raise an error."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fleetx.base import seams
+from fleetx.engine.dtensors import local
+from fleetx.engine.guests import BEFORE
 from fleetx.errors import UsageError
 from fleetx.parts.sharding.segment import Segments
 from fleetx.parts.sharding.unshard import full_parameter, is_of_fsdp, remove_hooks, without_hooks_of_fsdp
 
-_NAMES = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance; FSDP's class refuses the first
+_NAMES = ("__deepcopy__", "__reduce_ex__", "_apply")  # looked up on the instance; FSDP's class refuses the first
 _INSIDE = "fleetx: a module that contains this one is being copied"
 
 
 def allow(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            vars(module).update(zip(_NAMES, (partial(_copied, module), _not_pickled), strict=True))
+            own = partial(_copied, module), _not_pickled, partial(_converted, module)
+            vars(module).update(zip(_NAMES, own, strict=True))
 
 
 def forbid(model: nn.Module) -> None:
@@ -67,3 +71,15 @@ def _not_pickled(protocol: Any) -> Any:
         "torch.save or pickle of a sharded model would write only the shards of this rank: use fleet.save(folder) on "
         "every rank, or save fleet.release(model)"
     )
+
+
+def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`module.to(...)`, which calls this. Trainers call it with the device and type that the model has already."""
+    held = [local(t) for t in (*module.parameters(), *module.buffers())]
+    if any(_kind(convert(t)) != _kind(t) for t in held):
+        raise UsageError(f"a sharded model cannot be moved or converted: {BEFORE}")
+    return module
+
+
+def _kind(t: Tensor) -> tuple[object, ...]:
+    return t.dtype, t.device.type, t.device.index or 0  # "cpu:0", as accelerate says, is "cpu"

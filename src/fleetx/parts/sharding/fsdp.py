@@ -10,6 +10,7 @@ from torch import nn
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
+from fleetx.engine.dtensors import HOOKED
 from fleetx.errors import NOT_BUILT
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]
             yield f"sharding of the complex parameter {plain_name(name)!r} {NOT_BUILT} in torch: turn sharding off"
         if p.dim() == 0:
             yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
+        if p._backward_hooks:
+            yield HOOKED.format(f"parameter {plain_name(name)!r}")
 
 
 def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:

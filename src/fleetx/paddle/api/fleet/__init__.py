@@ -13,7 +13,7 @@ from fleetx.applications import Program, Variable
 from fleetx.comm.session import current
 from fleetx.fleet import worker_index, worker_num
 from fleetx.paddle.not_covered import not_covered
-from fleetx.paddle.static import devices, saving
+from fleetx.paddle.static import saving
 from fleetx.paddle.static.optimizers import DistributedOptimizer, PaddleOptimizer
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.saving import save_persistables
@@ -32,10 +32,14 @@ def distributed_optimizer(
 ) -> DistributedOptimizer | Optimizer:
     """Return an optimizer whose `minimize(model.loss)` trains on all workers; torch's optimizers go to fleetx.fleet."""
     if isinstance(optimizer, PaddleOptimizer):
-        if current().world is None:
-            devices.say_once("fleet.distributed_optimizer calls fleet.init(is_collective=True), which comes first")
+        if missing := current().world is None:
             fleet.init(is_collective=True)
-        return DistributedOptimizer(optimizer, strategy)
+        distributed = DistributedOptimizer(optimizer, strategy)
+        if missing:
+            distributed.strategy.note(
+                "a missing fleet.init()", "fleet.distributed_optimizer calls it with is_collective=True"
+            )
+        return distributed
     return fleet.distributed_optimizer(optimizer, strategy)
 
 

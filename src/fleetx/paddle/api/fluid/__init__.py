@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetx.fleet import device_guard
-from fleetx.paddle.api.fluid import clip, incubate, io, layers, optimizer, regularizer
+from fleetx.paddle.api.fluid import clip, core, incubate, io, layers, optimizer, regularizer
 from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace
 from fleetx.paddle.static.executor import Executor
@@ -18,6 +18,7 @@ __all__ = [
     "ExecutionStrategy",
     "Executor",
     "clip",
+    "core",
     "default_main_program",
     "default_startup_program",
     "device_guard",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetx.paddle.api import optimizer
-from fleetx.paddle.api.optimizer import with_arguments
+from fleetx.paddle.api.optimizer import FLUID_NAMES, with_arguments
 from fleetx.paddle.not_covered import not_covered
 
 __all__ = [
@@ -22,17 +22,15 @@ __all__ = [
 
 __getattr__ = not_covered(__name__)
 
-_NAMES = {"parameter_list": "parameters", "regularization": "weight_decay"}
-
-SGD = SGDOptimizer = with_arguments(optimizer.SGD, renamed=_NAMES, required=["learning_rate"])
+SGD = SGDOptimizer = with_arguments(optimizer.SGD, renamed=FLUID_NAMES, required=["learning_rate"])
 Momentum = MomentumOptimizer = with_arguments(
-    optimizer.Momentum, renamed=_NAMES, required=["learning_rate", "momentum"]
+    optimizer.Momentum, renamed=FLUID_NAMES, required=["learning_rate", "momentum"]
 )
-Adam = AdamOptimizer = with_arguments(optimizer.Adam, renamed=_NAMES)
+Adam = AdamOptimizer = with_arguments(optimizer.Adam, renamed=FLUID_NAMES)
 AdamW = with_arguments(
     optimizer.AdamW, renamed={"parameter_list": "parameters"}, without=["apply_decay_param_fun", "lazy_mode"]
 )
-Lamb = LambOptimizer = with_arguments(optimizer.FluidLamb, renamed=_NAMES)
+Lamb = LambOptimizer = with_arguments(optimizer.FluidLamb, renamed=FLUID_NAMES)
 LarsMomentum = LarsMomentumOptimizer = with_arguments(
-    optimizer.FluidLarsMomentum, renamed=_NAMES, required=["learning_rate", "momentum"]
+    optimizer.FluidLarsMomentum, renamed=FLUID_NAMES, required=["learning_rate", "momentum"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,8 +24,25 @@ __all__ = ["SGD", "Adam", "AdamW", "Lamb", "LarsMomentum", "Momentum", "lr"]
 __getattr__ = not_covered(__name__)
 
 Decay = float | L2Decay | None
+FLUID_NAMES = {"parameter_list": "parameters", "regularization": "weight_decay"}
 
 
+def accept_fluid_names(cls: type[PaddleOptimizer]) -> Any:
+    """Until Paddle 2.0-beta these classes were fluid's, and scripts of that time pass its names."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: PaddleOptimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        for theirs, ours in FLUID_NAMES.items():
+            if theirs in kwargs and ours not in kwargs:
+                kwargs[ours] = kwargs.pop(theirs)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@accept_fluid_names
 class Momentum(PaddleOptimizer):
     def __init__(
         self,
@@ -45,6 +63,7 @@ class Momentum(PaddleOptimizer):
         )
 
 
+@accept_fluid_names
 class SGD(Momentum):
     def __init__(
         self,
@@ -57,6 +76,7 @@ class SGD(Momentum):
         super().__init__(learning_rate, 0.0, parameters, False, weight_decay, grad_clip, name)
 
 
+@accept_fluid_names
 class Adam(PaddleOptimizer):
     def __init__(
         self,
