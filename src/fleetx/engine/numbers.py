@@ -87,7 +87,7 @@ class Numbers:
             self._among, self._some = params, params
             if params and not self._checks.every_gradient:
                 small = [p for p in params if 0 < local(p).numel() <= SMALL]
-                self._some = small[:: -(-len(small) // MOST)] or [min(params, key=Tensor.numel)]
+                self._some = small[:: max(-(-len(small) // MOST), 1)] or [min(params, key=Tensor.numel)]
         found = [p.grad for p in self._some if p.grad is not None]
         return found or [p.grad for p in params if p.grad is not None]
 
