@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fleetx.base import seams
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
@@ -37,7 +38,7 @@ def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]
             yield f"sharding of the complex parameter {plain_name(name)!r} {NOT_BUILT} in torch: turn sharding off"
         if p.dim() == 0:
             yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
-        if p._backward_hooks:
+        if seams.hooks(p):
             yield HOOKED.format(f"parameter {plain_name(name)!r}")
 
 
