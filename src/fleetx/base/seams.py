@@ -111,6 +111,7 @@ _told: set[str] = set()
 version = _reads("version", "torch:Tensor._version", "how often a tensor was changed in place")
 base = _reads("base", "torch:Tensor._base", "the tensor that this one is a view of")
 values = _calls("values", "torch:Tensor._values", "", "the values of a sparse gradient, also if it is not coalesced")
+hooks = _reads("hooks", "torch:Tensor._backward_hooks", "sharding would lose the user's hooks on a parameter")
 is_view = _calls("is_view", "torch:Tensor._is_view", "", "torch cannot detach a view in place")
 is_zerotensor = _calls("is_zerotensor", "torch:Tensor._is_zerotensor", "", "it has no memory that a kernel could read")
 storage_id = _reads("storage_id", "torch:UntypedStorage._cdata", "tells whether two tensors share memory")
@@ -168,9 +169,6 @@ _named(
 )  # fmt: skip
 _MODULE, _OPTIMIZER = "torch.nn:Module", "torch.optim:Optimizer"
 parameters = _reads("parameters", f"{_MODULE}._parameters", "the parameters of one module, to replace them")
-backward_hooks = _reads("backward_hooks", "torch:Tensor._backward_hooks", "hooks of the user, which shards would lose")
-CONTRACT = "torch.distributed._composable.contract"  # the module, which most scripts do not import
-applied_to = _calls("applied_to", f"{CONTRACT}:_get_registry", "module", "was replicate() called on it?")
 buffers = _reads("buffers", f"{_MODULE}._buffers", "the buffers of one module, to replace them")
 check_input_dim = _calls("check_input_dim", "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim", "input",
                          "BatchNorm's own error for a wrong shape")  # fmt: skip
@@ -217,6 +215,10 @@ rebuild_buckets = _calls("rebuild_buckets", f"{_REDUCER}._rebuild_buckets", "", 
 push_rebuilt = _calls("push_rebuilt", f"{_REDUCER}._push_all_rebuilt_params", "", "fixes the order of the buckets")
 zero_buckets = _calls("zero_buckets", f"{_REDUCER}._get_zeros_like_grad_buckets", "", "which parameter is in which")
 UNSENT = _attribute(f"{_DDP}._ddp_params_and_buffers_to_ignore", "on a model: buffers that DDP must not send")
+
+# --- torch's composable functions (fully_shard, replicate) ------------------------------------------
+COMPOSABLE = "torch.distributed._composable.contract"
+_named(applied_to=Seam(f"{COMPOSABLE}:_get_registry", "which of them the script has applied to a module", "module"))
 
 # --- process groups -------------------------------------------------------------------------------
 _C10D = "torch.distributed.distributed_c10d"

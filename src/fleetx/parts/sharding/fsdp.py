@@ -38,7 +38,7 @@ def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]
             yield f"sharding of the complex parameter {plain_name(name)!r} {NOT_BUILT} in torch: turn sharding off"
         if p.dim() == 0:
             yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
-        if seams.backward_hooks(p):
+        if seams.hooks(p):
             yield HOOKED.format(f"parameter {plain_name(name)!r}")
 
 
