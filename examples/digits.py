@@ -2,6 +2,7 @@
 
     fleetrun --device cpu --nproc_per_node 2 examples/digits.py
     fleetrun --device cpu --nproc_per_node 2 examples/digits.py --strategy my.yaml --epochs 5
+    fleetrun --device cpu --nproc_per_node 2 --max_restarts 3 examples/digits.py --checkpoints run  # resumes by itself
     python examples/digits.py                                  # one process, no launcher
 
 The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
@@ -10,16 +11,16 @@ The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothi
 from __future__ import annotations
 
 import argparse
+import itertools
 
-import prepared
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fleetx import fleet
+from fleetx.data import Loader, load_digits
 
 
 class Block(nn.Module):
@@ -49,15 +50,6 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def data() -> tuple[TensorDataset, TensorDataset]:
-    digits = prepared.sklearn_digits()
-    x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
-    y = torch.tensor(digits.target)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1500], order[1500:]
-    return TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test])
-
-
 def default_strategy() -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
     strategy.recompute = True
@@ -70,16 +62,23 @@ def default_strategy() -> fleet.DistributedStrategy:
     return strategy
 
 
+def on(device: torch.device, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch["image"].to(device), batch["label"].to(device).flatten()
+
+
 @torch.no_grad()
-def accuracy(model: nn.Module, test: TensorDataset, device: torch.device) -> float:
+def accuracy(model: nn.Module, test: Loader, device: torch.device) -> float:
     """Accuracy on the test set: each worker evaluates its share, and the counts are summed."""
     model.eval()
-    x, y = (t[fleet.worker_index() :: fleet.worker_num()].to(device) for t in test.tensors)
-    correct = torch.stack([(model(x).argmax(1) == y).sum(), torch.tensor(len(y), device=device)])
+    counts = torch.zeros(2, device=device)
+    for batch in test:
+        x, y = on(device, batch)
+        counts[0] += (model(x).argmax(1) == y).sum()
+        counts[1] += len(y)
     if fleet.worker_num() > 1:
-        dist.all_reduce(correct)
+        dist.all_reduce(counts)
     model.train()
-    return (correct[0] / correct[1]).item()
+    return (counts[0] / counts[1]).item()
 
 
 def main() -> None:
@@ -88,15 +87,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples per worker and step (default: 32)")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--strategy", help="a YAML file to use instead of the strategy in this script")
+    parser.add_argument("--checkpoints", help="a folder to save to and to resume from")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
     strategy = fleet.DistributedStrategy.load(args.strategy) if args.strategy else default_strategy()
     torch.manual_seed(0)
     device = fleet.device()
-    train, test = data()
-    sampler = DistributedSampler(train, fleet.worker_num(), fleet.worker_index(), drop_last=True)
-    loader = DataLoader(train, args.batch, sampler=sampler, drop_last=True)
+    loader = load_digits(args.batch, drop_last=True)
+    test = load_digits(256, "val")
 
     model = ResNet().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
@@ -105,24 +104,30 @@ def main() -> None:
     if fleet.is_first_worker():
         print(fleet.explain())
 
+    total = args.epochs * len(loader)
+    steps = range(total)
+    if args.checkpoints:
+        steps = fleet.checkpoints(args.checkpoints, every=50, loader=loader, scheduler=scheduler, steps=total)
+        if fleet.is_first_worker() and steps.resumed:
+            print(f"resumed after step {steps.step} of {total}; to start again, remove the folder {args.checkpoints}")
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, disable=not fleet.is_first_worker()) as progress:
-        bar = progress.add_task("training", total=args.epochs * len(loader))
-        for epoch in range(args.epochs):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                loss = cross_entropy(model(x.to(device)), y.to(device))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                progress.update(bar, advance=1, description=f"epoch {epoch + 1} loss {loss.item():.3f}")
-            fleet.flush()  # the last merge of an epoch may have fewer steps
-            scheduler.step()
-            test_accuracy = accuracy(model, test, device)
-            if fleet.is_first_worker():
-                progress.console.print(
-                    f"epoch {epoch + 1:2d}  loss {loss.item():.4f}  test accuracy {test_accuracy:.2%}"
-                )
+        bar = progress.add_task("training", total=total)
+        for step in steps:
+            x, y = on(device, next(batches))
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            epoch, last = step // len(loader) + 1, (step + 1) % len(loader) == 0
+            progress.update(bar, completed=step + 1, description=f"epoch {epoch} loss {loss.item():.3f}")
+            if last:
+                fleet.flush()  # the last merge of an epoch may have fewer steps
+                scheduler.step()
+                found = accuracy(model, test, device)
+                if fleet.is_first_worker():
+                    progress.console.print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.2%}")
 
 
 if __name__ == "__main__":
