@@ -100,6 +100,9 @@ def _judge(training: Training, result: dict[str, Any], unbroken: list[dict[int, 
     result["corrupt"] = [text for text in wrong if " resumed " in text][:20]
     result["lines"] = sum(len(training.lines(rank)) for rank in range(training.ranks))
     result["resumed"] = len(resumed)
+    # Each kill of ranks costs one restart: one more means that a restart failed and had to be repeated.
+    restarts = sum("; restart " in text for _, text in training.messages)
+    result["extra_restarts"] = max(restarts - sum(k["victim"] not in ("fleetrun", "node") for k in result["kills"]), 0)
     result["lost"] = sum(
         any(line.step < record["committed"] for line in resumed if line.time > record["at"])
         for record in result["kills"]

@@ -11,7 +11,7 @@ from benchmarks.chaos.kills import VICTIMS
 from benchmarks.chaos.marks import PHASES
 
 GOODPUT = 0.97
-_FINE = {"refused", "harmless"}
+_FINE = {"refused"}  # not even a change that happens to do no harm may go unnoticed
 
 
 def page(results: dict[str, Any]) -> str:
@@ -41,7 +41,9 @@ def summary(results: dict[str, Any]) -> dict[str, int]:
         + sum(n for row in damaged for outcome, n in row.items() if outcome not in _FINE),
         "resumed runs that differ from the unbroken one": sum(bool(r["different"]) for r in [*runs, *stalls])
         + bool(disk.get("different")) + bool(results["goodput"].get("different")),
-        "failed restarts": sum(len(run["failed"]) for run in runs) + (not disk.get("finished", True)),
+        "failed restarts": sum(len(run["failed"]) + run.get("extra_restarts", 0) for run in runs)
+        + (not disk.get("finished", True)),
+        "full disks that were not handled": _full_disk_faults(disk),
         "hangs": sum(len(run["hangs"]) for run in [*runs, *stalls]),
         "orphans": sum(run["orphans"] for run in [*runs, *stalls]) + disk.get("orphans", 0),
         "false alarms": sum(len(run["false_alarms"]) for run in stalls),
@@ -50,9 +52,17 @@ def summary(results: dict[str, Any]) -> dict[str, int]:
         ),
         "saves that left no good checkpoint when a call failed": sum(
             n for row in results["disk"].get("calls", {}).get("table", {}).values()
-            for outcome, n in row.items() if ("left" in outcome and "replaced" not in outcome) or "other" in outcome
+            for outcome, n in row.items()
+            if ("left" in outcome and "replaced" not in outcome) or "other" in outcome or "raised" in outcome
         ),
     }  # fmt: skip
+
+
+def _full_disk_faults(disk: dict[str, Any]) -> int:
+    """A full disk stops the training with a message that names it, and leaves the last checkpoint and nothing else."""
+    if not disk or "skipped" in disk:
+        return 0
+    return sum(not disk.get(name) for name in ("stopped", "names the disk", "kept")) + len(disk.get("leftovers", ()))
 
 
 def _goals(results: dict[str, Any], kills: list[dict[str, Any]]) -> str:
