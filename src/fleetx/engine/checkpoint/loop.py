@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -113,7 +114,8 @@ class Checkpoints:
         """Save now. Every rank must call it. sync: wait until it is on disk."""
         self._due, self._last = False, self.step
         snapshot = take(self._engine, self._extras, self._strategy, self._boundary)
-        self._saver.save(snapshot, folders.of_step(self._root, self.step), self._prune)
+        folder = folders.of_step(self._root, self.step)
+        self._saver.save(snapshot, folder, partial(self._prune, folder))
         if sync:
             self._saver.wait()
 
@@ -174,8 +176,9 @@ class Checkpoints:
             self._boundary = {"step": self.step, "loader": None if loader is None else loader.state_dict()}
 
     # --- saving -----------------------------------------------------------------------------------
-    def _prune(self) -> None:
-        self._bad.discard(folders.of_step(self._root, self._last).name)
+    def _prune(self, folder: Path) -> None:
+        """This one is there now. It may run in the background, while a later step waits to be saved."""
+        self._bad.discard(folder.name)
         if self._engine.world.rank == 0 and self._keep:
             folders.prune(self._root, self._keep, self._bad)
 
