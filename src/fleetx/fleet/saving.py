@@ -32,7 +32,7 @@ def save(
     """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
 
     Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
-    existing checkpoint of that name is replaced then.
+    existing checkpoint of that name is replaced then; anything else of that name raises `UsageError` and stays.
 
     scheduler, loader: anything with state_dict and load_state_dict.
     extra: JSON that `load` returns.
@@ -134,6 +134,7 @@ def export(folder: str | Path, *, model: nn.Module | None = None) -> None:
     """Write the model alone to `folder`/model.safetensors, under the names of torch, for other programs.
 
     Every worker must call it. transformers' `from_pretrained(folder)` reads it: the model's `config` is written too.
+    Other files in the folder stay.
     """
     from fleetx.engine import checkpoint
 

@@ -26,8 +26,10 @@ from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest, tensor_file
 from fleetx.engine.checkpoint.snapshot import Piece, Snapshot
 from fleetx.engine.checkpoint.together import together
+from fleetx.errors import UsageError
 
 SAVING = ".saving"  # suffix of a folder that is being written
+OURS = 0o775  # whatever the umask: a folder that every user can change is not read
 REPLACED = ".replaced"  # of a checkpoint that makes room for another one of the same name
 _BLOCK = 1 << 15  # numbers that are hashed together
 
@@ -55,11 +57,28 @@ def _temporary(folder: Path, token: str) -> Path:
 
 
 def _begin(folder: Path, token: str) -> str:
+    _check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{_literal(folder.name)}.????????{SAVING}"):  # of runs that were killed
         shutil.rmtree(left, ignore_errors=True)
-    _temporary(folder, token).mkdir()
+    _temporary(folder, token).mkdir(OURS)
     return token
+
+
+def _check_place(folder: Path) -> None:
+    """Only a checkpoint may be replaced, never what else is there."""
+    if folder.name in ("", ".."):
+        raise UsageError(f"fleet.save({str(folder)!r}): a checkpoint is a folder of its own: add a name for it")
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_symlink() and folder.is_dir():
+        found = {path.name for path in folder.iterdir()}
+        if manifest.MANIFEST in found or all(map(manifest.is_ours, found)):
+            return
+        what = f"is a folder with other files ({', '.join(sorted(found)[:3])})"
+    else:
+        what = "is a symbolic link" if folder.is_symlink() else "is a file"
+    raise UsageError(f"{folder} {what}, which fleet.save would delete: choose a new name, or remove it yourself")
 
 
 def _literal(name: str) -> str:
