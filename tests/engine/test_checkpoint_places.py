@@ -39,7 +39,7 @@ def test_a_folder_with_other_files_is_refused_and_stays(tmp_path):
 def test_a_file_or_a_link_is_refused_and_stays(tmp_path):
     build()
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match="file is a file, which fleet.save would delete: choose a new name"):
+    with pytest.raises(UsageError, match=r"file is a file, which fleet.save would delete: choose a new name"):
         fleet.save(tmp_path / "file")
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="link is a symbolic link"):

@@ -90,6 +90,6 @@ def test_what_else_is_in_the_folder_stays(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder_is_refused_and_stays(tmp_path):
     (tmp_path / "hf").write_text("mine")
-    with pytest.raises(UsageError, match="is a file, but fleet.export writes a folder"):
+    with pytest.raises(UsageError, match=r"is a file, but fleet.export writes a folder"):
         exported(net, {}, tmp_path / "hf")
     assert (tmp_path / "hf").read_text() == "mine"
