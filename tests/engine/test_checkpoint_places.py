@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
-from fleetx import UsageError, fleet
+from fleetx import CheckpointError, UsageError, fleet
 from training import net, sgd
 
 
@@ -69,3 +70,20 @@ def test_what_was_saved_without_a_umask_can_be_loaded(tmp_path, umask):
     build()
     fleet.save(tmp_path / "c", step=3)
     assert fleet.load(tmp_path / "c")["step"] == 3
+
+
+def saved_apart(root, call):
+    """Each rank has a folder of its own, as on nodes that share none."""
+    build()
+    try:
+        call(root / f"node-{fleet.worker_index()}" / "c")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("call", [fleet.save, fleet.export], ids=["save", "export"])
+def test_a_folder_that_the_ranks_do_not_share_is_named(ranks, tmp_path, call):
+    for said in ranks.run(saved_apart, tmp_path, call):
+        assert f"rank 1 on {socket.gethostname()} does not see the folder that rank 0 made: use a folder that" in said
+    assert os.listdir(tmp_path / "node-0") == []

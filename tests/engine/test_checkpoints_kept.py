@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import shutil
 import threading
+import warnings
+
+import pytest
+import torch
 
 from fleetx import fleet
 from fleetx.comm.session import current
@@ -79,3 +85,58 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one_while_it_waits_to_be_
     position.checkpoints.close()
     assert "step-0000000002" in position.seen
     assert fleet.latest(tmp_path).name == "step-0000000003"
+
+
+# --- parameters that are not finite -------------------------------------------------------------------
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_poisoned_model_is_neither_saved_nor_lets_good_checkpoints_go(tmp_path, caplog, asynchronous):
+    model, _ = build()
+    model.register_buffer("mask", torch.tensor([-math.inf]))  # meant
+    checkpoints = fleet.checkpoints(tmp_path, every=1, keep=1, asynchronous=asynchronous)
+    checkpoints.stepped()
+    model[2].weight.data[1, 1] = math.nan
+    with caplog.at_level(logging.WARNING):
+        checkpoints.stepped()
+        checkpoints.close()
+    assert names(tmp_path) == ["step-0000000001"]
+    assert "step-0000000002 is not saved, and older checkpoints are kept: parameter '2.weight' is not f" in caplog.text
+
+
+def poisoned_on_one(root):
+    model, _ = build()
+    checkpoints = fleet.checkpoints(root, every=1)
+    if fleet.worker_index() == 1:
+        model[2].weight.data[1, 1] = math.inf
+    checkpoints.stepped()
+    checkpoints.close()
+
+
+def test_one_poisoned_rank_is_enough(ranks, tmp_path):
+    ranks.run(poisoned_on_one, tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_fleet_save_saves_a_poisoned_model_with_a_warning(tmp_path):
+    model, _ = build()
+    model[0].bias.data[0] = math.inf
+    with pytest.warns(UserWarning, match=r"parameter '0.bias' is not finite"):
+        fleet.save(tmp_path / "c")
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_poisoned_model_goes_back_to_a_checkpoint_that_is_finite(tmp_path):
+    fleet.init(checks=fleet.Checks(on_nonfinite="restore", in_a_row=2))
+    current().entries.clear()
+    current().checks = fleet.Checks(on_nonfinite="restore", in_a_row=2)
+    model = net()
+    model, optimizer = fleet.distribute(model, sgd(model))
+    x, y = batches(1)[0]
+    checkpoints = fleet.checkpoints(tmp_path, every=4, steps=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in checkpoints:
+            if step == 7:
+                model[0].weight.data.fill_(math.nan)  # step 8 is due with it
+            zero_last(model, optimizer, x, y)
+    assert checkpoints.restored.name == "step-0000000004"
+    assert all(p.isfinite().all() for p in model.parameters())

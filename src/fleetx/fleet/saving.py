@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.roles import Place
 from fleetx.comm.session import current
@@ -43,7 +44,9 @@ def save(
     extras = checkpoint.Extras(step, scheduler, loader, extra)
     peers.meet("fleet.save")
     snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
-    checkpoint.write(snapshot, Path(folder), engine.world)
+    poisoned = checkpoint.write(snapshot, Path(folder), engine.world)
+    if poisoned and engine.world.rank == 0:
+        warn(f"{folder} was saved, but parameter {poisoned!r} is not finite: training cannot continue from it")
 
 
 def load(

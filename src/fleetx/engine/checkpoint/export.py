@@ -21,7 +21,7 @@ from fleetx.base.module_names import plain_name
 from fleetx.engine.checkpoint import tensor_file
 from fleetx.engine.checkpoint.snapshot import held, piece
 from fleetx.engine.checkpoint.together import together
-from fleetx.engine.checkpoint.write import SAVING, sync
+from fleetx.engine.checkpoint.write import SAVING, check_shared, sync
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 
@@ -41,6 +41,7 @@ def export(engine: Engine, folder: Path) -> None:
     first = world.rank == 0
     try:
         together(world, folder, lambda: _begin(temporary, header, total) if first else None)
+        together(world, folder, lambda: check_shared(temporary, world))
         pieces = described[world.rank]
         alike = {name: [r for r, theirs in enumerate(described) if theirs.get(name) == pieces[name]] for name in mine}
         todo = {name: t for name, t in mine.items() if min(alike[name]) == world.rank}
