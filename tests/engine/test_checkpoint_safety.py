@@ -355,6 +355,7 @@ def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_
     old = good if replaces else tmp_path / "none"
     target = good if replaces else tmp_path / "new"
     count = calls_of_a_save(tmp_path / "probe") + 3
+    shutil.rmtree(tmp_path / "probe")
     before = {p.name: p.read_bytes() for p in good.iterdir()}
     for n in range(1, count):
         with pytest.MonkeyPatch.context() as patch:
@@ -363,6 +364,8 @@ def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_
                 fleet.save(target, step=9)
         found = fleet.load(target)["step"] if replaces or target.exists() else None
         assert found in ((7, 9) if replaces else (9, None)), n
+        newest = fleet.latest(tmp_path)
+        assert newest == target if replaces else newest in (good, target), n
         if target.exists() and not replaces:
             shutil.rmtree(target)
         if replaces and found == 9:

@@ -74,3 +74,22 @@ def test_inside_a_merge_window_it_is_refused(tmp_path):
     optimizer.step()
     with pytest.raises(UsageError, match=r"call fleet.flush\(\) first"):
         fleet.export(tmp_path / "model")
+
+
+def test_what_else_is_in_the_folder_stays(tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("mine")
+    (folder / "model.safetensors").write_text("an older one")
+    exported(net, {}, folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert (folder / "tokenizer.json").read_text() == "mine"
+    assert (folder / "model.safetensors").stat().st_size > 100
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_and_stays(tmp_path):
+    (tmp_path / "hf").write_text("mine")
+    with pytest.raises(UsageError, match=r"is a file, but fleet.export writes a folder"):
+        exported(net, {}, tmp_path / "hf")
+    assert (tmp_path / "hf").read_text() == "mine"

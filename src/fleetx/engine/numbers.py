@@ -100,30 +100,31 @@ class Numbers:
             if self._world.rank == 0 or not self._shared:
                 warn(f"{text}. The update is skipped ({self._bad} in a row)")
             return
+        times = f"{self._bad} times in a row" if self._bad > 1 else "once"
         if checks.on_nonfinite == "restore":
-            again = f"{text}, for the {self._bad}th time in a row"
+            again = f"{text}, {times}"
             if run.restore is None:
                 raise NumbersError(f"{again}, and there is no checkpoint to restore: use fleet.checkpoints")
             self._bad = 0
             run.restore(again)
             return
         raise NumbersError(
-            f"{text}, for the {self._bad}th time in a row. Lower the learning rate, look at the data of that rank, or "
-            "turn on strategy.clip"
+            f"{text}, {times}. Lower the learning rate, look at the data of that rank, or turn on strategy.clip"
         )
 
     def _told(self, run: Any, params: list[nn.Parameter]) -> str:
         """Where it arose. A collective, where all ranks are here."""
         first = next((run.names.get(p, "?") for p in params if _bad(p.grad)), None)
         loss = run.step.loss
-        mine = [first, loss is not None and not bool(torch.isfinite(loss).all())]
+        mine = [first, None if loss is None else not bool(torch.isfinite(loss).all())]
         every = self._world.gather_json(mine) if self._shared else [mine]
         names = [name for name, _ in every if name is not None]
         ranks = [rank for rank, (_, bad) in enumerate(every) if bad]
         if not self._shared:
             ranks = [self._world.rank]
-        where = f"the loss was not finite on {listed(ranks)}" if ranks else "every loss that could be seen was finite"
-        return f"step {run.round + 1}: the gradient of {names[0] if names else '?'!r} is not finite; {where}"
+        seen = any(bad is not None for _, bad in every)
+        where = f"; the loss was not finite on {listed(ranks)}" if ranks else "; the loss was finite" if seen else ""
+        return f"step {run.round + 1}: the gradient of {names[0] if names else '?'!r} is not finite{where}"
 
 
 def _bad(grad: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.roles import Place
 from fleetx.comm.session import current
@@ -32,7 +33,7 @@ def save(
     """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
 
     Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
-    existing checkpoint of that name is replaced then.
+    existing checkpoint of that name is replaced then; anything else of that name raises `UsageError` and stays.
 
     scheduler, loader: anything with state_dict and load_state_dict.
     extra: JSON that `load` returns.
@@ -43,7 +44,9 @@ def save(
     extras = checkpoint.Extras(step, scheduler, loader, extra)
     peers.meet("fleet.save")
     snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
-    checkpoint.write(snapshot, Path(folder), engine.world)
+    poisoned = checkpoint.write(snapshot, Path(folder), engine.world)
+    if poisoned and engine.world.rank == 0:
+        warn(f"{folder} was saved, but parameter {poisoned!r} is not finite: training cannot continue from it")
 
 
 def load(
@@ -134,6 +137,7 @@ def export(folder: str | Path, *, model: nn.Module | None = None) -> None:
     """Write the model alone to `folder`/model.safetensors, under the names of torch, for other programs.
 
     Every worker must call it. transformers' `from_pretrained(folder)` reads it: the model's `config` is written too.
+    Other files in the folder stay.
     """
     from fleetx.engine import checkpoint
 

@@ -45,21 +45,19 @@ class Saver:
         for name, piece in pieces.items():
             self._staging[name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype).zero_()
 
-    def save(self, snapshot: Snapshot, folder: Path, done: Callable[[], None]) -> None:
-        """done: what follows when the checkpoint is there."""
+    def save(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
+        """done: what follows. It gets the name of a parameter that is not finite, so that nothing was saved, or ""."""
         self.wait()
         if not self._asynchronous:
-            write(snapshot, folder, self._world)
-            done()
+            done(write(snapshot, folder, self._world, only_finite=True))
             return
         self._stage(snapshot)
         self._thread = threading.Thread(target=self._run, args=(snapshot, folder, done), name="fleetx-checkpoint")
         self._thread.start()
 
-    def _run(self, snapshot: Snapshot, folder: Path, done: Callable[[], None]) -> None:
+    def _run(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
         try:
-            write(snapshot, folder, self._world)
-            done()
+            done(write(snapshot, folder, self._world, only_finite=True))
         except BaseException as error:
             log.error("saving %s in the background failed: %s", folder, error)
             self._failure = error

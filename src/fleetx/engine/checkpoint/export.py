@@ -1,10 +1,12 @@
 """`fleet.export`: the model alone, as one safetensors file under torch's names, for other programs.
 
+Only the files that it writes are replaced, each by a rename when it is complete.
 Each rank writes what it holds into its place in the file, so no rank needs memory for the whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +21,7 @@ from fleetx.base.module_names import plain_name
 from fleetx.engine.checkpoint import tensor_file
 from fleetx.engine.checkpoint.snapshot import held, piece
 from fleetx.engine.checkpoint.together import together
-from fleetx.engine.checkpoint.write import SAVING, put, sync
+from fleetx.engine.checkpoint.write import SAVING, check_shared, sync
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 
@@ -35,10 +37,11 @@ def export(engine: Engine, folder: Path) -> None:
     described = together(world, folder, lambda: {name: _described(t) for name, t in mine.items()})
     header, places, total = _laid_out(described, _aliases(engine))
     token = together(world, folder, lambda: uuid.uuid4().hex[:8])[0]
-    temporary = folder.with_name(f".{folder.name}.{token}{SAVING}")
+    temporary = folder / f".export.{token}{SAVING}"  # inside: beside it may be another disk
     first = world.rank == 0
     try:
         together(world, folder, lambda: _begin(temporary, header, total) if first else None)
+        together(world, folder, lambda: check_shared(temporary, world))
         pieces = described[world.rank]
         alike = {name: [r for r, theirs in enumerate(described) if theirs.get(name) == pieces[name]] for name in mine}
         todo = {name: t for name, t in mine.items() if min(alike[name]) == world.rank}
@@ -47,6 +50,8 @@ def export(engine: Engine, folder: Path) -> None:
     except BaseException:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is not empty, so it was there before
+                folder.rmdir()
         raise
 
 
@@ -88,7 +93,13 @@ def _laid_out(
 
 
 def _begin(temporary: Path, header: bytes, total: int) -> None:
-    temporary.mkdir(parents=True)
+    folder = temporary.parent
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError(f"{folder} is a file, but fleet.export writes a folder: choose another name, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f".export.????????{SAVING}"):  # of runs that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
     with (temporary / MODEL).open("xb") as file:
         file.write(header)
         file.truncate(total)
@@ -122,5 +133,7 @@ def _finish(engine: Engine, temporary: Path, folder: Path) -> None:
     config: Any = getattr(engine.model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(temporary)
-    sync(temporary)
-    put(temporary, folder)
+    for path in sorted(temporary.iterdir()):  # one by one: what else is in the folder stays
+        path.replace(folder / path.name)
+    temporary.rmdir()
+    sync(folder)

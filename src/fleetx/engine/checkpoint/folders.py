@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest
-from fleetx.engine.checkpoint.read import verify
+from fleetx.engine.checkpoint.read import place_of, verify
 from fleetx.engine.checkpoint.write import REPLACED, SAVING
 from fleetx.errors import CheckpointError
 
@@ -25,8 +25,9 @@ def of_step(root: Path, step: int) -> Path:
 def candidates(root: Path) -> Iterator[Path]:
     """Folders that look like checkpoints, newest first; those that cannot be trusted are named and left out."""
     found = []
-    for folder in sorted({_named(path) for path in root.iterdir()} if root.is_dir() else ()):
-        place = folder if os.path.lexists(folder) else folder.with_name(f".{folder.name}{REPLACED}")
+    there = [path for path in root.iterdir() if not path.name.endswith(SAVING)] if root.is_dir() else []
+    for folder in sorted(set(map(_named, there))):
+        place = place_of(folder)
         if place.is_symlink() or not os.path.lexists(place / manifest.MANIFEST):
             continue
         status = os.lstat(place)
@@ -51,7 +52,7 @@ def latest(root: Path, world: World) -> Path | None:
     """The newest checkpoint of which every file is as it was written. world: the ranks that share the work."""
     for folder in candidates(root):
         try:
-            verify(folder, world)
+            verify(place_of(folder), world)
         except CheckpointError as error:
             say_bad(folder, error)
         else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +24,8 @@ from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.engine import Engine
 from fleetx.errors import CheckpointError, UsageError
+
+log = logging.getLogger(__name__)
 
 STOPPED = 128 + signal.SIGTERM  # the exit code of a process that SIGTERM ended
 _LOOK = 1.0  # seconds between two times that the ranks ask each other whether one is to end
@@ -113,7 +117,8 @@ class Checkpoints:
         """Save now. Every rank must call it. sync: wait until it is on disk."""
         self._due, self._last = False, self.step
         snapshot = take(self._engine, self._extras, self._strategy, self._boundary)
-        self._saver.save(snapshot, folders.of_step(self._root, self.step), self._prune)
+        folder = folders.of_step(self._root, self.step)
+        self._saver.save(snapshot, folder, partial(self._saved, folder))
         if sync:
             self._saver.wait()
 
@@ -174,10 +179,20 @@ class Checkpoints:
             self._boundary = {"step": self.step, "loader": None if loader is None else loader.state_dict()}
 
     # --- saving -----------------------------------------------------------------------------------
-    def _prune(self) -> None:
-        self._bad.discard(folders.of_step(self._root, self._last).name)
-        if self._engine.world.rank == 0 and self._keep:
-            folders.prune(self._root, self._keep, self._bad)
+    def _saved(self, folder: Path, poisoned: str) -> None:
+        """This one is there now. It may run in the background, while a later step waits to be saved."""
+        first = self._engine.world.rank == 0
+        if poisoned:
+            if first:
+                why = "is not saved, and older checkpoints are kept: parameter %r is not finite"
+                log.warning(f"%s {why}", folder.name, poisoned)
+            return
+        self._bad.discard(folder.name)
+        if first and self._keep:
+            try:
+                folders.prune(self._root, self._keep, self._bad)
+            except OSError as error:  # what was just saved is good, and the other ranks go on
+                log.warning("%s: old checkpoints could not be removed: %s", self._root, error)
 
     def _skipped(self) -> bool:
         """Is a save in the background still running on some rank, so that this one is left out?"""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -142,6 +143,12 @@ def rank_tensors(rank: int) -> str:
 def names(ranks: int) -> list[str]:
     each = [name for rank in range(ranks) for name in (rank_json(rank), rank_tensors(rank))]
     return [TRAINING, INDEX, *each]
+
+
+def is_ours(name: str) -> bool:
+    """Can a checkpoint have a file of this name?"""
+    shared = name in (MANIFEST, DIGEST, TRAINING, INDEX)
+    return shared or re.fullmatch(r"rank-\d{5,}\.(json|safetensors)", name) is not None
 
 
 def as_bytes(document: Any) -> bytes:

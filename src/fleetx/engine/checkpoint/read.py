@@ -54,7 +54,7 @@ class Checked:
 
 def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
     """Every rank must call it, after fleet.distribute and between steps."""
-    folder = _found(folder)
+    folder = place_of(folder)
     verify(folder, engine.world)
     found: list[Checked] = []
     together(engine.world, folder, lambda: found.append(_check(engine, folder, extras)))
@@ -77,10 +77,10 @@ def verify(folder: Path, world: World) -> Manifest:
 
 def described(folder: Path) -> SavedTraining:
     """What the ranks of a checkpoint had in common. Its files must have been checked."""
-    return manifest.parsed(SavedTraining, _found(folder), TRAINING)
+    return manifest.parsed(SavedTraining, place_of(folder), TRAINING)
 
 
-def _found(folder: Path) -> Path:
+def place_of(folder: Path) -> Path:
     """A run that was killed while it replaced a checkpoint may have left only the old one, under another name."""
     aside = replaced(folder)
     return aside if not os.path.lexists(folder) and aside.is_dir() else folder

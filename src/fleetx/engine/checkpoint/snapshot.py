@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,9 +61,22 @@ class Extras:
 class Snapshot:
     rank: int
     pieces: dict[str, Piece]
+    trained: frozenset[str] = frozenset()  # the pieces that are parameters of the optimizer
     own: dict[str, Tensor] = field(default_factory=dict)  # tensors of `document`
     document: dict[str, Any] = field(default_factory=dict)  # rank-<n>.json
     training: dict[str, Any] = field(default_factory=dict)  # training.json
+
+
+def first_not_finite(snapshot: Snapshot) -> str:
+    """The name of a trained parameter that is not finite, or "". Others may be meant: a mask can hold -inf."""
+    found = {n.removeprefix("model."): p.tensor for n, p in snapshot.pieces.items() if n in snapshot.trained}
+    for name, t in found.items():
+        if t.is_floating_point() and t.numel():
+            t = t.float() if t.itemsize == 1 else t  # torch computes little in float8
+            # The largest absolute value needs no memory, and is nan if any value is.
+            if not torch.linalg.vector_norm(t, math.inf).isfinite():
+                return name
+    return ""
 
 
 def take(
@@ -70,7 +84,7 @@ def take(
 ) -> Snapshot:
     """References, not copies: valid until the next step. boundary: step and loader at the start of a merge window."""
     engine.drain(last=False)
-    made = Snapshot(engine.world.rank, pieces(engine))
+    made = Snapshot(engine.world.rank, pieces(engine), frozenset(f"model.{name}" for name in params(engine)))
     document = {
         "rank": engine.world.rank,
         "fleetx": engine_state.save(engine),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import uuid
 from functools import cache, partial
 from pathlib import Path
@@ -24,26 +25,38 @@ from torch import Tensor
 
 from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest, tensor_file
-from fleetx.engine.checkpoint.snapshot import Piece, Snapshot
+from fleetx.engine.checkpoint.snapshot import Piece, Snapshot, first_not_finite
 from fleetx.engine.checkpoint.together import together
+from fleetx.errors import CheckpointError, UsageError
 
 SAVING = ".saving"  # suffix of a folder that is being written
+OURS = 0o775  # whatever the umask: a folder that every user can change is not read
 REPLACED = ".replaced"  # of a checkpoint that makes room for another one of the same name
 _BLOCK = 1 << 15  # numbers that are hashed together
 
 
-def write(snapshot: Snapshot, folder: Path, world: World) -> None:
-    """Every rank must call it."""
+def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool = False) -> str:
+    """Every rank must call it. Returns the name of a parameter that is not finite, or "".
+
+    only_finite: leave no checkpoint if there is one.
+    """
     token = uuid.uuid4().hex[:8] if world.rank == 0 else ""
     made = partial(_begin, folder, token) if world.rank == 0 else lambda: None
     token = together(world, folder, made)[0]
     temporary = _temporary(folder, token)
     try:
-        described = together(world, folder, lambda: _describe(snapshot, alone=world.size == 1))
+        answers = together(world, folder, lambda: _describe(snapshot, temporary, world))
+        described = [pieces for pieces, _ in answers]
+        poisoned: str = next((name for _, name in answers if name), "")
+        if poisoned and only_finite:
+            if world.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            return poisoned
         writers = _share_out(described)
         files = together(world, folder, lambda: _write_own(snapshot, temporary, writers))
         last = (lambda: _commit(snapshot, folder, temporary, described, writers, files)) if world.rank == 0 else None
         together(world, folder, last or (lambda: None))
+        return poisoned
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -55,11 +68,38 @@ def _temporary(folder: Path, token: str) -> Path:
 
 
 def _begin(folder: Path, token: str) -> str:
+    _check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{_literal(folder.name)}.????????{SAVING}"):  # of runs that were killed
         shutil.rmtree(left, ignore_errors=True)
-    _temporary(folder, token).mkdir()
+    _temporary(folder, token).mkdir(OURS)
     return token
+
+
+def _check_place(folder: Path) -> None:
+    """Only a checkpoint may be replaced, never what else is there."""
+    if folder.name in ("", ".."):
+        raise UsageError(f"fleet.save({str(folder)!r}): a checkpoint is a folder of its own: add a name for it")
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_symlink() and folder.is_dir():
+        found = {path.name for path in folder.iterdir()}
+        if manifest.MANIFEST in found or all(map(manifest.is_ours, found)):
+            return
+        what = f"is a folder with other files ({', '.join(sorted(found)[:3])})"
+    else:
+        what = "is a symbolic link" if folder.is_symlink() else "is a file"
+    raise UsageError(f"{folder} {what}, which fleet.save would delete: choose a new name, or remove it yourself")
+
+
+def check_shared(made: Path, world: World) -> None:
+    """made: a folder that rank 0 has just made, of a name that was never used."""
+    if not made.is_dir():
+        raise CheckpointError(
+            made.parent,
+            f"rank {world.rank} on {socket.gethostname()} does not see the folder that rank 0 made: use a folder that "
+            "all nodes share (`fleetx doctor` checks one)",
+        )
 
 
 def _literal(name: str) -> str:
@@ -70,8 +110,10 @@ def _literal(name: str) -> str:
 Described = list[dict[str, list[Any]]]  # by rank: {name: [dtype, offsets, shape, whole, bytes, digest]}
 
 
-def _describe(snapshot: Snapshot, *, alone: bool) -> dict[str, list[Any]]:
-    return {name: _described(piece, alone) for name, piece in snapshot.pieces.items()}
+def _describe(snapshot: Snapshot, temporary: Path, world: World) -> list[Any]:
+    check_shared(temporary, world)
+    pieces = {name: _described(piece, world.size == 1) for name, piece in snapshot.pieces.items()}
+    return [pieces, first_not_finite(snapshot)]
 
 
 def _described(piece: Piece, alone: bool) -> list[Any]:
