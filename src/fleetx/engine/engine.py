@@ -103,7 +103,7 @@ class Engine(Windows):
         if self._watching or self.layout.reduced:
             self.handles.append(Wrappers(self.names))
         if self._owns_grad:
-            self.handles.append(Measuring(self.gradients))
+            self.handles.append(Measuring(self.gradients, self.multiple))
         forget_compiled()
         named = peers.naming()
         steps, saving = OuterStep(named(self._before_step), named(self._after_step)), state.Hooks(self)
