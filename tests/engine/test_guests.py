@@ -316,7 +316,10 @@ def test_a_merge_window_that_is_loaded_before_distribute_is_an_error():
     optimizer.load_state_dict(saved)
     with pytest.raises(UsageError, match=r"1 step of a merge window .*load_state_dict\(\) after fleet.distribute"):
         fleet.distribute(model, optimizer, fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))
-    fleet.distribute(model, optimizer, fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))  # it knows better
+    with pytest.raises(UsageError, match="make the optimizer again"):  # not only once
+        fleet.distribute(model, optimizer, fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))
+    optimizer = sgd(model)
+    fleet.distribute(model, optimizer, fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["fleetx"]["merged"] == 1
     assert "fleetx" not in optimizer.param_groups[0]
@@ -543,6 +546,63 @@ def test_a_norm_may_be_measured_under_every_strategy(ranks, settings):
     assert_equal(*measured(settings))
     for pair in ranks.run(measured, settings):
         assert_equal(*pair)
+
+
+@pytest.mark.parametrize("settings", [{"gradient_merge": {"k_steps": 3}}, {"amp": {"dtype": "float16"}}], ids=str)
+def test_the_norm_that_is_measured_is_that_of_the_gradient_that_will_be_used(settings):
+    model, optimizer = build(settings)
+    plain, norms = net(), []
+    for steps, (x, y) in enumerate(batches(2), start=1):
+        mse_loss(model(x), y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+        if "amp" in settings:
+            plain.load_state_dict(model.state_dict())
+            plain.zero_grad()
+        mse_loss(plain(x), y).backward()
+        divisor = 1 if "amp" in settings else steps
+        want = torch.nn.utils.get_total_norm([p.grad / divisor for p in plain.parameters()])
+        torch.testing.assert_close(norms[-1], want, rtol=5e-3, atol=0)
+        optimizer.step()
+        if "amp" in settings:  # not scaled any more
+            after = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            torch.testing.assert_close(after, norms[-1])
+        optimizer.zero_grad()
+
+
+def norm_of_shards():
+    model, _ = build({"amp": {"dtype": "float16"}, "sharding": True})
+    x, y = batches(1)[0]
+    mse_loss(model(x), y).backward()
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor()
+    plain = net()
+    mse_loss(plain(x), y).backward()
+    return found, torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+
+
+def test_so_is_the_norm_of_shards(ranks):
+    for found, want in ranks.run(norm_of_shards):
+        torch.testing.assert_close(found, want, rtol=5e-3, atol=0)
+
+
+def test_gradients_with_different_scales_have_no_norm():
+    (scaled, _), (plain, _) = build({"amp": {"dtype": "float16"}}), build({})
+    x, y = batches(1)[0]
+    for model in (scaled, plain):
+        mse_loss(model(x), y).backward()
+    with pytest.raises(UsageError, match="different loss scales"):
+        torch.nn.utils.clip_grad_norm_([*scaled.parameters(), *plain.parameters()], math.inf)
+
+
+def test_a_load_between_backward_and_step_is_named():
+    model, optimizer = build({"amp": {"dtype": "float16"}})
+    x, y = batches(1)[0]
+    saved = optimizer.state_dict()
+    mse_loss(model(x), y).backward()
+    optimizer.load_state_dict(saved)
+    with pytest.raises(UsageError, match=r"load_state_dict\(\) was called between backward\(\) and step\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    zero_last(model, optimizer, x, y)
 
 
 def test_a_clip_by_hand_is_still_an_error_and_so_is_a_change_before_a_measurement():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -744,3 +746,68 @@ def test_updated_is_that_of_the_last_step_of_any_optimizer():
         zero_last(model, optimizer, x, y)
         told.append(fleet.updated)
     assert told == [False, True, True]
+
+
+# --- gradients that train nothing -----------------------------------------------------------------
+def _func_grad(model, x):
+    def loss(params):
+        return torch.func.functional_call(model, params, (x,)).square().mean()
+
+    return list(torch.func.grad(loss)({k: v.detach() for k, v in model.named_parameters()}).values())
+
+
+def _of_an_activation(model, x):
+    """As Grad-CAM does."""
+    kept = []
+    handle = model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    out = model(x).square().mean()
+    handle.remove()
+    return list(torch.autograd.grad(out, kept))
+
+
+def _of_an_input(model, x):
+    x = x.clone().requires_grad_()
+    return list(torch.autograd.grad(model(x * 2).square().mean(), x))
+
+
+def _through_a_frozen_model(model, x):
+    """As a GAN's generator learns. Without the scale, gradients as small as these would vanish in float16."""
+    x = x.clone().requires_grad_()
+    model.requires_grad_(False)
+    (model(x * 2).square().mean() * 1e-5).backward()
+    model.requires_grad_(True)
+    return [x.grad * 1e5]
+
+
+@pytest.mark.parametrize("read", [_func_grad, _of_an_activation, _of_an_input, _through_a_frozen_model])
+def test_a_gradient_that_trains_nothing_is_not_scaled(read):
+    model, _ = armed({"amp": {"dtype": "float16"}})
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    for found, want in zip(read(model, x), read(net(), x), strict=True):
+        torch.testing.assert_close(found.float(), want, rtol=0.02, atol=1e-3 * want.abs().max().item())
+
+
+# --- a closure where no strategy is active --------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:step 1. the gradient of")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, TwiceAStep])
+def test_a_closure_with_a_gradient_that_is_not_finite_changes_nothing(kind):
+    model, optimizer = armed({}, optimizer=lambda m: kind(m.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+    before, factors, updated = weights(model), {0: math.nan}, []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y) * factors.get(len(updated), 1)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        updated.append(fleet.updated)
+        if not updated[-1]:
+            assert_equal(weights(model), before)
+    assert updated == [False, True]
+    plain = net()
+    mse_loss(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_equal(weights(model), weights(plain))

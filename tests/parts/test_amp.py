@@ -269,6 +269,15 @@ def test_a_float16_model_is_an_error():
         fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp=True))
 
 
+def test_a_hook_that_would_see_the_scaled_gradient_is_an_error():
+    fleet.init()
+    model = net()
+    model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    with pytest.raises(StrategyError, match=r"function on parameter '0.weight' with the gradient times the loss scale"):
+        fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"dtype": "float16"}))
+    fleet.distribute(model, sgd(model), fleet.DistributedStrategy(amp={"dtype": "bfloat16"}))
+
+
 def test_a_copy_of_the_model_keeps_its_own_weights():
     fleet.init()
     model = Probe()

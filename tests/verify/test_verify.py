@@ -13,13 +13,13 @@ import torch
 from click.testing import CliRunner
 
 from fleetx.cli import main
-from fleetx.errors import NOT_BUILT
+from fleetx.errors import NOT_BUILT, NumbersError, StrategyError, UsageError
 from fleetx.parts.recompute.chain import Chain
 from fleetx.strategy.part import claims, every
 from fleetx.strategy.stage import Stage
-from fleetx.verify import oracle, report, unbuilt
+from fleetx.verify import oracle, report, runs, unbuilt
 from fleetx.verify.combinations import combinations, declared, refusals, switches
-from fleetx.verify.judge import Judge, Verdict, _job, observed, ranks_for
+from fleetx.verify.judge import Judge, Verdict, observed, ranks_for
 from fleetx.verify.observe import connections, sent_since
 from fleetx.verify.ranks import RankError
 
@@ -52,7 +52,7 @@ def test_alone(judge, chosen):
 
 @pytest.mark.parametrize("chosen", PAIRS, ids=name)
 def test_in_pairs(judge, chosen):
-    check(judge.judge(chosen))
+    assert check(judge.judge(chosen)).ran == (not refusals(declared(chosen)))
 
 
 @pytest.mark.nightly
@@ -96,7 +96,7 @@ def _without_segments(*args):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Chain, "forward", forward)
-        return _job(*args)
+        return runs.run(*args)
 
 
 @pytest.mark.parametrize("chosen", [("recompute",), ("pipeline", "recompute")], ids=name)
@@ -138,6 +138,27 @@ def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):
     monkeypatch.setattr(judge, "_effects", lambda verdict: (_ for _ in ()).throw(RankError("no")))
     verdict = judge.judge(("clip",))
     assert (verdict.ok, verdict.reason) == (False, "no")
+
+
+class Raising:
+    """A pool whose training raises an error."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def run(self, job, *args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runs, "Observer", self._fail)
+            return [job(*args)]
+
+    def _fail(self, *args):
+        raise self._error
+
+
+@pytest.mark.parametrize("kind", [NumbersError, UsageError, StrategyError])
+def test_an_error_of_the_training_is_no_refusal(kind):
+    with pytest.raises(kind, match="ranks differ"):
+        Judge(pools={2: Raising(kind("ranks differ"))}).judge(("clip",))
 
 
 def test_a_wrong_number_is_noticed(judge, monkeypatch):

@@ -40,7 +40,7 @@ from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import key_of
-from fleetx.engine.taps import DOUBLE_BACKWARD, OF_SHARDS, PAST_THE_MODEL, PENALTY, RELEASED, reaches, tap
+from fleetx.engine.taps import DOUBLE_BACKWARD, OF_SHARDS, PAST_THE_MODEL, PENALTY, RELEASED, Inputs, reaches, tap
 from fleetx.engine.windows import Windows
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
@@ -59,7 +59,7 @@ class Engine(Windows):
         state.check_not_loaded(optimizer)
         super().__init__(plan, model, optimizer, world)
         self._calls = {stage: self._bound(stage) for stage in Stage}
-        self._forwards: list[tuple[ExitStack, list[Any]]] = []  # running forwards, innermost last
+        self._inputs, self._forwards = Inputs(), list[tuple[ExitStack, list[Any]]]()  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._session = current()
         checks = self._session.checks or Checks()
@@ -99,12 +99,11 @@ class Engine(Windows):
         self._watching = self.reducer is not None or self._owns_grad
         self._tapping = self.taps and (self._watching or self.layout.reduced)
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
-        settings = self.reducer_settings or {}
-        self._places = Places(self.model, every=bool(settings.get("find_unused_parameters")))
+        self._places = Places(self.model, every=bool((self.reducer_settings or {}).get("find_unused_parameters")))
         if self._watching or self.layout.reduced:
             self.handles.append(Wrappers(self.names))
         if self._owns_grad:
-            self.handles.append(Measuring(self.gradients))
+            self.handles.append(Measuring(self.gradients, self.multiple))
         forget_compiled()
         named = peers.naming()
         steps, saving = OuterStep(named(self._before_step), named(self._after_step)), state.Hooks(self)
@@ -173,7 +172,7 @@ class Engine(Windows):
         if not torch.is_grad_enabled() or not outermost or not self.taps:
             return None
         if self._calls[Stage.LOSS] or (self._tapping and self.weights.used is not False):  # None: not known yet
-            args, kwargs = map_tensors(lambda x: tap(x, self._leave_backward), (args, kwargs))
+            args, kwargs = map_tensors(lambda x: self._inputs.tap(x, self._leave_backward), (args, kwargs))
         if self.reducer is not None:
             stack.enter_context(self.reducer.active())
         return args, kwargs
@@ -218,7 +217,7 @@ class Engine(Windows):
             if self.layout.reduced and torch.is_grad_enabled():
                 raise UsageError(DOUBLE_BACKWARD)
             reach = reaches(self.layout.leaves() if self.layout.leaves is not None else self.gradients.params())
-            step.reads = reach is None
+            step.reads = not reach and (reach is None or not self._inputs.reached())
             if reach:
                 if self._scales and step.create_graph and not step.scaled_at_loss:  # on one path the scale cancels out
                     raise UsageError(PENALTY)
@@ -301,8 +300,8 @@ class Engine(Windows):
         self._scaler.check(self.optimizer)
         if self._watching and self.taps and not self.layout.reduced:  # the others have no hooks on parameters
             self._places.check()
-        changed = run_closure(self.optimizer, args, kwargs) if self._active else None
-        step, self.updated = self.step, False
+        changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
+        step, self.updated, self.finite = self.step, False, True
         watching = self._watching or (self.weights.used and self._tapping)
         if watching and not self.gradients.check_before_step(tapped=step.tapped):
             step.opens = False  # this step does not count: see check_before_step
@@ -313,16 +312,19 @@ class Engine(Windows):
             self._catch_up()
         if opens and self.reducer is not None and step.tapped and not step.flushing:
             self.reducer.check_finished(self._places)
-        self.finite = True
         self.updated = opens and self._finish_gradient()
         if (self._owns_grad or not self.finite) and not self.updated:
             self.gradients.take_away(keep=not opens)
             self.gradients.begin_idle_step()
         return changed
 
+    def _look_at_gradient(self) -> None:
+        """Inside step(closure), where no strategy is active."""
+        self.updated = self._finish_gradient()
+        if not self.updated:
+            self.gradients.take_away(keep=False)
+
     def _after_step(self) -> None:
-        if not self._active and not self.updated:
-            self.updated = self._finish_gradient()  # step(closure) had no gradients before
         self.gradients.end_step()
         self.weights.end_step(opened=self._opens(), steps=self.merged)
         if self._opens():

@@ -26,6 +26,7 @@ class Gradients:
         self._optimizer, self._names, self._world = optimizer, names, world
         self._facts = sorted(f.name for f in facts)  # that hold for a withheld gradient
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
+        self._loaded = False  # was a checkpoint loaded while there were gradients?
         self._restored: list[nn.Parameter] = []  # parameters whose gradients were put back for this backward
         self._seen: list[tuple[nn.Parameter, int, int]] = []  # identity and version after a backward
         self._checked, self._late = 0, list[nn.Parameter]()  # number of parameters, and those added too late
@@ -151,6 +152,11 @@ class Gradients:
         nothing = not any(g.any() for g in grads)  # zeros from zero_grad(set_to_none=False): a skipped batch
         if grads and nothing and _in_torch_checkpoint():
             return False
+        if not nothing and self._loaded:
+            raise UsageError(
+                "optimizer.load_state_dict() was called between backward() and step(), so these gradients belong to "
+                "the training before it: call zero_grad() after load_state_dict(), and backward() again"
+            )
         if not nothing:
             raise UsageError(
                 "these gradients did not come through the model's output, so the strategy could not act on them: call "
@@ -159,6 +165,7 @@ class Gradients:
             )
         self.check_untouched()
         self.check_known()
+        self._loaded = False
         return True
 
     def check_untouched(self) -> None:
@@ -235,7 +242,7 @@ class Gradients:
         # Copies, because accumulating would change the caller's checkpoint.
         copies = {n: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
         self._withheld = [(params[n], shard_of(params[n], g)) for n, g in copies.items()]
-        self._restored, self._seen = [], []
+        self._restored, self._seen, self._loaded = [], [], self.any
 
 
 def _in_torch_checkpoint() -> bool:

@@ -127,12 +127,14 @@ class Measuring:
     """Lets a script measure the norm of gradients that are still scaled or summed: clip_grad_norm_(..., inf).
 
     It multiplies every gradient by 1, which the guard against changes cannot tell from a clip: it compares versions.
+    The norm that it returns is that of the gradient that the update will use.
     """
 
     _watched: ClassVar[weakref.WeakSet[Measuring]] = weakref.WeakSet()
 
-    def __init__(self, gradients: Gradients):
-        self._gradients = gradients
+    def __init__(self, gradients: Gradients, multiple: Callable[[], float]):
+        """multiple: how many times the true gradient p.grad is now."""
+        self._gradients, self._multiple = gradients, multiple
         self._watched.add(self)
         setattr(clip_grad, seams.CLIPS, _clip_or_measure)
 
@@ -145,16 +147,33 @@ class Measuring:
     def untouched(cls) -> list[Gradients]:
         return [each._gradients for each in cls._watched if not each._gradients.touched()]
 
+    @classmethod
+    def multiple(cls, measured: Iterable[Tensor]) -> float:
+        """How many times their true length these gradients have."""
+        multiples = {id(p): each._multiple() for each in cls._watched for p in each._gradients.params()}
+        found = {multiples.get(id(p), 1.0) for p in measured if p.grad is not None}
+        if len(found) > 1:
+            raise UsageError(
+                "clip_grad_norm_ was given gradients with different loss scales or merged steps, so their norm means "
+                "nothing: measure the parameters of each fleet.distribute apart"
+            )
+        return found.pop() if found else 1.0
+
 
 _clip = seams.clip_grads
 
 
 def _clip_or_measure(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
     """In place of torch's function, which clip_grad_norm_ calls."""
-    unchanged = Measuring.untouched() if max_norm == math.inf else []
+    if max_norm != math.inf:
+        return _clip(parameters, max_norm, total_norm, foreach)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    unchanged, multiple = Measuring.untouched(), Measuring.multiple(parameters)
     _clip(parameters, max_norm, total_norm, foreach)
     for gradients in unchanged:
         gradients.look_again()
+    if multiple != 1:
+        total_norm.div_(multiple)  # what clip_grad_norm_ returns
 
 
 def check_known(model: nn.Module | None, names: Collection[nn.Parameter]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -68,11 +69,21 @@ class OuterStep:
                 self._after()
 
 
-def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """step(closure) computes gradients inside the step: run the closure first, and hand its loss to the optimizer."""
+def run_closure(optimizer: Optimizer, args: Any, kwargs: Any, after: Callable[[], None] | None = None) -> Any:
+    """step(closure) computes gradients inside the step: run the closure first, and hand its loss to the optimizer.
+
+    after: nothing needs the gradients before the step. The optimizer may call its closure as it likes, and this after
+    each call.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
+
+    def put(changed: Callable[[], Any]) -> Any:
+        return ((args[0], changed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": changed})
+
+    if after is not None:
+        return put(partial(_call_both, closure, after))
     with torch.enable_grad():
         losses = [closure()]
     versions = _versions(optimizer)
@@ -91,7 +102,14 @@ def run_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             )
         return losses.pop()
 
-    return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": once})
+    return put(once)
+
+
+def _call_both(closure: Callable[[], Any], after: Callable[[], None]) -> Any:
+    loss = closure()
+    with torch.no_grad():
+        after()
+    return loss
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

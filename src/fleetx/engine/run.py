@@ -39,7 +39,7 @@ class Step:
     backward: int = -1  # torch's number of the backward that last entered the model
     tapped: bool = False  # has a backward entered through the model's output?
     scaled_at_loss: bool = False  # is fleet.backward running, which scales the loss itself?
-    reads: bool = False  # does that one only return gradients of parameters (torch.autograd.grad)?
+    reads: bool = False  # does that one only return gradients, as torch.autograd.grad and torch.func do?
     create_graph: bool = False  # was a backward itself made differentiable?
     flushing: bool = False  # is this fleet.flush, which updates whatever the gate says?
     collected: int = 0  # merged steps in the gradients that are being reduced outside a backward

@@ -43,11 +43,11 @@ def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_not_loaded(optimizer: Optimizer) -> None:
     """A plain optimizer that is about to be armed."""
-    if merged := optimizer.param_groups[0].pop(_MARK, 0):
+    if merged := optimizer.param_groups[0].get(_MARK, 0):
         raise UsageError(
             f"the optimizer was loaded before fleet.distribute, so {merged} step{'s' if merged > 1 else ''} of a merge "
-            "window in the checkpoint would be lost: call optimizer.load_state_dict() after fleet.distribute, or "
-            "fleet.flush() before saving"
+            "window in the checkpoint would be lost: make the optimizer again and call optimizer.load_state_dict() "
+            "after fleet.distribute, or call fleet.flush() before saving"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,6 +36,23 @@ class _Tap(torch.autograd.Function):
 def tap(x: Tensor, call: Call) -> Tensor:
     """The same tensor; `call` receives the gradient that comes back to it, and returns what continues."""
     return _Tap.apply(x, call) if x.requires_grad else x
+
+
+class Inputs:
+    """The taps at the inputs of a model."""
+
+    def __init__(self) -> None:
+        self._nodes = weakref.WeakSet[Any]()  # as long as their graphs
+
+    def tap(self, x: Tensor, call: Call) -> Tensor:
+        out = tap(x, call)
+        if out is not x and not seams.in_functorch():
+            self._nodes.add(out.grad_fn)
+        return out
+
+    def reached(self) -> bool:
+        """Does the running backward leave the model at an input, so that what it passes is made plain again there?"""
+        return not seams.in_functorch() and any(seams.will_execute(node) for node in self._nodes)
 
 
 def reaches(params: Iterable[Tensor]) -> bool | None:

@@ -48,6 +48,13 @@ class Windows(Run):
         self.reducer = None
         self.network.close()
 
+    def multiple(self) -> float:
+        """How many times the true gradient p.grad is now: it is still scaled, and a sum, between backward and step."""
+        if not self.step.tapped:
+            return 1.0
+        summed = any(Fact.SUMMED in act.claim.makes for act in self.plan.acts)
+        return self.loss_scale() * (self.merged + 1 if summed else 1)
+
     @property
     def flushes(self) -> bool:
         """Do the ranks communicate in `flush`?"""

@@ -6,14 +6,13 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fleetx.errors import FleetxError, StrategyError
 from fleetx.strategy.part import every
 from fleetx.verify import oracle, runs
 from fleetx.verify.combinations import Switches, declared, kind_of, parts, refusals
@@ -68,7 +67,6 @@ class Judge:
     def __init__(self, device: str = "cpu", pools: Mapping[int, Ranks] | None = None):
         self._device = device
         self._pools = dict(pools or {})
-        self._run = cache(self._run_once)
         self._results: dict[str, Results] = {}
 
     def close(self) -> None:
@@ -134,7 +132,7 @@ class Judge:
                 verdict.kind = "failed"
                 verdict.reason += f"{seen.failure(switch)}. "
 
-    def _run_once(self, chosen: Switches, full: Switches, size: int, lossless: bool) -> Results:
+    def _run(self, chosen: Switches, full: Switches, size: int, lossless: bool) -> Results:
         lossless = lossless and any(every()[s].lossless is not None for s in chosen)
         if size not in self._pools:
             self._pools[size] = Ranks(size, device=self._device)
@@ -142,19 +140,8 @@ class Judge:
         # `full` decides only the optimizer and the type, so most runs are the same for many combinations.
         key = repr((job[0], type(runs.optimizer_for(nn.Linear(1, 1), full)), job[2], size))
         if key not in self._results:
-            self._results[key] = self._pools[size].run(_job, *job)
+            self._results[key] = self._pools[size].run(runs.run, *job)
         return self._results[key]
-
-
-def _job(strategy: dict[str, Any], full: Switches, dtype: torch.dtype) -> dict[str, Any]:
-    try:
-        return runs.run(strategy, full, dtype)
-    except FleetxError as error:
-        return {"refused": problems_of(error)}
-
-
-def problems_of(error: FleetxError) -> list[str]:
-    return error.problems if isinstance(error, StrategyError) else [str(error)]
 
 
 def observed(switch: str, on: Results, off: Results) -> Seen:

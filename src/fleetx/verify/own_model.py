@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.base.seams import BatchNormBase, DropoutBase
-from fleetx.errors import FleetxError, UsageError
+from fleetx.errors import FleetxError, StrategyError, UsageError
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import every, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
-from fleetx.verify.judge import Results, distance, observed, problems_of, rounding, state
+from fleetx.verify.judge import Results, distance, observed, rounding, state
 from fleetx.verify.oracle import Settings
 from fleetx.verify.ranks import Ranks
 
@@ -107,8 +107,8 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
     try:
         run = partial(pool.run, _job, where, steps)
         results = run(declared, list(settings), dtype)
-        if "refused" in results[0]:
-            return False, results[0]["refused"]
+        if problems := next((r["refused"] for r in results if "refused" in r), None):
+            return False, problems
         compared = results if exact == declared else run(exact, list(settings), dtype)
         right, lines = _numbers(made, steps, _settings(DistributedStrategy(**exact)), compared, dtype)
         for switch in settings:
@@ -212,4 +212,4 @@ def _job(
         model, x, y, loss_fn = make(where)
         return runs.train(model, [(x, y)] * steps, loss_fn, declared, switches, dtype)
     except FleetxError as error:
-        return {"refused": problems_of(error)}
+        return {"refused": error.problems if isinstance(error, StrategyError) else [str(error)]}

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from fleetx import fleet
 from fleetx.comm.session import current, reset
+from fleetx.errors import StrategyError
 from fleetx.strategy import DistributedStrategy
 from fleetx.verify.observe import Observer
 
@@ -60,11 +61,17 @@ def train(
     switches: Sequence[str],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Train on this rank's share. Returns what was counted, and what the model ended with."""
+    """Train on this rank's share. Returns what was counted, and what the model ended with.
+
+    A strategy that `fleet.distribute` rejects is {"refused": its problems}. Every other error is raised.
+    """
     reset()
     fleet.init()
     model = model.to(fleet._here().device, dtype)
-    model, optimizer = fleet.distribute(model, optimizer_for(model, switches), DistributedStrategy(**declared))
+    try:
+        model, optimizer = fleet.distribute(model, optimizer_for(model, switches), DistributedStrategy(**declared))
+    except StrategyError as error:
+        return {"refused": error.problems}
     replicas = current().find(model).layout.replica_group
     observer = Observer(model, optimizer, replicas.device)
     scheduled = "pipeline" in declared

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.module_names import has_forward, named_modules, sparse_modules
+from fleetx.base.module_names import has_forward, named_modules, plain_name, sparse_modules
 from fleetx.base.seams import BatchNormBase, reparametrize_module
 from fleetx.base.suggest import did_you_mean
 from fleetx.base.wrapping import Layer, wrap
@@ -129,6 +129,12 @@ class AMP(Part):
             return
         if any(p.dtype is torch.float16 for p in model.parameters()):
             yield "amp needs float32 parameters, but some are float16: do not call model.half()"
+        for name, p in model.named_parameters():
+            if seams.backward_hooks(p):
+                yield (
+                    f"amp in float16 would call register_hook's function on parameter {plain_name(name)!r} with the "
+                    "gradient times the loss scale: remove the hook, or use dtype='bfloat16', which needs no scale"
+                )
         if any(p.is_complex() for p in model.parameters()):
             yield f"amp in float16 with complex gradients {NOT_BUILT}: use bfloat16"
         if sparse := sparse_modules(model):
