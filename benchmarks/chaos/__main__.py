@@ -46,7 +46,7 @@ def main(only: str, kills: int, flips: int, damages: int, stalled: int, seconds:
          out: Path, fresh: bool, strict: bool) -> None:  # fmt: skip
     """Kill, stop, cut off, fill up and damage a real training; a quarter of an hour on two idle cores.
 
-    Results are written as they come: run it again to go on, or in pieces with smaller numbers.
+    Results are written as they come: run it again to continue, or in pieces with smaller numbers.
     """
     logging.disable(logging.WARNING)  # what fleet.latest says of every damaged checkpoint
     out.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def unexplained(doing: str, *, here: int, timeout: bool) -> str:
 
 
 def ended(left: dict[int, int], *, here: int, updates: int) -> str:
-    """Ranks whose script ended normally while others go on."""
+    """Ranks whose script ended normally while others continue."""
     who = ", ".join(f"rank {rank} after {after} updates" for rank, after in sorted(left.items()))
     return (
         f"the script had already ended on {who}, while rank {here} continued after {updates}. If the "
