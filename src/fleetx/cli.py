@@ -107,7 +107,8 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
 
     Every combination either raises an error, or trains a small model on two ranks (four for pipelines and hierarchies).
     Its result is compared with one plain float64 process, and each strategy must be observed to act. With --model,
-    your own model and batch are trained under your strategy instead. The exit code is 1 if anything failed.
+    your own model and batch are trained under your strategy instead. The exit code is 1 if anything failed, and
+    2 if verify cannot compute what your strategy leads to.
     """
     from fleetx.errors import FleetxError
     from fleetx.verify import command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,11 +16,11 @@ from click.testing import CliRunner
 from fleetx.cli import main
 from fleetx.errors import NOT_BUILT, NumbersError, StrategyError, UsageError
 from fleetx.parts.recompute.chain import Chain
-from fleetx.strategy.part import claims, every
+from fleetx.strategy.part import claims, defaults_of, every
 from fleetx.strategy.stage import Stage
 from fleetx.verify import oracle, report, runs, unbuilt
 from fleetx.verify.combinations import combinations, declared, refusals, switches
-from fleetx.verify.judge import Judge, Verdict, observed, ranks_for
+from fleetx.verify.judge import Judge, Verdict, distance, observed, ranks_for
 from fleetx.verify.observe import connections, sent_since
 from fleetx.verify.ranks import RankError
 
@@ -140,6 +141,18 @@ def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):
     assert (verdict.ok, verdict.reason) == (False, "no")
 
 
+def test_a_model_that_does_not_move_has_a_distance():
+    still, moved = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    assert (distance(still, still, still), distance(moved, still, still)) == (0, math.inf)
+
+
+def test_two_gpus_are_enough_for_what_runs_on_two_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for chosen, needs in ((["clip"], 2), (["clip", "pipeline"], 4)):
+        done = CliRunner().invoke(main, ["verify", *chosen, "--device", "cuda"])
+        assert f"--device cuda needs {needs} GPUs, but this machine has 1" in done.output
+
+
 class Raising:
     """A pool whose training raises an error."""
 
@@ -197,7 +210,7 @@ VERDICTS = [
 
 def test_the_matrix_as_text_html_and_json():
     assert [row[1:] for row in report.matrix(VERDICTS)[1:]] == [["=", "", ""], ["x", "~", ""], [" ", "o", "="]]
-    assert "2 equal, 1 lossy within bounds, 1 contradictions and 1 not built yet" in report.text(VERDICTS)
+    assert "2 equal, 1 lossy within bounds, 1 contradiction and 1 not built yet" in report.text(VERDICTS)
     page = report.page(VERDICTS, "cpu", 1.0)
     assert '<td class="refused">x</td>' in page
     assert "clip &lt;bars&gt; momentum" in page
@@ -290,6 +303,28 @@ def example():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     return model, torch.randn(16, 4), torch.randint(3, (16,)), cross_entropy
 """
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("lars: {exclude_from_weight_decay: [bias]}", "lars with exclude_from_weight_decay=['bias']"),
+        ("lars: {lars_coeff: null}", "lars with lars_coeff=None"),
+        ("lamb: {always_adapt: true}", "lamb with always_adapt=True"),
+        ("localsgd: {k_steps: 2, outer_momentum: 0.5}", "localsgd with outer_momentum=0.5"),
+        ("localsgd: {k_steps: 2, average_momentum: true}", "localsgd with average_momentum=True"),
+        ("muon: {adamw: ['0']}", "muon with adamw=['0']"),
+    ],
+)
+def test_a_setting_that_the_oracle_does_not_know_is_no_verdict(strategy, said, tmp_path):
+    (tmp_path / "mine.yaml").write_text(strategy + "\n")
+    done = CliRunner().invoke(main, ["verify", "--model", "mine:example", "--strategy", str(tmp_path / "mine.yaml")])
+    assert (done.exit_code, f"verify cannot compute {said}" in done.output) == (2, True), done.output
+
+
+def test_the_oracle_names_only_settings_that_there_are():
+    for switch, reads in oracle.READS.items():
+        assert reads <= set(defaults_of(every()[switch])), switch
 
 
 @pytest.mark.slow

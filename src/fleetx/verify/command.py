@@ -18,13 +18,12 @@ from fleetx.verify import own_model as own
 from fleetx.verify import report
 from fleetx.verify.combinations import combinations as every_combination
 from fleetx.verify.combinations import switches as every_switch
-from fleetx.verify.judge import Judge
+from fleetx.verify.judge import Judge, ranks_for
 from fleetx.verify.ranks import RankError
 
 
 def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
     """Judge them all, show progress, write the reports. Returns whether nothing failed."""
-    _check_device(options["device"], 4)
     known = every_switch()
     for name in among:
         if name not in known:
@@ -39,6 +38,7 @@ def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
             raise UsageError(f"--output {path}: there is no folder {path.absolute().parent}: create it first")
     among = tuple(dict.fromkeys(among))
     chosen = list(every_combination(options["size"] or 2, among))
+    _check_device(options["device"], max(map(ranks_for, chosen)))
     judge, verdicts, start = Judge(options["device"]), [], time.monotonic()
     try:
         with click.progressbar(chosen, label="verifying", file=sys.stderr, show_pos=True) as progress:
@@ -70,10 +70,16 @@ def own_model(where: str, switches: tuple[str, ...], options: Mapping[str, Any])
     strategy = DistributedStrategy.load(options["strategy"]) if options["strategy"] else DistributedStrategy()
     try:
         right, lines = own.verify(where, strategy, ranks, options["device"])
+    except own.NotComputableError as error:
+        raise _UndecidedError(str(error)) from None
     except RankError as error:
         raise click.ClickException(str(error)) from None
     click.echo("\n".join(lines))
     return right
+
+
+class _UndecidedError(click.ClickException):
+    exit_code = 2  # neither right nor wrong
 
 
 def _check_device(device: str, ranks: int) -> None:

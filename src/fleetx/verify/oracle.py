@@ -24,10 +24,22 @@ Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with 
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "amp", "dgc"}
-KNOWN = NEUTRAL | {
-    "adaptive_localsgd", "clip", "gradient_merge", "lamb", "lars", "localsgd", "muon", "pipeline",
-    "sync_batch_norm",
+# Of the others, the settings that are computed here, or that change no number.
+READS = {
+    "adaptive_localsgd": {"init_k_steps", "begin_step", "max_k_steps", "overlap_share", "allow_single"},
+    "clip": {"clip_norm"},
+    "gradient_merge": {"k_steps", "avg"},
+    "lamb": {"lamb_weight_decay"},
+    "lars": {"lars_coeff", "lars_weight_decay", "epsilon"},
+    "localsgd": {"k_steps", "begin_step", "overlap_share", "allow_single"},
+    "muon": {"momentum", "nesterov", "ns_steps", "rms", "divide"},
+    "pipeline": {
+        "micro_batch", "accumulate_steps", "micro_batch_size", "schedule_mode", "stages", "degree", "p2p_cache_shape",
+        "enable_partial_send_recv",
+    },
+    "sync_batch_norm": set[str](),
 }  # fmt: skip
+KNOWN = NEUTRAL | set(READS)
 
 
 def train(
@@ -85,7 +97,8 @@ def _backward(
     models: Sequence[nn.Module], batch: Batch, loss_fn: LossFn, settings: Settings, replicas: int
 ) -> list[float]:
     """Add the gradients of this step to each model's. Returns each rank's loss."""
-    pieces = settings.get("pipeline", {}).get("micro_batch", 1)
+    pipeline = settings.get("pipeline", {})
+    pieces = max(pipeline.get("micro_batch", 1), pipeline.get("accumulate_steps", 1))
     shares = [[part.chunk(pieces) for part in share] for share in zip(*(t.chunk(replicas) for t in batch), strict=True)]
     everyone = models if len(models) == replicas else [models[0]] * replicas
     forward = _forward_together if "sync_batch_norm" in settings else _forward_apart

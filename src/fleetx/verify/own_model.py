@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fleetx.base.seams import BatchNormBase, DropoutBase
 from fleetx.errors import FleetxError, StrategyError, UsageError
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.part import every, switch_of
+from fleetx.strategy.part import defaults_of, every, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
 from fleetx.verify.judge import Results, distance, observed, rounding, state
@@ -92,11 +92,27 @@ def _try(where: str, made: Made, size: int) -> None:
         )
 
 
+class NotComputableError(UsageError):
+    """The oracle does not know what this strategy leads to, so nothing can be said about it."""
+
+
+def check_computable(settings: Settings) -> None:
+    for switch, chosen in settings.items():
+        if switch not in oracle.KNOWN:
+            raise NotComputableError(f"verify cannot compute {switch}: turn it off")
+        defaults = defaults_of(every()[switch])
+        reads = oracle.READS.get(switch, set(defaults))
+        for key, value in chosen.items():
+            if value != defaults[key] and (key not in reads or (value is None and switch in oracle.READS)):
+                raise NotComputableError(
+                    f"verify cannot compute {switch} with {key}={value!r}: verify it without {key}"
+                )
+
+
 def verify(where: str, strategy: DistributedStrategy, size: int, device: str) -> tuple[bool, list[str]]:
     """Train with the strategy on `size` ranks. Is the result right, and what was found, in sentences?"""
     settings = _settings(strategy)
-    if unknown := set(settings) - oracle.KNOWN:
-        raise UsageError(f"verify cannot compute what {', '.join(sorted(unknown))} leads to: turn it off")
+    check_computable(settings)
     made = make(where)
     _try(where, made, size)
     dtype = torch.float32 if {"amp", "dgc"} & set(settings) else torch.float64

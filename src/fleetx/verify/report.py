@@ -48,7 +48,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     seen = sum(e.acts is True for v in verdicts for e in v.effects.values())
     return (
         f"{len(verdicts)} combinations: {counts['equal']} equal, {counts['lossy']} lossy within bounds, "
-        f"{counts['refused']} contradictions and {counts['unbuilt']} not built yet (both raise an error), "
+        f"{counts['refused']} contradiction{'' if counts['refused'] == 1 else 's'} and "
+        f"{counts['unbuilt']} not built yet (both raise an error), "
         f"{counts['failed']} failed; {seen} effects observed"
     )
 

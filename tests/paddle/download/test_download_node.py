@@ -16,6 +16,7 @@ from file_server import tar
 
 from fleetx import UsageError, fleet
 from fleetx.paddle.download import Downloader, DownloadError, node, records
+from fleetx.paddle.download.together import with_all_workers
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
 PROGRAM = """
@@ -337,3 +338,24 @@ def test_each_call_of_a_run_has_an_outcome_of_its_own(tmp_path, monkeypatch):
     for worker in ("first", "second", "first", "first", "second", "second", "second"):
         call(worker)
     assert worked == ["first", "first", "first", "second"]
+
+
+def fails_on_one_worker():
+    fleet.init()
+
+    def work():
+        if fleet.worker_index() == 0:
+            raise OSError("the disk is full")
+
+    try:
+        with_all_workers(work)
+    except (DownloadError, OSError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_whatever_fails_on_one_worker_reaches_the_others(ranks):
+    assert ranks.run(fails_on_one_worker) == [
+        ("OSError", "the disk is full"),
+        ("DownloadError", "the shard of worker 0 failed: the disk is full"),
+    ]

@@ -15,12 +15,12 @@ def with_all_workers(work: Callable[[], None]) -> None:
     world = _world()
     if world is None:
         return work()
-    error: DownloadError | None = None
+    error: BaseException | None = None
     try:
         work()
-    except DownloadError as failure:
+    except BaseException as failure:  # whatever it is: the others wait for this worker
         error = failure
-    errors = world.gather_json(str(error or ""))
+    errors = world.gather_json("" if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
     for rank, message in enumerate(errors):
