@@ -130,7 +130,7 @@ class AMP(Part):
         if any(p.dtype is torch.float16 for p in model.parameters()):
             yield "amp needs float32 parameters, but some are float16: do not call model.half()"
         for name, p in model.named_parameters():
-            if seams.backward_hooks(p):
+            if seams.hooks(p):
                 yield (
                     f"amp in float16 would call register_hook's function on parameter {plain_name(name)!r} with the "
                     "gradient times the loss scale: remove the hook, or use dtype='bfloat16', which needs no scale"
