@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from fleetx import fleet
+from fleetx import CheckpointError, fleet
 from fleetx.comm.session import current
 from fleetx.engine.checkpoint import background
 from training import batches, net, sgd, zero_last
@@ -140,3 +140,34 @@ def test_a_poisoned_model_goes_back_to_a_checkpoint_that_is_finite(tmp_path):
             zero_last(model, optimizer, x, y)
     assert checkpoints.restored.name == "step-0000000004"
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+# --- what cannot be used ------------------------------------------------------------------------------
+def test_if_no_checkpoint_is_good_training_does_not_start_from_the_beginning(tmp_path, caplog):
+    run(tmp_path, 3, keep=0)
+    damage(tmp_path / "step-0000000003")
+    (tmp_path / "step-0000000002" / "manifest.json").write_text("{}")
+    (tmp_path / "step-0000000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="To start from the beginning, remove this folder") as caught:
+        run(tmp_path, 3)
+    assert all(f"step-000000000{step}" in str(caught.value) for step in (1, 2, 3))
+    assert "step-0000000003 cannot be used, and there is no older checkpoint" in caplog.text
+    assert len(names(tmp_path)) == 3
+
+
+def started_apart(root):
+    build()
+    try:
+        fleet.checkpoints(root / f"node-{fleet.worker_index()}", every=1)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_root_that_the_ranks_do_not_share_is_named_at_the_start(ranks, tmp_path):
+    for rank in range(2):
+        (tmp_path / f"node-{rank}").mkdir()
+    for said in ranks.run(started_apart, tmp_path):
+        assert "rank 1 on " in said
+        assert "does not see the folder that rank 0 made" in said
+    assert names(tmp_path / "node-0") == []

@@ -168,6 +168,7 @@ def test_a_failure_in_the_background_is_raised_in_a_later_step(tmp_path):
     build({})
     root = tmp_path / "root"
     checkpoints = fleet.checkpoints(root, every=1, asynchronous=True)
+    root.rmdir()
     root.write_text("a file where the folder should be")
     checkpoints.stepped()
     with pytest.raises(CheckpointError, match="root"):

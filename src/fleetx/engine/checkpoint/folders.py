@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 from fleetx.comm.world import World
@@ -17,28 +18,32 @@ from fleetx.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+STEPS = "step-??????????"  # the names of `of_step`
+
 
 def of_step(root: Path, step: int) -> Path:
     return root / f"step-{step:010d}"
 
 
-def candidates(root: Path) -> Iterator[Path]:
-    """Folders that look like checkpoints, newest first; those that cannot be trusted are named and left out."""
-    found = []
+def candidates(root: Path) -> tuple[list[Path], list[str]]:
+    """Folders that look like checkpoints, newest first, and why others cannot be used."""
+    found, left_out = [], []
     there = [path for path in root.iterdir() if not path.name.endswith(SAVING)] if root.is_dir() else []
     for folder in sorted(set(map(_named, there))):
         place = place_of(folder)
-        if place.is_symlink() or not os.path.lexists(place / manifest.MANIFEST):
+        named = os.path.lexists(place / manifest.MANIFEST) and os.path.lexists(place / manifest.DIGEST)
+        ours = named or (folder.match(STEPS) and place.is_dir())  # also if it lost its manifest
+        if place.is_symlink() or not ours:
             continue
         status = os.lstat(place)
-        if status.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-            log.warning("%s is left out: it belongs to another user", folder)
-            continue
         try:
+            if status.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+                raise CheckpointError(folder, "belongs to another user")
             found.append((manifest.read(place).progress, status.st_mtime_ns, folder))
         except CheckpointError as error:
             log.warning("%s is left out: %s", folder.name, error)
-    return (folder for *_, folder in sorted(found, reverse=True))
+            left_out.append(str(error))
+    return [folder for *_, folder in sorted(found, reverse=True)], left_out
 
 
 def _named(path: Path) -> Path:
@@ -50,18 +55,28 @@ def _named(path: Path) -> Path:
 
 def latest(root: Path, world: World) -> Path | None:
     """The newest checkpoint of which every file is as it was written. world: the ranks that share the work."""
-    for folder in candidates(root):
+    found, _ = candidates(root)
+    for folder in found:
         try:
             verify(place_of(folder), world)
         except CheckpointError as error:
-            say_bad(folder, error)
+            say_bad(folder, error, last=folder == found[-1])
         else:
             return folder
     return None
 
 
-def say_bad(folder: Path, error: CheckpointError) -> None:
-    log.warning("%s cannot be used, so an older checkpoint is tried: %s", folder.name, error)
+def say_bad(folder: Path, error: CheckpointError, *, last: bool) -> None:
+    follows = "and there is no older checkpoint" if last else "so an older checkpoint is tried"
+    log.warning("%s cannot be used, %s: %s", folder.name, follows, error)
+
+
+def try_out(root: Path) -> str:
+    """Make a folder under the root, of a name that was never used, and return that name."""
+    root.mkdir(parents=True, exist_ok=True)
+    name = f".try.{uuid.uuid4().hex[:8]}{SAVING}"
+    (root / name).mkdir()
+    return name
 
 
 def remove_unfinished(root: Path) -> None:
@@ -73,7 +88,7 @@ def remove_unfinished(root: Path) -> None:
 def prune(root: Path, keep: int, bad: Collection[str]) -> None:
     """Remove the oldest checkpoints of `of_step`; damaged ones do not count, and stay until they are replaced."""
     mine = []
-    for folder in root.glob("step-??????????"):
+    for folder in root.glob(STEPS):
         if not folder.is_symlink() and folder.name not in bad:
             with contextlib.suppress(CheckpointError):
                 mine.append((manifest.read(folder).progress, folder))

@@ -22,6 +22,7 @@ from fleetx.engine.checkpoint.background import Saver
 from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
 from fleetx.engine.checkpoint.together import together
+from fleetx.engine.checkpoint.write import check_shared
 from fleetx.engine.engine import Engine
 from fleetx.errors import CheckpointError, UsageError
 
@@ -131,37 +132,56 @@ class Checkpoints:
     # --- resuming ---------------------------------------------------------------------------------
     def _resume(self) -> None:
         peers.meet("fleet.checkpoints")
-        self.resumed = self._try_each(self._read)
+        self._check_root()
+        self.resumed, bad = self._try_each(self._read)
         if self.resumed is not None:
             self._last = self.step
+        elif bad:  # to start from the beginning would end in pruning what may still be rescued
+            raise CheckpointError(
+                self._root,
+                f"no checkpoint there can be used: {'; '.join(bad)}. To start from the beginning, remove this folder",
+            )
+
+    def _check_root(self) -> None:
+        """Can rank 0 write there, and do the others see it? Better now than at the first save."""
+        world, root = self._engine.world, self._root
+        first = world.rank == 0
+        token = together(world, root, lambda: folders.try_out(root) if first else "")[0]
+        try:
+            together(world, root, lambda: check_shared(root / token, world))
+        finally:
+            if first:
+                (root / token).rmdir()
 
     def _go_back(self) -> None:
         """The numbers went wrong: take the last good checkpoint. Steps, data and random numbers go on."""
         self._saver.wait()
-        found = self._try_each(self._back.read)
+        found, _ = self._try_each(self._back.read)
         self._back.done(found)
         self.restored = found
         self._note_boundary()
 
-    def _try_each(self, read: Callable[[Path], None]) -> Path | None:
-        """Read the newest checkpoint that is good, and return it."""
+    def _try_each(self, read: Callable[[Path], None]) -> tuple[Path | None, list[str]]:
+        """Read the newest checkpoint that is good. Returns it, and why others cannot be used."""
         world, root = self._engine.world, self._root
         first = world.rank == 0
-        found = together(world, root, lambda: self._candidates() if first else [])[0]
+        found, bad = together(world, root, lambda: self._candidates() if first else None)[0]
         for name in found:
             try:
                 read(root / name)
             except CheckpointError as error:
                 self._bad.add(name)
+                bad.append(str(error))
                 if first:
-                    folders.say_bad(root / name, error)
+                    folders.say_bad(root / name, error, last=name == found[-1])
             else:
-                return root / name
-        return None
+                return root / name, bad
+        return None, bad
 
-    def _candidates(self) -> list[str]:
+    def _candidates(self) -> list[list[str]]:
         folders.remove_unfinished(self._root)
-        return [folder.name for folder in folders.candidates(self._root)]
+        found, bad = folders.candidates(self._root)
+        return [[folder.name for folder in found], bad]
 
     def _read(self, folder: Path) -> None:
         training = load(self._engine, folder, self._extras)
