@@ -43,6 +43,37 @@ dist.destroy_process_group()
 print("finished with", size)
 """
 
+# The same in a training with fleetx, whose errors name the rank that was lost: %(fault)s is what happens in the fourth
+# step. It goes on until `finish` appears on every rank.
+TRAINING = """
+import os, pathlib, signal, time
+import torch, torch.distributed as dist
+from torch import nn
+from fleetx import fleet
+fleet.init()
+attempt, rank, size = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), fleet.worker_index(), fleet.worker_num()
+model = nn.Linear(2, 1)
+model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy())
+checkpoints = fleet.checkpoints("%(finish)s.run", every=2)
+step, done = 0, False
+while not done:
+    if step == 3:
+        pathlib.Path(f"pid.{attempt}.{rank}").write_text(f"{os.getpid()}\\n")
+        %(fault)s
+    done = step > 3 and os.path.exists("%(finish)s")
+    agreed = torch.tensor(float(done))
+    dist.all_reduce(agreed)
+    done = agreed == size
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoints.stepped()
+    step += 1
+    time.sleep(0.01)
+checkpoints.close()
+print("finished with", size)
+"""
+
 
 def test_workers_that_fail_are_left_out_and_come_back(fleetrun, tmp_path):
     run = fleetrun(SCRIPT % {"finish": tmp_path / "finish"}, options="--elastic 1:2 --max_restarts 1 --regrow_after 0")
@@ -61,6 +92,23 @@ def test_workers_that_fail_are_left_out_and_come_back(fleetrun, tmp_path):
         "fleetrun: back to 2 workers",
     ]
     assert run.survivors() == []
+
+
+def test_only_the_worker_that_failed_is_left_out_if_the_errors_of_the_others_name_it(fleetrun, tmp_path):
+    (tmp_path / "finish").touch()
+    fault = """if size == 3 and rank == 2: raise ValueError("bad sample")
+        if size == 2 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        if size > 1: fleet.save("state")  # its error names the lost rank without any of torch's words"""
+    script = TRAINING % {"fault": fault, "finish": tmp_path / "finish"}
+    run = fleetrun(script, options="--elastic 1:3 --max_restarts 2 --restart_delay 0").finish()
+    assert run.code == 0, run.err
+    assert run.out.endswith("finished with 1\n")
+    assert run.err.splitlines()[1:] == [
+        "fleetrun: rank 2: ValueError: bad sample (exit code 1); restart 1 of 2",
+        "fleetrun: going on with 2 of 3 workers",
+        "fleetrun: rank 1: killed by SIGKILL; restart 2 of 2",
+        "fleetrun: going on with 1 of 3 workers",
+    ]
 
 
 @pytest.fixture
@@ -138,6 +186,22 @@ def test_a_node_that_is_killed_is_replaced_by_a_smaller_world_and_comes_back(fle
     assert first.out.endswith("finished with 2\n")
     lines = [line for line in first.err.splitlines() if "take part" in line]
     assert [line.split("take part: ")[1] for line in lines] == ["0, 1", "0", "0, 1"]
+
+
+def test_a_training_continues_without_a_node_that_is_killed(fleetrun, tmp_path):
+    where = f"--elastic 1:2 --master 127.0.0.1:{free_port()} --nproc_per_node 1"
+    script = TRAINING % {"fault": "pass", "finish": tmp_path / "finish"}
+    first, second = (
+        fleetrun(script, where=tmp_path / f"node{rank}", options=f"{where} --rank {rank}", **SECRET) for rank in (0, 1)
+    )
+    first.wait_for("pid.0.0")
+    second.wait_for("pid.0.1")
+    second.signal(signal.SIGKILL)
+    first.wait_for("pid.1.0")  # alone
+    (tmp_path / "finish").touch()
+    assert first.finish().code == 0, first.err
+    assert first.out.endswith("finished with 1\n")
+    assert "failed" not in first.err
 
 
 @pytest.mark.parametrize("elastic", [False, True])

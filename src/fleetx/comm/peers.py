@@ -80,6 +80,7 @@ class Peers:
         self._base = watch.next_session() << 40
         self._store = watch.default_store()
         self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
+        self._said: set[int] = set()  # the ids of those that the others know
         self._calls: dict[str, int] = {}  # of `meet`, by who meets
         self._last: dict[str, str] = {}  # the counter of the last meeting, by who meets
         if world.rank == 0:
@@ -129,7 +130,11 @@ class Peers:
         )
 
     def leaving(self, error: BaseException) -> BaseException:
-        """An error leaves the script: tell the others, and return what to report instead. fleetrun calls it too."""
+        """An error leaves the script: what to report instead.
+
+        fleetrun calls it as well, and writes the error down before the excepthook tells the others: their errors follow
+        this one, and must not be found alone.
+        """
         known = next((named for one, named in self._errors if error in (one, named)), None)
         if known is not None:
             return known
@@ -139,13 +144,18 @@ class Peers:
         self._errors.append((error, named))
         if self._watch is not None and os.getpid() == self._pid:
             self._watch.told.set()
-            how = getattr(named, "last_words", "raised")
-            self._watch.say({how: _short(error) if how == "raised" else str(named)})
         return named
+
+    def _tell(self, named: BaseException) -> None:
+        if self._watch is not None and os.getpid() == self._pid and id(named) not in self._said:
+            self._said.add(id(named))
+            how = getattr(named, "last_words", "raised")
+            self._watch.say({how: _short(named) if how == "raised" else str(named)})
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """The excepthook."""
         named = self.leaving(error)
+        self._tell(named)
         self._excepthook(type(named), named, traceback)
 
     def _say_farewell(self) -> None:

@@ -6,6 +6,7 @@ There is one per process group and process. It lives until Python ends, so that 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import socket
@@ -168,8 +169,20 @@ class Watch:
             if self.told.wait(1.0) or self.ended:
                 return
             if _place(sys._current_frames().get(self._main.ident or 0)) == before:
-                print(f"fleetx: WorldError: {self.explained()}", file=sys.stderr, flush=True)
+                text = f"WorldError: {self.explained()}"
+                print(f"fleetx: {text}", file=sys.stderr, flush=True)
+                _write_down(text, follows=self.verdict is not None and self.verdict["how"] != "unwatched")
                 os._exit(1)
+
+
+def _write_down(text: str, *, follows: bool) -> None:
+    """For the launcher, in torchelastic's format, because no exception leaves the script."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        now = time.time()
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}}
+        ours = {"time": now, "exit_code": 1, "kind": "WorldError", "follows": follows}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "fleetx": ours}), encoding="utf-8")
 
 
 def _place(frame: FrameType | None) -> tuple[int, int] | None:

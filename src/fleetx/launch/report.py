@@ -14,7 +14,8 @@ from fleetx.launch.job import Job
 from fleetx.launch.logs import Logs, tail
 from fleetx.launch.workers import RUNNER, LocalWorkers, Worker
 
-# Errors of a rank whose peer is gone: never the cause if there is another failure.
+# Errors of a rank whose peer is gone, in torch's words: never the cause if there is another failure. Where fleetx has
+# watched the ranks, the record itself says that an error follows another rank's.
 _LOST_PEER = re.compile(
     r"gloo/(transport|rendezvous)|Connection (closed|reset) by peer|Dist(Network|Store|Backend)Error|nccl\w+Error"
     r"|remote process exited|TCPStore|Application timeout caused pair closure"
@@ -61,6 +62,7 @@ def _failure_of(worker: Worker, *, workers: LocalWorkers, job: Job, logs: Logs) 
     # lost its connection may exit sooner.
     record = _read(worker.record) or (_read(worker.error_file) if worker.exit_code else None)
     stopped_at = workers.stopped_at or float("inf")
+    ours: dict[str, Any] = {}
     if record:
         ours = record.get("fleetx", {})
         message: dict[str, Any] = record["message"]
@@ -87,7 +89,7 @@ def _failure_of(worker: Worker, *, workers: LocalWorkers, job: Job, logs: Logs) 
         traceback=traceback,
         tail=[] if traceback else [line for line in tail(log, lines=12) if str(RUNNER) not in line],
         log=str(log),
-        secondary=time > stopped_at or bool(_LOST_PEER.search(traceback)),
+        secondary=time > stopped_at or bool(ours.get("follows")) or bool(_LOST_PEER.search(traceback)),
     )
 
 

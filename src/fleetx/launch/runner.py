@@ -135,13 +135,29 @@ def record(error: BaseException, *, exit_code: int) -> None:
         data = {
             # torchelastic's timestamp is in whole seconds, too coarse to tell which of two ranks failed first
             "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}},
-            "fleetx": {"time": now, "exit_code": exit_code, "kind": type(error).__name__},
+            "fleetx": {
+                "time": now,
+                "exit_code": exit_code,
+                "kind": type(error).__name__,
+                "follows": follows_another(error),
+            },
         }
         with open(f"{record_file}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(data, file)
         os.replace(f"{record_file}.part", record_file)  # so that the launcher never reads half a record
     except Exception:
         pass  # a full disk, a json.py next to the script: do not hide the user's error, which is still logged
+
+
+def follows_another(error: BaseException | None) -> bool:
+    """Whether another rank caused the error, or one that led to it. fleetx.comm.peers marks such errors."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if hasattr(error, "last_words"):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def print_interrupted(error: BaseException) -> None:
@@ -181,7 +197,7 @@ def run(kind: str, target: str) -> None:
             print_interrupted(error)
             sys.exit(130)
         error = getattr(sys.excepthook, "leaving", lambda error: error)(error)  # set by fleetx.comm.peers, if loaded
-        record(error, exit_code=1)
+        record(error, exit_code=1)  # before the excepthook tells the other ranks, whose errors follow this one
         sys.excepthook(type(error), error, error.__traceback__)
         end(1)
 
