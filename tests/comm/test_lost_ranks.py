@@ -360,6 +360,17 @@ def test_a_kill_for_lack_of_memory_is_called_that():
     assert "killed a process for lack of memory" in alarm.lost(made.verdict, 0)
 
 
+def test_a_line_that_is_nested_too_deeply_closes_its_connection():
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"[" * 60_000 + b"\n")
+    lines, found = Lines(ours), []
+    while found == []:
+        found = lines.read()
+    assert found is None
+    ours.close()
+    theirs.close()
+
+
 def test_strangers_are_not_let_in():
     made = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
     made.hub.join(0, "a")

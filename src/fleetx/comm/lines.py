@@ -34,6 +34,6 @@ class Lines:
             return None
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
