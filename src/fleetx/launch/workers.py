@@ -165,7 +165,7 @@ class LocalWorkers:
         for worker in alive:
             worker.close(death_sig)
         self._wait_for_all(seconds, tick=tick)
-        self.killed = len(self.alive())
+        self.killed += len(self.alive())  # a second call finds nobody alive
         self.kill()
 
     def kill(self) -> None:
