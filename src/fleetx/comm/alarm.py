@@ -49,7 +49,7 @@ def lost(verdict: dict[str, Any], here: int) -> str:
         "gave up": f"{who} gave up {doing}: {verdict.get('text')}",
         "stopped": (
             f"{who} was stopped by a signal (SIGSTOP, Ctrl-Z or a debugger) {doing}, and stood still for {seconds}. "
-            "Resume it with `kill -CONT` earlier, or start the job again"
+            "The job must be started again; if you stop a rank, resume it within 4 s (`kill -CONT`)"
         ),
         "silent": (
             f"{who} has not answered for {SILENT} s; it was {doing or 'not heard of before'}. Its machine is frozen or "

@@ -5,12 +5,14 @@ import json
 import socket
 from typing import Any
 
+LONGEST = 1 << 20  # bytes of one line
+
 
 class Lines:
-    """A socket that carries lines of JSON."""
+    """A socket that carries lines of JSON. limit: of bytes that may wait for the end of their line."""
 
-    def __init__(self, connection: socket.socket):
-        self.socket, self._rest = connection, b""
+    def __init__(self, connection: socket.socket, limit: int = LONGEST):
+        self.socket, self.limit, self._rest = connection, limit, b""
         connection.setblocking(True)
         connection.settimeout(2.0)  # for sending: who does not read for that long is lost
 
@@ -24,13 +26,13 @@ class Lines:
     def read(self) -> list[dict[str, Any]] | None:
         """The messages that have arrived; None at the end of the connection."""
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(min(1 << 16, self.limit + 1 - len(self._rest)))
         except TimeoutError:
             return []
         except OSError:
             data = b""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > 1 << 20 or not data:
+        if len(self._rest) > self.limit or not data:
             return None
         try:
             messages = [json.loads(line) for line in lines]

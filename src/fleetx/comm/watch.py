@@ -29,6 +29,7 @@ from fleetx.comm.world import World
 from fleetx.errors import WorldError
 
 GRACE = 5.0  # seconds that the main thread has to raise an error after its connections were cut
+OWN_GRACE = 0.5  # the same on the lost rank itself, if it was stopped and runs again: gloo may wait for ever there
 SWITCH = "FLEETX_WATCH"
 _PROGRAM = Path(__file__).with_name("watcher.py")
 _TORCH, _FLEETX = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
@@ -150,23 +151,24 @@ class Watch:
             )
 
     def _judge(self, verdict: dict[str, Any]) -> None:
-        if self.ended or verdict["rank"] == self.rank:
+        if self.ended:
             return
         with self._arrived:
             self.verdict = verdict
             self._arrived.notify_all()
         _cut(set(verdict.get("ports", ())), self.store)
-        threading.Thread(target=self._insist, name="fleetx-insist", daemon=True).start()
+        grace = OWN_GRACE if verdict["rank"] == self.rank else GRACE
+        threading.Thread(target=self._insist, args=(grace,), name="fleetx-insist", daemon=True).start()
 
-    def _insist(self) -> None:
+    def _insist(self, grace: float) -> None:
         """End this process if the main thread waits for the lost rank where no error can reach it."""
-        while not self.told.wait(GRACE):
+        while not self.told.wait(grace):
             before, frame = None, sys._current_frames().get(self._main.ident or 0)
             where = _place(frame)
             if where is None:  # it does something else, and will find out when it communicates
                 continue
             before = where
-            if self.told.wait(1.0) or self.ended:
+            if self.told.wait(min(grace, 1.0)) or self.ended:
                 return
             if _place(sys._current_frames().get(self._main.ident or 0)) == before:
                 text = f"WorldError: {self.explained()}"

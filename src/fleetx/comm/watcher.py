@@ -21,18 +21,21 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import kernel  # type: ignore[import-not-found]
     from hub import CONNECT, SILENT, WAITING, Hub  # type: ignore[import-not-found]
-    from lines import Lines  # type: ignore[import-not-found]
+    from lines import LONGEST, Lines  # type: ignore[import-not-found]
 
     del sys.path[0]
 else:
     from fleetx.comm import kernel
     from fleetx.comm.hub import CONNECT, SILENT, WAITING, Hub
-    from fleetx.comm.lines import Lines
+    from fleetx.comm.lines import LONGEST, Lines
 
 BEAT = 0.5  # seconds between two heartbeats
-TICK = 0.25  # seconds between two looks at the rank
+TICK = 0.1  # seconds between two looks at the rank
 SOON = 0.05  # the same while a rank may be lost
-STOPPED = 4.2  # seconds that a rank may be stopped by a signal; never more are counted than there were
+STOPPED = 4.1  # seconds that a rank may be stopped by a signal; never more are counted than there were
+STRANGER = 1024  # bytes that whoever connects may send before the token is checked
+PROOF = 5.0  # seconds that they have for it
+SPARE = 16  # connections without a token that there may be, besides one for each rank
 PLACE = struct.Struct("<qqd32s")  # progress, steps, since when (monotonic), what the rank is doing
 LATECOMERS = 2.0  # seconds for the other watchers to come if rank 0 ends before they have
 SCAN = 10  # beats between two looks at the ports of the rank
@@ -50,7 +53,8 @@ class Watcher:
         self.silent = 0.0  # seconds without a word from the hub
         self.up: Any = None  # the connection to the hub
         self.hub: Any = Hub(self.size, self.from_own_hub) if self.rank == 0 else None
-        self.clients = {}  # on rank 0: connection -> rank, or None before its first line
+        self.clients = {}  # on rank 0: connection -> rank of another watcher
+        self.strangers = {}  # connection -> when it was made (monotonic): has not shown the token yet
         self.listener: Any = listener
         self.verdict: Any = None
         self.hub_host, self.hub_left = start["hub_host"], False
@@ -88,23 +92,21 @@ class Watcher:
         last = beaten = time.monotonic()
         while True:
             wait = SOON if self.stopped or self.longest_silence() > SILENT - BEAT else TICK
-            for one in kernel.readable([self.parent, self.pidfd, self.up, self.listener, *self.clients], wait):
+            for one in kernel.readable([self.parent, self.pidfd, self.up, *self.doors()], wait):
                 if one is self.parent:
                     if not self.from_parent():
                         return
                 elif one is self.up:
                     self.from_hub()
-                elif one is self.listener:
-                    self.accept()
-                elif one in self.clients:
-                    self.from_client(one)
+                else:
+                    self.from_door(one)
             if not kernel.parent_alive(self.pid, self.pidfd):
                 self.parent_died()
                 return
             now = time.monotonic()
             passed, last = min(now - last, BEAT), now  # while this process was stopped itself, nobody was silent
             self.look_at_rank(passed)
-            if now - beaten >= (TICK if self.still() else BEAT):
+            if now - beaten >= (BEAT / 2 if self.still() else BEAT):
                 beaten = now
                 self.beat()
             self.look_around(passed)
@@ -123,6 +125,8 @@ class Watcher:
         self.silent += passed
         if self.hub is not None:
             self.hub.look(passed)
+            for client in [one for one, since in self.strangers.items() if time.monotonic() - since > PROOF]:
+                self.turn_away(client)
         elif self.up is not None and self.silent > SILENT:
             self.tell_parent({"rank": 0, "how": "silent", "ports": [], **self.hub_place()})
             self.silent = 0.0
@@ -186,8 +190,8 @@ class Watcher:
             self.tell_hub({"killed": "", "memory": killed, **self.place()})
         end = time.monotonic() + LATECOMERS
         while self.hub is not None and len(self.hub.ranks) < self.size and time.monotonic() < end:
-            for one in kernel.readable([self.listener, *self.clients], SOON):  # they must hear of it too
-                self.accept() if one is self.listener else self.from_client(one)
+            for one in kernel.readable(self.doors(), SOON):  # they must hear of it too
+                self.from_door(one)
         if self.hub is not None:
             self.hub.tell_all({"bye": True})
         time.sleep(0.05)  # until what was sent is on its way
@@ -226,31 +230,56 @@ class Watcher:
             self.parent.send({"verdict": verdict})
 
     # --- on rank 0: what arrives from the other watchers --------------------------------------------
+    def doors(self):
+        return [self.listener, *self.clients, *self.strangers]
+
+    def from_door(self, one):
+        if one is self.listener:
+            self.accept()
+        elif one in self.clients:
+            self.from_client(one, one.read())
+        elif one in self.strangers:
+            self.from_stranger(one)
+
     def accept(self):
+        """Whoever cannot prove to belong to the job costs little: few bytes, few seconds, few connections."""
         connection, _ = self.listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.clients) < 2 * self.size:
-            self.clients[Lines(connection)] = None
-        else:
-            connection.close()
+        if len(self.strangers) >= self.size + SPARE:  # the oldest gives way: a watcher shows its token at once
+            self.turn_away(next(iter(self.strangers)))
+        self.strangers[Lines(connection, STRANGER)] = time.monotonic()
 
-    def from_client(self, client):
+    def turn_away(self, client):
+        del self.strangers[client]
+        client.socket.close()
+
+    def from_stranger(self, client):
         messages = client.read()
+        if messages == []:
+            return
+        first, *rest = messages or [{}]
+        rank = first.get("rank")
+        if not self.knows(first.get("token")) or type(rank) is not int or not 0 < rank < self.size:
+            self.turn_away(client)
+            return
+        del self.strangers[client]
+        client.limit = LONGEST
+        self.clients[client] = rank
+        self.hub.join(rank, str(first.get("host")))
+        self.from_client(client, rest)
+
+    def knows(self, token):
+        from hmac import compare_digest  # only here: it takes longer to import than all else
+
+        return isinstance(token, str) and compare_digest(token.encode("utf-8", "replace"), self.token.encode())
+
+    def from_client(self, client, messages):
         for message in messages or []:
-            if self.clients[client] is None:
-                rank = message.get("rank")
-                if message.get("token") != self.token or not isinstance(rank, int) or not 0 < rank < self.size:
-                    messages = None
-                    break
-                self.clients[client] = rank
-                self.hub.join(rank, str(message.get("host")))
-            else:
-                self.hub.hear(self.clients[client], message)
+            self.hub.hear(self.clients[client], message)
         if messages is None:
             rank = self.clients.pop(client)
             client.socket.close()
-            if rank is not None:
-                self.hub.lose(rank, "vanished")
+            self.hub.lose(rank, "vanished")
 
 
 def main():
