@@ -20,6 +20,7 @@ from fleetx.launch.job import Job
 from fleetx.launch.secret import read_secret
 
 _MOST = 4096  # workers of one node
+_JOIN_TIMEOUT, _REGROW_AFTER, _RESTART_DELAY = 600, 60, 1  # seconds
 _positive, _not_negative = click.IntRange(1, 1_000_000), click.IntRange(0, 1_000_000)
 
 # Also accepted: dashes instead of underscores, and these older names.
@@ -55,8 +56,8 @@ OPTIONS = {
         click.Option(["--started_port"], type=click.IntRange(1025, 65535), metavar="P", help=(
             "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
         click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's modes; there is one."),
-        click.Option(["--join_timeout"], type=_positive, default=600, show_default=True, metavar="S", help=(
-            "Seconds to wait for the other nodes.")),
+        click.Option(["--join_timeout"], type=_positive, metavar="S", help=(
+            f"Seconds to wait for the other nodes. [default: {_JOIN_TIMEOUT}]")),
     ],
     "Logs": [
         click.Option(["--log_dir"], default="log", show_default=True, metavar="DIR", help=(
@@ -66,13 +67,14 @@ OPTIONS = {
         click.Option(["--max_restarts"], type=_not_negative, default=0, show_default=True, metavar="N", help=(
             "How many times to restart all workers after a failure.")),
         click.Option(["--elastic"], metavar="MIN:MAX", help=(
-            "Go on without workers (on one node) or nodes (on several) that are lost, as long as MIN remain, and take "
-            "them back. WORLD_SIZE changes, and all workers restart.")),
-        click.Option(["--regrow_after"], type=_not_negative, default=60, show_default=True, metavar="S", help=(
-            "With --elastic on one node: seconds until the workers that were left out come back.")),
-        click.Option(["--restart_delay"], type=click.IntRange(0, 60), default=1, show_default=True, metavar="S", help=(
+            "Continue without workers (on one node) or nodes (on several) that are lost, as long as MIN remain, and "
+            "take them back. WORLD_SIZE changes, and all workers restart.")),
+        click.Option(["--regrow_after"], type=_not_negative, metavar="S", help=(
+            "With --elastic on one node: seconds until the workers that were left out come back. "
+            f"[default: {_REGROW_AFTER}]")),
+        click.Option(["--restart_delay"], type=click.IntRange(0, 60), metavar="S", help=(
             "Seconds to wait after two attempts in a row that failed within 10 s; doubles with each further one, up to "
-            "60. 0 always restarts at once.")),
+            f"60. 0 always restarts at once. [default: {_RESTART_DELAY}]")),
         click.Option(["--cold"], is_flag=True, help=(
             "Start the workers of a restart from scratch, instead of as forks of a process that has imported torch.")),
         click.Option(["--preload"], metavar="a,b", help=(
@@ -188,10 +190,16 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
     secret = read_secret(options["secret_file"], environ=environ)
     if elastic and node_count > 1 and not secret:
         raise LaunchError("--elastic on several nodes requires a job secret: set FLEETX_JOB_SECRET or --secret_file")
-    warm = (options["max_restarts"] > 0 or elastic is not None) and not options["cold"]
+    restarts = options["max_restarts"] > 0 or elastic is not None
+    for name in ("restart_delay", "cold", "preload"):
+        given = options[name] if name == "cold" else options[name] is not None
+        if given and not restarts:
+            raise LaunchError(f"--{name} is for restarts and requires --max_restarts or --elastic")
+    if options["regrow_after"] is not None and not (elastic and node_count == 1):
+        raise LaunchError("--regrow_after is for --elastic on one node; lost nodes come back when they are started")
     preload = _split_list("--preload", options["preload"]) if options["preload"] is not None else []
-    if preload and not warm:
-        raise LaunchError("--preload is for restarts: it requires --max_restarts or --elastic, and not --cold")
+    if preload and options["cold"]:
+        raise LaunchError("--preload and --cold contradict each other; give only one of the two")
 
     visible = devices.visible_gpus(installed=devices.installed_gpus(), environ=environ)
     device = devices.device_of(options["device"], gpus=gpus, visible=visible, environ=environ)
@@ -216,16 +224,20 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
         paddle_api=options["paddle_api"],
         log_dir=Path(options["log_dir"]),
         max_restarts=options["max_restarts"],
-        restart_delay=options["restart_delay"],
-        warm=warm,
+        restart_delay=_or(options["restart_delay"], _RESTART_DELAY),
+        warm=restarts and not options["cold"],
         preload=tuple(preload),
         elastic=elastic[0] if elastic else None,
-        regrow_after=options["regrow_after"],
+        regrow_after=_or(options["regrow_after"], _REGROW_AFTER),
         grace_period=options["grace_period"],
         stop_timeout=options["stop_timeout"],
-        join_timeout=options["join_timeout"],
+        join_timeout=_or(options["join_timeout"], _JOIN_TIMEOUT),
         secret=secret,
     )
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def _with_scheduler(options: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -306,7 +318,7 @@ def _node_layout(
             )
         nnodes = len(ips)
     elif nnodes is None:
-        for option in ("rank", "master", "node_ip"):
+        for option in ("rank", "master", "node_ip", "secret_file", "join_timeout"):
             if options[option] is not None:
                 raise LaunchError(f"--{option} is for several nodes and requires --nnodes or --ips")
         nnodes = 1

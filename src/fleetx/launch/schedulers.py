@@ -31,7 +31,7 @@ def _kubeflow(environ: Mapping[str, str]) -> dict[str, Any]:
     workers = environ.get("PET_NPROC_PER_NODE", "")
     found: dict[str, Any] = {"nproc_per_node": int(workers) if workers.isdecimal() else None}  # auto, gpu, cpu: ours
     if nodes is None or nodes == 1:
-        return found
+        return found | {"nnodes": nodes}
     host, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT", str(_PORT))
     master = f"{host}:{port}" if host else environ.get("PET_RDZV_ENDPOINT")
     return found | {"nnodes": nodes, "rank": _number(environ, "PET_NODE_RANK"), "master": master}
@@ -40,7 +40,7 @@ def _kubeflow(environ: Mapping[str, str]) -> dict[str, Any]:
 def _skypilot(environ: Mapping[str, str]) -> dict[str, Any]:
     ips = environ.get("SKYPILOT_NODE_IPS", "").split()
     if len(ips) < 2:
-        return {}
+        return {"nnodes": 1 if ips else None}
     return {"ips": ",".join(ips), "rank": _number(environ, "SKYPILOT_NODE_RANK")}
 
 
@@ -53,7 +53,7 @@ def _sagemaker(environ: Mapping[str, str]) -> dict[str, Any]:
         raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS'][:200]}: must be a list of hosts as JSON") from None
     here = environ.get("SM_CURRENT_HOST", "")
     if len(hosts) < 2:
-        return {}
+        return {"nnodes": 1}
     if here not in hosts:
         raise LaunchError(f"SM_CURRENT_HOST={here}: must be one of SM_HOSTS, {', '.join(hosts)}")
     return {"nnodes": len(hosts), "rank": hosts.index(here), "master": f"{hosts[0]}:{_PORT}"}
