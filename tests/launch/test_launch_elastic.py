@@ -88,7 +88,7 @@ def test_workers_that_fail_are_left_out_and_come_back(fleetrun, tmp_path):
     assert not (tmp_path / "pid.1.1").exists()
     assert run.err.splitlines()[1:] == [
         "fleetrun: rank 1: killed by SIGKILL; restart 1 of 1",
-        "fleetrun: going on with 1 of 2 workers",
+        "fleetrun: continuing with 1 of 2 workers",
         "fleetrun: back to 2 workers",
     ]
     assert run.survivors() == []
@@ -105,9 +105,9 @@ def test_only_the_worker_that_failed_is_left_out_if_the_errors_of_the_others_nam
     assert run.out.endswith("finished with 1\n")
     assert run.err.splitlines()[1:] == [
         "fleetrun: rank 2: ValueError: bad sample (exit code 1); restart 1 of 2",
-        "fleetrun: going on with 2 of 3 workers",
+        "fleetrun: continuing with 2 of 3 workers",
         "fleetrun: rank 1: killed by SIGKILL; restart 2 of 2",
-        "fleetrun: going on with 1 of 3 workers",
+        "fleetrun: continuing with 1 of 3 workers",
     ]
 
 
@@ -144,7 +144,7 @@ def slots(tmp_path, monkeypatch):
     return Node
 
 
-def test_which_workers_go_on(slots):
+def test_which_workers_continue(slots):
     node = slots("2:4")
     assert node.next([1], secondary=[0, 2, 3]) == (0, 2, 3)  # a rank that only lost its peers goes on
     assert node.next([2]) == (0, 3)
@@ -188,20 +188,44 @@ def test_a_node_that_is_killed_is_replaced_by_a_smaller_world_and_comes_back(fle
     assert [line.split("take part: ")[1] for line in lines] == ["0, 1", "0", "0, 1"]
 
 
-def test_a_training_continues_without_a_node_that_is_killed(fleetrun, tmp_path):
-    where = f"--elastic 1:2 --master 127.0.0.1:{free_port()} --nproc_per_node 1"
-    script = TRAINING % {"fault": "pass", "finish": tmp_path / "finish"}
+# Where the survivor waits in fleet.save: for the other rank to call it, or in a collective for it to write its files.
+WAITS = {
+    "to meet": """if size == 2 and rank == 1: time.sleep(1000)
+        if size == 2: fleet.save("state")""",
+    "in a collective": """if size == 2 and rank == 1:
+            from fleetx.engine.checkpoint import tensor_file
+            tensor_file.write = lambda *_: time.sleep(1000)
+        if size == 2: fleet.save("%(finish)s.state")""",
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("to meet", signal.SIGKILL),
+        # Another 15 s, after which a node that is silent counts as lost.
+        pytest.param("in a collective", signal.SIGSTOP, marks=pytest.mark.nightly),
+    ],
+    ids=["killed", "frozen"],
+)
+def test_a_rank_that_waits_in_a_save_for_a_node_that_is_lost_continues_without_it(fleetrun, tmp_path, where, how):
+    finish = tmp_path / "finish"
+    script = TRAINING % {"fault": WAITS[where].replace("%(finish)s", str(finish)), "finish": finish}
+    options = f"--elastic 1:2 --master 127.0.0.1:{free_port()} --nproc_per_node 1"
     first, second = (
-        fleetrun(script, where=tmp_path / f"node{rank}", options=f"{where} --rank {rank}", **SECRET) for rank in (0, 1)
+        fleetrun(script, where=tmp_path / f"node{rank}", options=f"{options} --rank {rank}", **SECRET)
+        for rank in (0, 1)
     )
     first.wait_for("pid.0.0")
     second.wait_for("pid.0.1")
-    second.signal(signal.SIGKILL)
+    for pid in second.survivors() if how == signal.SIGSTOP else [second.process.pid]:
+        os.kill(pid, how)
     first.wait_for("pid.1.0")  # alone
-    (tmp_path / "finish").touch()
+    finish.touch()
     assert first.finish().code == 0, first.err
     assert first.out.endswith("finished with 1\n")
     assert "failed" not in first.err
+    assert "fleetrun: a node was lost\n" in first.err
 
 
 @pytest.mark.parametrize("elastic", [False, True])

@@ -14,7 +14,7 @@ Examples:
   fleetrun --ips 10.0.0.1,10.0.0.2 train.py           two nodes; run this on both
   fleetrun --nnodes 2 --master 10.0.0.1:6069 --rank 0 train.py
                                                       the same; --rank 1 on the second node
-  fleetrun --max_restarts 10 --elastic 2:4 train.py   four workers; goes on with two or three
+  fleetrun --max_restarts 10 --elastic 2:4 train.py   four workers; continues with two or three
 """
 
 EPILOG = """\

@@ -27,7 +27,7 @@ class Job:
     restart_delay: int  # seconds, see pace.py
     warm: bool  # whether a fork server makes the workers of a restart
     preload: tuple[str, ...]  # what it imports besides torch and fleetx
-    elastic: int | None  # the fewest workers (on a single node) or nodes to go on with; None if all are needed
+    elastic: int | None  # the fewest workers (on a single node) or nodes to continue with; None if all are needed
     regrow_after: int  # seconds until workers that were left out come back, on a single node
     grace_period: int  # seconds that workers have after SIGTERM, or when others come or go, to save their state
     stop_timeout: int  # seconds between asking a worker to stop and killing it

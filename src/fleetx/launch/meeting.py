@@ -69,7 +69,7 @@ class Meeting:
             if member is not None and name != "join":
                 member.seen = self._clock()
             elif name != "join":
-                raise MeetingError(f"node {node} was taken for lost, and the job went on without it")
+                raise MeetingError(f"node {node} was taken for lost, and the job continued without it")
             return getattr(self, name)(node, **arguments)
 
     def join(self, node: int, *, token: str, settings: dict[str, Any]) -> int:
@@ -125,7 +125,7 @@ class Meeting:
         self._stop = self._stop or {"node": node, "reason": reason, "signal": signal}
 
     def depart(self, node: int, *, reason: str, signal: int | None = None) -> None:
-        """This node was told to stop: the others go on without it, if they are enough."""
+        """This node was told to stop: the others continue without it, if they are enough."""
         if not self.elastic or node == 0 or len(self._present()) - 1 < self.minimum:
             self.stop(node, reason=reason, signal=signal)
         else:

@@ -165,8 +165,11 @@ class MultiNodeRendezvous(FleetrunRendezvous):
             number = self.attempt.restarts + 1
             self._print_status(f"another node requested restart {number} of {self._job.max_restarts}")
         else:
-            self._print_status("a node was lost" if why == "loss" else "a node joins or leaves")
+            self._say_change(why)
         return 1
+
+    def _say_change(self, why: str) -> None:
+        self._print_status("a node was lost" if why == "loss" else "a node joins or leaves")
 
     def members_change(self) -> bool:
         """Whether workers lost their peers because a node came or went. Waits until that can be known.
@@ -180,7 +183,10 @@ class MultiNodeRendezvous(FleetrunRendezvous):
             return bool(state["restart"])
 
         self._poll(known, seconds=LOST_AFTER + GONE_AFTER)
-        return self._look()["restart"] in ("loss", "resize")
+        if (why := self._look()["restart"]) in ("loss", "resize"):
+            self._say_change(why)
+            return True
+        return False
 
     def all_nodes_done(self) -> bool:
         if self._reported_done < self._number:
@@ -209,7 +215,7 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         self._tell("stop", reason=f"node {self._job.rank}: {reason}", signal=signal)
 
     def depart(self, reason: str, *, signal: int) -> None:
-        """This node stops: so do the others, unless --elastic lets them go on without it."""
+        """This node stops: so do the others, unless --elastic lets them continue without it."""
         self._tell("depart", reason=f"node {self._job.rank}: {reason}", signal=signal)
 
     def leave(self, *, failed: bool) -> list[Failure]:

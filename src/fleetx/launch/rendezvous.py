@@ -140,5 +140,5 @@ class SingleNodeRendezvous(FleetrunRendezvous):
         if not self._job.elastic <= len(remaining) < len(everyone):
             return everyone
         self._grow_at = self._clock() + self._job.regrow_after
-        self._print_status(f"going on with {len(remaining)} of {len(everyone)} workers")
+        self._print_status(f"continuing with {len(remaining)} of {len(everyone)} workers")
         return remaining

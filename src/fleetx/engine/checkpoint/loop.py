@@ -154,7 +154,7 @@ class Checkpoints:
                 (root / token).rmdir()
 
     def _go_back(self) -> None:
-        """The numbers went wrong: take the last good checkpoint. Steps, data and random numbers go on."""
+        """The numbers went wrong: take the last good checkpoint. Steps, data and random numbers continue."""
         self._saver.wait()
         found, _ = self._try_each(self._back.read)
         self._back.done(found)
@@ -211,7 +211,7 @@ class Checkpoints:
         if first and self._keep:
             try:
                 folders.prune(self._root, self._keep, self._bad)
-            except OSError as error:  # what was just saved is good, and the other ranks go on
+            except OSError as error:  # what was just saved is good, and the other ranks continue
                 log.warning("%s: old checkpoints could not be removed: %s", self._root, error)
 
     def _skipped(self) -> bool:
