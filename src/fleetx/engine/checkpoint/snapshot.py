@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +72,9 @@ def first_not_finite(snapshot: Snapshot) -> str:
     for name, t in found.items():
         if t.is_floating_point() and t.numel():
             t = t.float() if t.itemsize == 1 else t  # torch computes little in float8
-            # The largest absolute value needs no memory, and is nan if any value is.
-            if not torch.linalg.vector_norm(t, math.inf).isfinite():
+            # They need no memory, and are nan if any value is. vector_norm(t, inf) takes eight times as long.
+            least, most = torch.aminmax(t)
+            if not (least.isfinite() and most.isfinite()):
                 return name
     return ""
 
