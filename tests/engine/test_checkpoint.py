@@ -158,7 +158,9 @@ def test_inside_of_a_merge_window_another_layout_is_told_to_flush(ranks, tmp_pat
     folder = str(tmp_path / "checkpoint")
     ranks.run(write, LAYOUTS["two stages"] | MERGED, folder)
     for text in ranks.run(problem, MERGED, folder):
-        assert "call fleet.flush() before saving" in text
+        assert "Call fleet.flush() before saving" in text
+    for text in ranks.run(problem, {"sharding": True} | MERGED, folder):
+        assert "Call fleet.flush() before saving" in text
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path):

@@ -321,6 +321,25 @@ def test_loading_drops_what_a_backward_has_sent(ranks, amp):
         assert_equal(got, expected)
 
 
+def saved_on_two(folder):
+    model, optimizer = build({"dgc": {"sparsity": [0.99]}})
+    for x, y in share(data(3), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    fleet.save(folder)
+    return optimizer.state_dict()["fleetx"]["parts"]["DGC"]
+
+
+def test_another_number_of_ranks_takes_over_the_mean_of_the_residuals(ranks, tmp_path):
+    """Then the mean of all that is still to be sent is what it was."""
+    first, second = ranks.run(saved_on_two, tmp_path / "saved")
+    assert not torch.equal(first["v"]["0.weight"], second["v"]["0.weight"])
+    _, optimizer = build({"dgc": {"sparsity": [0.99], "allow_single": True}})
+    fleet.load(tmp_path / "saved")
+    found = optimizer.state_dict()["fleetx"]["parts"]["DGC"]
+    for key in ("u", "v"):
+        assert_close(found[key], {name: (t + second[key][name]) / 2 for name, t in first[key].items()})
+
+
 def personal():
     model, optimizer = build({"dgc": {"sparsity": [0.99]}})
     for x, y in share(data(3), fleet.worker_index(), 2):

@@ -74,8 +74,11 @@ def unfinished(engine: Windows) -> list[str]:
     return found
 
 
-def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Check what is about to be loaded. None: a checkpoint of plain PyTorch."""
+def checked(engine: Engine, saved: Mapping[str, Any] | None, *, own: bool = True) -> Mapping[str, Any]:
+    """Check what is about to be loaded. None: a checkpoint of plain PyTorch.
+
+    own: the state of the parts is as one rank saved it; otherwise it was made for any rank.
+    """
     if saved is None:
         if any(engine.state.values()) or engine.plan.at(Stage.GATE):
             warn("the checkpoint has no state of fleetx: strategies start from the beginning")
@@ -84,10 +87,10 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None) -> Mapping[str, Any
         raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
         switches = " and ".join(f"`{_switch(key)}`" for key in lost)
-        off = "which is off now: it is ignored" if len(lost) == 1 else "which are off now: they are ignored"
-        warn(f"the checkpoint has state of {switches}, {off}")
+        warn(f"the checkpoint has state of {switches} that this strategy does not use: it is ignored")
     engine.gradients.check(saved)
-    _check_rank(engine, saved)
+    if own:
+        _check_rank(engine, saved)
     return saved
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -77,9 +77,9 @@ class LocalUpdates(Part):
     def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
         return bool(state.get("under_way"))
 
-    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+    def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Without the average under way: the ranks are equal already."""
-        return {key: value for key, value in state.items() if key != "under_way"}
+        return {key: value for key, value in states[0].items() if key != "under_way"}
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         """Two copies: the sent parameters and their mean, or the outer optimizer's anchor and momentum."""

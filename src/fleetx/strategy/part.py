@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, dataclass_transform
 
@@ -111,9 +111,12 @@ class Part:
         """Can only the rank that saved this state use it?"""
         return self.per_rank_state and bool(state)
 
-    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What another number of ranks takes over of this state, after parameters that differed were averaged."""
-        return state
+    def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What each of another number of ranks takes over of the states of those that saved, by rank.
+
+        Parameters that differed are averaged. Tensors must not be changed: they are views into files.
+        """
+        return states[0]
 
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         """Finish what is running in the background, for a checkpoint or (`last`) at the end. All ranks call it."""

@@ -94,16 +94,15 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     rank = engine.world.rank if same else 0
     state = _state_of(folder, chunks, rank)
     if not same:
-        _use_shared(folder, chunks, training.ranks, state)
+        others = [_state_of(folder, chunks, other, copy=False) for other in range(1, training.ranks)]
+        _use_shared(state, others)
         training = _at_boundary(training, state)
         state["fleetx"]["rank"] = -1  # of another rank, whatever its number
         state["fleetx"].pop("order", None)
-        parts = state["fleetx"]["parts"]
-        for part in engine.plan.parts:
-            if key_of(part) in parts:
-                parts[key_of(part)] = part.for_other_ranks(parts[key_of(part)])
+        with _said(folder):
+            _use_parts(engine, state, others)
     with _said(folder / rank_json(rank)):
-        saved = engine_state.checked(engine, state["fleetx"])
+        saved = engine_state.checked(engine, state["fleetx"], own=same)
     _check_model(engine, chunks)
     with _said(folder / TRAINING):
         _check_groups(engine, training)
@@ -116,8 +115,13 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
 def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTraining:
     """Other ranks cannot use half a merge window, so they start it again: its samples have not changed the model."""
     saved, boundary = state["fleetx"], state["boundary"]
-    if not saved["merged"] or not boundary or (boundary["loader"] is None) != (state["loader"] is None):
+    if not saved["merged"]:
         return training
+    if not boundary or (boundary["loader"] is None) != (state["loader"] is None):
+        raise UsageError(
+            "this checkpoint was saved inside a merge window, and with other ranks, stages or shards: the gradients in "
+            "it belong to the ranks that computed them. Call fleet.flush() before saving, or resume with the same ranks"
+        )
     state["loader"] = boundary["loader"]
     saved |= {"merged": 0, "withheld": {}}
     if "weights" in saved:
@@ -125,7 +129,8 @@ def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTrainin
     return training.model_copy(update={"step": boundary["step"]})
 
 
-def _state_of(folder: Path, chunks: Chunks, rank: int) -> dict[str, Any]:
+def _state_of(folder: Path, chunks: Chunks, rank: int, *, copy: bool = True) -> dict[str, Any]:
+    """copy: the tensors; otherwise they are views into the file."""
     document = manifest.parsed(RankState, folder, rank_json(rank))
     path = folder / rank_json(rank)
     if document.rank != rank:
@@ -134,7 +139,8 @@ def _state_of(folder: Path, chunks: Chunks, rank: int) -> dict[str, Any]:
     def tensor(name: str) -> Tensor:
         if not name.startswith("state.") or name not in chunks.file(rank):
             raise CheckpointError(path, f"refers to {name[:40]!r}, which is not in its tensors")
-        return chunks.file(rank).tensor(name)
+        found = chunks.file(rank).tensor(name)
+        return found.clone() if copy else found
 
     with _said(path):
         state = {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
@@ -156,9 +162,8 @@ def _said(path: Path) -> Iterator[None]:
         raise CheckpointError(path, f"is not valid: {type(error).__name__}: {error}") from error
 
 
-def _use_shared(folder: Path, chunks: Chunks, ranks: int, state: dict[str, Any]) -> None:
+def _use_shared(state: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Other ranks than those that saved: only what was the same on all of them means something here."""
-    others = [_state_of(folder, chunks, rank) for rank in range(1, ranks)]
     if any(other["loader"] != state["loader"] for other in others):
         raise UsageError(
             "this checkpoint was saved by another number of ranks, each of which had its own loader state, so no "
@@ -166,6 +171,13 @@ def _use_shared(folder: Path, chunks: Chunks, ranks: int, state: dict[str, Any])
         )
     if any(not _equal(other["random"], state["random"]) for other in others):
         state["random"] = None
+
+
+def _use_parts(engine: Engine, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    parts = state["fleetx"]["parts"]
+    for part in engine.plan.parts:
+        if (key := key_of(part)) in parts:
+            parts[key] = part.for_other_ranks([parts[key], *(other["fleetx"]["parts"][key] for other in others)])
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -59,7 +59,10 @@ def _tensor(t: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def decode(value: Any, read: Callable[[str], Tensor], depth: int = 0) -> Any:
-    """The value again. read: gives a tensor by its name. Raises ValueError if this was not written by `encode`."""
+    """The value again. Raises ValueError if this was not written by `encode`.
+
+    read: gives a tensor by its name, which is not copied.
+    """
     if depth > _DEEP:
         raise ValueError("it is nested too deeply")
     if isinstance(value, list):
@@ -88,7 +91,7 @@ def _as_saved(t: Tensor, value: dict[str, Any]) -> Tensor:
         return torch.view_as_complex(t.clone())
     stride = value.get("$stride")
     if stride is None:
-        return t.clone()
+        return t
     if sorted(stride) != sorted(torch.empty_like(t, device="meta").stride()) or len(stride) != t.dim():
         raise ValueError(f"{stride} are not the strides of a tensor of {list(t.shape)}")
     return torch.empty_strided(tuple(t.shape), tuple(stride), dtype=t.dtype).copy_(t)

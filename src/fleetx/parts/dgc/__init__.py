@@ -10,7 +10,7 @@ optimizer.py          SGD for gradients that already include momentum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -117,6 +117,19 @@ class DGC(Part):
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         large = {name: p for name, p in params.items() if _compressed(p)}
         return {key: {name: torch.zeros_like(p) for name, p in large.items()} for key in ("u", "v")}
+
+    def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The mean of the residuals and momenta: then the mean of what is sent later stays the same."""
+        made: dict[str, Any] = {}
+        for key in ("u", "v"):
+            names = {name: kept for state in states for name, kept in state[key].items()}
+            made[key] = {name: torch.zeros_like(kept) for name, kept in names.items()}
+            for name, total in made[key].items():
+                for state in states:
+                    if name in state[key]:
+                        total += state[key][name]
+                total /= len(states)
+        return made
 
     def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
         return (4 if scaled else 2) * sum(p.nbytes for p in params if _compressed(p))
