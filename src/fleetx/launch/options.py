@@ -20,7 +20,7 @@ from fleetx.launch.job import Job
 from fleetx.launch.secret import read_secret
 
 _MOST = 4096  # workers of one node
-_JOIN_TIMEOUT, _REGROW_AFTER, _RESTART_DELAY = 600, 60, 1  # seconds
+_SECONDS = {"join_timeout": 600, "regrow_after": 60, "restart_delay": 1}  # unless given
 _positive, _not_negative = click.IntRange(1, 1_000_000), click.IntRange(0, 1_000_000)
 
 # Also accepted: dashes instead of underscores, and these older names.
@@ -57,7 +57,7 @@ OPTIONS = {
             "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
         click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's modes; there is one."),
         click.Option(["--join_timeout"], type=_positive, metavar="S", help=(
-            f"Seconds to wait for the other nodes. [default: {_JOIN_TIMEOUT}]")),
+            f"Seconds to wait for the other nodes. [default: {_SECONDS['join_timeout']}]")),
     ],
     "Logs": [
         click.Option(["--log_dir"], default="log", show_default=True, metavar="DIR", help=(
@@ -71,10 +71,10 @@ OPTIONS = {
             "take them back. WORLD_SIZE changes, and all workers restart.")),
         click.Option(["--regrow_after"], type=_not_negative, metavar="S", help=(
             "With --elastic on one node: seconds until the workers that were left out come back. "
-            f"[default: {_REGROW_AFTER}]")),
+            f"[default: {_SECONDS['regrow_after']}]")),
         click.Option(["--restart_delay"], type=click.IntRange(0, 60), metavar="S", help=(
             "Seconds to wait after two attempts in a row that failed within 10 s; doubles with each further one, up to "
-            f"60. 0 always restarts at once. [default: {_RESTART_DELAY}]")),
+            f"60. 0 always restarts at once. [default: {_SECONDS['restart_delay']}]")),
         click.Option(["--cold"], is_flag=True, help=(
             "Start the workers of a restart from scratch, instead of as forks of a process that has imported torch.")),
         click.Option(["--preload"], metavar="a,b", help=(
@@ -224,20 +224,14 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
         paddle_api=options["paddle_api"],
         log_dir=Path(options["log_dir"]),
         max_restarts=options["max_restarts"],
-        restart_delay=_or(options["restart_delay"], _RESTART_DELAY),
         warm=restarts and not options["cold"],
         preload=tuple(preload),
         elastic=elastic[0] if elastic else None,
-        regrow_after=_or(options["regrow_after"], _REGROW_AFTER),
         grace_period=options["grace_period"],
         stop_timeout=options["stop_timeout"],
-        join_timeout=_or(options["join_timeout"], _JOIN_TIMEOUT),
         secret=secret,
+        **{name: default if options[name] is None else options[name] for name, default in _SECONDS.items()},
     )
-
-
-def _or(given: int | None, default: int) -> int:
-    return default if given is None else given
 
 
 def _with_scheduler(options: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
