@@ -38,7 +38,7 @@ def test_the_errors_are_those_of_the_strategy():
     problems = []
     for declare in (
         lambda: DistributedStrategy(ampp=True, gradient_merge={"k_steps": 0}),
-        lambda: DistributedStrategy(recompute_configs={"checkpoints": ["a"]}, dgc=True, localsgd=True).plan(),
+        lambda: DistributedStrategy(recompute_configs={"checkpoints": ["a"]}, dgc=True, fp16_allreduce=True).plan(),
     ):
         with pytest.raises(StrategyError) as caught:
             declare()

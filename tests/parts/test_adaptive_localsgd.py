@@ -77,7 +77,7 @@ def test_a_new_period_is_logged(caplog):
     ("settings", "message"),
     [
         ({"init_k_steps": 20}, "init_k_steps = 20: must be at most max_k_steps = 16"),
-        ({"overlap": True, "outer_lr": 0.5}, "overlap with outer_lr or outer_momentum is not built yet"),
+        ({"overlap": True, "average_momentum": True}, "overlap with average_momentum is not built yet"),
     ],
 )
 def test_bad_settings(settings, message):

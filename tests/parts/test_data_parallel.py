@@ -79,10 +79,10 @@ def _reductions(declared):
 class Dense(Part):
     """The plain mean, which records when it is called."""
 
-    @at(Stage.REDUCE)
+    @at(Stage.WIRE)
     def reduce(self, bucket, ctx):
         EVENTS.append("reduce " + " ".join(bucket.names))
-        return ctx.network.mean(bucket.buffer, bucket.index)
+        return bucket.network.mean(bucket.buffer, bucket.index)
 
 
 EVENTS = []
@@ -96,7 +96,7 @@ def test_reduction_begins_before_backward_has_reached_the_first_layer(ranks):
 
 
 def _events():
-    """With a part at the REDUCE stage; the result equals that of the default."""
+    """With a part at the WIRE stage; the result equals that of the default."""
     fleet.init()
     model = net()
     plan = compose([DataParallel(fuse_grad_size_in_MB=0.0005), Dense()])

@@ -272,7 +272,6 @@ def test_one_worker_has_nothing_to_communicate():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"overlap": True, "outer_momentum": 0.9}, "overlap with outer_lr or outer_momentum is not built yet"),
         ({"overlap": True, "average_momentum": True}, "overlap with average_momentum is not built yet"),
         ({"overlap_share": 0.25}, "overlap_share has no effect without overlap"),
         ({"k_steps": 0}, "k_steps"),
@@ -282,14 +281,6 @@ def test_one_worker_has_nothing_to_communicate():
 def test_bad_settings(settings, message):
     with pytest.raises(StrategyError, match=message):
         fleet.DistributedStrategy(localsgd=settings).plan()
-
-
-def test_two_reducers():
-    with pytest.raises(
-        StrategyError,
-        match="`fp16_allreduce` and `localsgd` both control what ranks exchange",
-    ):
-        fleet.DistributedStrategy(localsgd=True, fp16_allreduce=True).plan()
 
 
 def twice_loaded():

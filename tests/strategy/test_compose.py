@@ -28,17 +28,17 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class Sparse(Part):
-    """Reduces gradients, needs them unscaled, and leaves momentum in them."""
+    """Codes gradients, needs them unscaled, and leaves momentum in them."""
 
     switch = "sparse"
 
-    @at(Stage.REDUCE, bars={Fact.SCALED}, because="values would overflow", makes={Fact.MOMENTUM})
+    @at(Stage.WIRE, bars={Fact.SCALED}, because="values would overflow", makes={Fact.MOMENTUM})
     def send(self, bucket, ctx): ...
 
 
 @settings
 class Alone(Part):
-    """Reduces gradients too."""
+    """Exchanges no gradients."""
 
     switch = "alone"
 
@@ -100,8 +100,12 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
     ("parts", "message"),
     [
         (
-            [Sparse(), Alone()],
-            "`alone` and `sparse` both control what ranks exchange during backward; combining them is not built yet",
+            [Sparse(), FP16AllReduce()],
+            "`fp16_allreduce` and `sparse` both code what the ranks send, and a value has one code on the wire: use",
+        ),
+        (
+            [LocalSGD(), Alone()],
+            "`alone` and `localsgd` both decide what the ranks exchange, and they exchange one thing: use only one",
         ),
         (
             [LARS(), Rule()],
@@ -134,9 +138,14 @@ def test_a_conflict_is_derived_and_names_both_switches(parts, message):
 
 def test_three_switches_that_want_the_same_stage_are_one_problem():
     with pytest.raises(StrategyError) as caught:
-        compose([Sparse(), Alone(), FP16AllReduce()])
+        compose([Sparse(), DGC(), FP16AllReduce()])
     (problem,) = caught.value.problems
-    assert problem.startswith("`alone`, `fp16_allreduce` and `sparse` all control what ranks exchange")
+    assert problem.startswith("`dgc`, `fp16_allreduce` and `sparse` all code what the ranks send")
+
+
+def test_what_is_exchanged_and_how_it_is_coded_are_two_questions():
+    plan = compose([Sparse(), Alone(), Clip()])  # clip bars momentum, which no gradient has where parameters are sent
+    assert [act.name for act in plan.acts] == ["alone.nothing", "sparse.send", "clip.shrink"]
 
 
 def test_two_switches_that_conflict_twice_are_one_problem():
@@ -147,7 +156,7 @@ def test_two_switches_that_conflict_twice_are_one_problem():
 
 def test_all_conflicts_come_at_once():
     with pytest.raises(StrategyError) as caught:
-        compose([Sparse(), Alone(), FP16, Rule(), Hungry()])
+        compose([Sparse(), FP16AllReduce(), FP16, Rule(), Hungry()])
     assert len(caught.value.problems) >= 4
 
 

@@ -39,6 +39,25 @@ class Path:
         """The messages (bytes) of all ranks, by rank. Blocks: call it on a WorkerThread."""
         raise NotImplementedError
 
+    # --- for values that are coded: all of these block, so call them on a WorkerThread ---
+    ends = 1  # ranks that exchange coded values
+    end = 0  # which of them this rank is, or leads to
+    leads = True  # is this rank one of them?
+
+    def inward(self, buffer: Tensor) -> None:
+        """Sum uncoded values on the ranks that lead."""
+
+    def swap(self, rows: Tensor) -> Tensor:
+        """Send each end its share of the rows. Returns what each end sent here, by end."""
+        raise NotImplementedError
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """The rows of all ends, by end."""
+        raise NotImplementedError
+
+    def outward(self, buffer: Tensor) -> None:
+        """Copy uncoded values from the ranks that lead to the others."""
+
     def close(self) -> None:
         """Stop its threads."""
 
@@ -52,6 +71,7 @@ class FlatPath(Path):
 
     def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
         self._world, self._group, self._messages, self._traffic = world, group, messages, traffic
+        self.ends, self.end = world.size, world.rank
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
         self._traffic.sent += _ring(buffer, self._world.size)
@@ -66,6 +86,12 @@ class FlatPath(Path):
         self._traffic.sent += _ring(buffer, self._world.size)
         dist.all_reduce(buffer, group=self._messages)
 
+    def swap(self, rows: Tensor) -> Tensor:
+        return _swap(rows, self.ends, self._messages, self._traffic)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        return _collect(rows, self.ends, self._messages, self._traffic)
+
 
 class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
@@ -77,9 +103,9 @@ class HierarchicalPath(Path):
     def __init__(self, world: World, size: int, traffic: Traffic):
         groups = [list(range(start, start + size)) for start in range(0, world.size, size)]
         self._world, self._size, self._traffic = world, size, traffic
-        self._groups = len(groups)
+        self.ends, self.end = len(groups), world.rank // size
         self._leader = world.rank // size * size
-        self._root = world.number(self._leader)
+        self._root, self.leads = world.number(self._leader), world.rank == self._leader
         self._inward = _my_group(groups, world)
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
@@ -89,10 +115,6 @@ class HierarchicalPath(Path):
     def close(self) -> None:
         for thread in self._threads:  # in the order in which work goes through them
             thread.stop()
-
-    @property
-    def leads(self) -> bool:
-        return self._world.rank == self._leader
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
         inside, between, back = self._threads
@@ -123,13 +145,25 @@ class HierarchicalPath(Path):
         everything = [torch.cat([lengths.view(torch.uint8), *inside])]
         if self.leads:
             everything = _gather(everything[0], self._world.size // self._size, leaders, self._traffic)
-        sizes = torch.zeros(self._groups, dtype=torch.int64, device=message.device)
+        sizes = torch.zeros(self.ends, dtype=torch.int64, device=message.device)
         if self.leads:
             sizes.copy_(torch.tensor([m.numel() for m in everything]))
         dist.broadcast(sizes, src=self._root, group=group)
         whole = torch.cat(everything) if self.leads else message.new_empty(int(sizes.sum()))
         dist.broadcast(whole, src=self._root, group=group)
         return [m for part in whole.split(sizes.tolist()) for m in self._parted(part)]
+
+    def inward(self, buffer: Tensor) -> None:
+        dist.reduce(buffer, dst=self._root, group=self._messages[0])
+
+    def swap(self, rows: Tensor) -> Tensor:
+        return _swap(rows, self.ends, self._messages[1], self._traffic)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        return _collect(rows, self.ends, self._messages[1], self._traffic)
+
+    def outward(self, buffer: Tensor) -> None:
+        dist.broadcast(buffer, src=self._root, group=self._messages[0])
 
     def _parted(self, part: Tensor) -> list[Tensor]:
         head = 8 * self._size
@@ -176,6 +210,7 @@ class Network:
         """
         other = Network(self.world)
         other.communicators, other.inside, other.traffic = self.communicators, self.inside, self.traffic
+        other.messages = self.messages
         if self.world.size > 1:
             other._paths = [other._make(i, apart=True) for i in range(self.communicators)]
             self._beside.append(other)
@@ -194,21 +229,25 @@ class Network:
         group = self.world.group() if number or apart else self.world.members
         return FlatPath(self.world, group, messages, self.traffic)
 
+    def path(self, number: int) -> Path:
+        """The path of the buffer with this index."""
+        return self._paths[number % len(self._paths)]
+
     def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         if self.world.size == 1:
             alone: Future[Tensor] = Future()
             alone.set_result(buffer)
             return alone
-        return self._paths[number % len(self._paths)].sum(buffer)
+        return self.path(number).sum(buffer)
 
     def mean(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         return self.sum(buffer.div_(self.world.size), number)
 
     def sum_here(self, buffer: Tensor, number: int = 0) -> None:
-        self._paths[number % len(self._paths)].sum_here(buffer)
+        self.path(number).sum_here(buffer)
 
     def gather(self, message: Tensor, number: int = 0) -> list[Tensor]:
-        return self._paths[number % len(self._paths)].gather(message)
+        return self.path(number).gather(message)
 
 
 def inside_hosts(hosts: Sequence[Any]) -> int:
@@ -234,6 +273,20 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
     dist.all_gather_single(out, padded, group=group)
     traffic.sent += (size - 1) * (longest + length.element_size())
     return [row[:n] for row, n in zip(out.view(size, longest), lengths.tolist(), strict=True)]
+
+
+def _swap(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
+    out = torch.empty_like(rows)
+    dist.all_to_all_single(out, rows, group=group)
+    traffic.sent += rows.nbytes * (ends - 1) // ends
+    return out
+
+
+def _collect(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
+    out = rows.new_empty(ends * len(rows), *rows.shape[1:])
+    dist.all_gather_single(out, rows, group=group)
+    traffic.sent += rows.nbytes * (ends - 1)
+    return out
 
 
 def _ring(buffer: Tensor, size: int) -> int:

@@ -73,7 +73,7 @@ def _lazy(model: nn.Module) -> Iterator[str]:
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
     if seams.STEP_HOOKS not in vars(optimizer):  # as accelerate's prepare() returns it
         yield f"{type(optimizer).__name__} wraps another optimizer and runs no hooks of its own: pass the wrapped one"
-    apart = any(act.claim.makes & _APART for act in plan.acts)
+    apart = any(map(plan.makes, _APART))
     if apart and any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         yield (
             "ZeroRedundancyOptimizer updates only a share of the parameters on each rank and sends them to the others, "

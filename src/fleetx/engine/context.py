@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.base.trees import LossFn, arguments, loss_by, map_tensors
@@ -23,7 +24,7 @@ from fleetx.engine.run import Doubt, Run
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
-from fleetx.strategy.stage import Fact
+from fleetx.strategy.stage import Fact, Stage
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class Bucket:
     gradients: list[Tensor]
     names: list[str]
     index: int
+
+
+@dataclass(frozen=True)
+class Outgoing(Bucket):
+    """A bucket that is to be averaged over the ranks of a network: of gradients, or of what parameters have moved.
+
+    factor: what its values are multiplied by, such as a loss scale.
+    undoable: may the update for which it is sent still be withheld?
+    """
+
+    network: Network
+    factor: float = 1.0
+    undoable: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,11 @@ class Context:
     @property
     def plan(self) -> Plan:
         return self._run.plan
+
+    @property
+    def coded(self) -> bool:
+        """Is what the ranks send rounded or left out in part?"""
+        return bool(self._run.plan.at(Stage.WIRE))
 
     @property
     def forward(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -220,15 +239,13 @@ class StepContext(Context):
         return self._run.weights.divisor(self._run.merged)
 
     @property
-    def factor(self) -> float:
-        """What the gradient being reduced is multiplied by: the loss scale, and the divisor of its merged steps."""
-        run = self._run
-        return run.loss_scale() * run.weights.divisor(run.step.collected or run.merged + 1)
-
-    @property
     def scaled(self) -> bool:
         """Is the gradient multiplied by a loss scale, so that an overflow may still be found?"""
         return Fact.SCALED in self._facts
+
+    def mean(self, bucket: Outgoing) -> Future[Tensor]:
+        """Start to replace a bucket by its mean over the ranks of its network, coded as the strategy says."""
+        return self._run.mean(bucket)
 
     def broadcast_buffers(self, skip: Collection[Tensor] = ()) -> None:
         """Copy the buffers of rank 0 to the replica group, unless the user turned that off. A collective."""

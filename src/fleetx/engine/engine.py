@@ -31,7 +31,7 @@ from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import state
 from fleetx.engine.checks import check
-from fleetx.engine.context import Bucket, SetupContext, StepContext
+from fleetx.engine.context import SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
@@ -130,7 +130,8 @@ class Engine(Windows):
         alone = self.layout.reduced or self.layout.replica_group.size == 1
         if alone or self.reducer_settings is None or not self.names:
             return None
-        hook = self._reduce if self._calls[Stage.REDUCE] or not self.network.plain else None
+        ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
+        hook = self._reduce if ours else None
         moved = self.gradients.look_again
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
@@ -281,11 +282,6 @@ class Engine(Windows):
                 raise UsageError(PAST_THE_MODEL)
             self.step.tapped = True
             self.gradients.put_back()
-
-    def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        for call, ctx in self._calls[Stage.REDUCE]:
-            return call(bucket, ctx)
-        return self.network.mean(bucket.buffer, bucket.index)
 
     # --- optimizer.step() -------------------------------------------------------------------------
     def _opens(self) -> bool:

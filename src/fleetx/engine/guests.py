@@ -102,8 +102,7 @@ class Scaler:
     _MIXED = (Fact.SCALED, Fact.SUMMED, Fact.LOCAL, Fact.MOMENTUM, Fact.RESIDUAL, Fact.STAGED)
 
     def __init__(self, plan: Plan, optimizer: Optimizer):
-        made = {fact for act in plan.acts for fact in act.claim.makes}
-        self._mixed = next((fact for fact in self._MIXED if fact in made), None)
+        self._mixed = next(filter(plan.makes, self._MIXED), None)
         # With True, GradScaler.step hands its scale to every optimizer.step(), so that it can be seen there; with
         # False it unscales the gradients before the step, which acts at GRADIENT need (fused optimizers set True).
         if self._mixed is not None:

@@ -35,8 +35,7 @@ class LossWeights:
         self._world = world
         self._averages = any(Fact.SUMMED in act.claim.ends for act in plan.acts)  # are merged steps averaged?
         self._sums = bool(plan.at(Stage.GATE)) and not self._averages
-        alone = any(Fact.LOCAL in act.claim.makes for act in plan.acts)
-        self._ranks = 1 if alone else world.size  # over which sum(n) is taken
+        self._ranks = 1 if plan.makes(Fact.LOCAL) else world.size  # over which sum(n) is taken
         self.used: bool | None = None  # None: not known yet
         self._agreed = self._ranks == 1
         self._own = 0.0  # n of the earlier steps of this round, on this rank

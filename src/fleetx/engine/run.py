@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import plain_name
@@ -93,6 +94,9 @@ class Run:
         raise NotImplementedError
 
     def loss_scale(self) -> float:
+        raise NotImplementedError
+
+    def mean(self, bucket: Any) -> Future[Tensor]:
         raise NotImplementedError
 
 

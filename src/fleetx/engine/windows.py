@@ -1,8 +1,9 @@
-"""What ends a merge window without a backward of its own: a flush, a skipped batch, the end of the training."""
+"""How a bucket is reduced, and what ends a merge window without a backward of its own, such as a flush."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from fleetx.base.user_line import user_line
 from fleetx.comm.session import Undone
 from fleetx.comm.world import World
 from fleetx.engine import state
-from fleetx.engine.context import Bucket, StepContext
+from fleetx.engine.context import Bucket, Outgoing, StepContext
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import Run, key_of
 from fleetx.errors import UsageError
@@ -25,6 +26,7 @@ class Windows(Run):
     """The part of the engine that finishes what earlier steps have begun."""
 
     reducer: Reducer | None
+    _calls: dict[Stage, list[tuple[Any, Any]]]  # the acts of each stage, with their contexts
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         super().__init__(plan, model, optimizer, world)
@@ -41,7 +43,15 @@ class Windows(Run):
         return [(text, self._line) for text in state.unfinished(self)]
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        raise NotImplementedError
+        for call, ctx in self._calls[Stage.REDUCE]:
+            return call(bucket, ctx)
+        factor = self.loss_scale() * self.weights.divisor(self.step.collected or self.merged + 1)
+        return self.mean(Outgoing(**vars(bucket), network=self.network, factor=factor, undoable=True))
+
+    def mean(self, bucket: Outgoing) -> torch.futures.Future[Tensor]:
+        for call, ctx in self._calls[Stage.WIRE] if bucket.network.world.size > 1 else ():
+            return call(bucket, ctx)
+        return bucket.network.mean(bucket.buffer, bucket.index)
 
     def close(self) -> None:
         """Drop what holds the process group."""
@@ -52,8 +62,7 @@ class Windows(Run):
         """How many times the true gradient p.grad is now: it is still scaled, and a sum, between backward and step."""
         if not self.step.tapped:
             return 1.0
-        summed = any(Fact.SUMMED in act.claim.makes for act in self.plan.acts)
-        return self.loss_scale() * (self.merged + 1 if summed else 1)
+        return self.loss_scale() * (self.merged + 1 if self.plan.makes(Fact.SUMMED) else 1)
 
     @property
     def flushes(self) -> bool:
@@ -105,4 +114,4 @@ class Windows(Run):
 
     def _local(self) -> bool:
         """Does each rank update on its own?"""
-        return any(Fact.LOCAL in act.claim.makes for act in self.plan.acts)
+        return self.plan.makes(Fact.LOCAL)

@@ -31,7 +31,7 @@ from fleetx.measure.op_scratch import OpScratch, with_scratch
 from fleetx.measure.tracker import Tracker, bytes_of
 from fleetx.strategy.compose import Plan, compose
 from fleetx.strategy.part import Part
-from fleetx.strategy.stage import Fact, Stage
+from fleetx.strategy.stage import Stage
 
 log = logging.getLogger(__name__)
 Forward = Callable[[], AbstractContextManager[Any]]  # to be entered around each forward
@@ -72,10 +72,9 @@ class TrainingStep:
         plan: Plan, model: nn.Module, optimizer: Optimizer, *, ranks: int, merge: bool = False, **inputs: Any
     ) -> TrainingStep:
         """A step with what the plan's parts keep in memory. merge: gradients are merged, whether or not a part does."""
-        facts = frozenset().union(*(act.claim.makes for act in plan.acts))
         merge = merge or bool(plan.at(Stage.GATE))
         params = list(model.parameters())
-        kept = sum(part.keeps(params, scaled=Fact.SCALED in facts) for part in plan.parts)
+        kept = sum(part.keeps(params, plan) for part in plan.parts)
         return TrainingStep(
             model, optimizer, **inputs, parts=[part for part in plan.parts if part.changes_forward],
             kept_gradients=merge or ranks > 1, extra_bytes=kept + (bucket_bytes(model) if merge and ranks > 1 else 0),

@@ -12,10 +12,12 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_problem
-from fleetx.comm.averaging import Background, average, completed
+from fleetx.comm.averaging import average, completed
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, StepContext
 from fleetx.errors import NOT_BUILT, UsageError
+from fleetx.parts._outer_optimizer import Delayed, OuterOptimizer
+from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.part import Part, name_of, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -51,8 +53,6 @@ class LocalUpdates(Part):
         raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
-        if self.overlap and self._outer:
-            yield f"overlap with outer_lr or outer_momentum {NOT_BUILT}: remove one of them"
         if self.overlap and self.average_momentum:
             yield f"overlap with average_momentum {NOT_BUILT}: remove one of them"
         if not self.overlap and self.overlap_share != type(self)().overlap_share:
@@ -81,18 +81,19 @@ class LocalUpdates(Part):
         """Without the average under way: the ranks are equal already."""
         return {key: value for key, value in states[0].items() if key != "under_way"}
 
-    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
-        """Two copies: the sent parameters and their mean, or the outer optimizer's anchor and momentum."""
-        return 2 * sum(p.nbytes for p in params) if self.overlap or self._outer else 0
+    def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
+        """Copies: the parameters that were sent and their mean, the anchor, the outer momentum."""
+        anchored = self._outer or bool(plan.at(Stage.WIRE))
+        return (2 * self.overlap + anchored + (self.outer_momentum > 0)) * sum(p.nbytes for p in params)
 
     def cost(self, terms: CostTerms) -> None:
         terms.reduce_every, terms.after_backward, terms.averages_parameters = self.period(), True, True
 
-    @at(Stage.REDUCE, makes={Fact.LOCAL})
+    @at(Stage.REDUCE, unbuilt={Fact.PARTED}, makes={Fact.LOCAL})
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """keep each rank's own gradient: nothing is sent during backward"""
-        if self._outer and "anchor" not in ctx.state:
-            self._start_outer(ctx)
+        if (self._outer or ctx.coded) and "anchor" not in ctx.state:
+            self._start(ctx)
         self._note_missing(bucket, ctx)
         return completed(bucket.buffer)
 
@@ -115,25 +116,27 @@ class LocalUpdates(Part):
     def end_period(self, params: list[Tensor], ctx: StepContext) -> None:
         """Average the parameters, or start to."""
         ctx.state["last"] = ctx.round
+        if ctx.network.world.size == 1:
+            return
         if self.overlap:
-            self._background(ctx).turn(params)
+            self._delayed(ctx).turn(params, ctx)
         else:
-            average(params, ctx.network)
-            if self._outer and "anchor" in ctx.state and ctx.replica_group.size > 1:
-                self._outer_step(params, ctx)
+            self._step.now(params, ctx)
         if self.average_momentum:
             average(_optimizer_state(params, ctx), ctx.network)
         self._sync_buffers(ctx)
 
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         if last and self.overlap:
-            self._background(ctx).finish(params)
+            self._delayed(ctx).finish(params, ctx)
             average(params, ctx.network)  # overlapped averages leave the ranks a small distance apart
+            if "anchor" in ctx.state:
+                self._step.start(ctx)
             self._sync_buffers(ctx)
         elif last and ctx.round > ctx.state["last"]:
             self.end_period(params, ctx)
         elif self.overlap and not last:
-            ctx.state["under_way"] = self._background(ctx).saved()
+            ctx.state["under_way"] = self._delayed(ctx).saved()
 
     def unfinished(self, ctx: StepContext) -> Iterator[str]:
         rounds = ctx.round - ctx.state["last"]
@@ -143,14 +146,14 @@ class LocalUpdates(Part):
                 f"{rounds} round{'s' if rounds > 1 else ''}"
             )
 
-    def _background(self, ctx: StepContext) -> Background:
-        """The average under way, restored if a checkpoint was loaded since."""
-        background = ctx.notes.setdefault("background", Background(ctx.network, self.overlap_share))
+    def _delayed(self, ctx: StepContext) -> Delayed:
+        """The step under way, restored if a checkpoint was loaded since."""
+        delayed: Delayed = ctx.notes.setdefault("delayed", Delayed(self._step, ctx.network))
         saved = ctx.state.pop("under_way", None)
-        if "background" not in ctx.in_progress:
-            background.load(saved or [])
-            ctx.in_progress["background"] = background
-        return background
+        if "delayed" not in ctx.in_progress:
+            delayed.load(saved or [])
+            ctx.in_progress["delayed"] = delayed
+        return delayed
 
     def _sync_buffers(self, ctx: StepContext) -> None:
         buffers = [b for b in ctx.model.buffers() if b is not None]
@@ -164,21 +167,15 @@ class LocalUpdates(Part):
     def _outer(self) -> bool:
         return self.outer_lr != 1.0 or self.outer_momentum != 0.0
 
-    def _start_outer(self, ctx: StepContext) -> None:
-        """Copy the parameters before the first update, while the ranks are still equal."""
-        if ctx.round:  # resumed from a checkpoint without an outer optimizer: the ranks may differ
-            average(list(ctx.names), ctx.network)
-        ctx.state["anchor"] = {name: p.detach().clone() for p, name in ctx.names.items()}
-        ctx.state["outer"] = {name: torch.zeros_like(a) for name, a in ctx.state["anchor"].items()}
+    @property
+    def _step(self) -> OuterOptimizer:
+        return OuterOptimizer(self.outer_lr, self.outer_momentum, self.overlap_share if self.overlap else None)
 
-    def _outer_step(self, params: list[Tensor], ctx: StepContext) -> None:
-        for p in params:  # one tensor at a time, to avoid a copy of the model
-            name = ctx.names[p]  # type: ignore[index]
-            anchor, momentum = ctx.state["anchor"][name], ctx.state["outer"][name]
-            step = anchor - p.detach()
-            momentum.mul_(self.outer_momentum).add_(step)
-            anchor.sub_(step.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
-            p.detach().copy_(anchor)
+    def _start(self, ctx: StepContext) -> None:
+        """Before the first update, while the ranks are still equal."""
+        if ctx.round:  # resumed from a checkpoint without an anchor: the ranks may differ
+            average(list(ctx.names), ctx.network)
+        self._step.start(ctx)
 
 
 def _has_mean(t: Tensor) -> bool:

@@ -10,18 +10,19 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_problem
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, StepContext
+from fleetx.engine.context import Outgoing, StepContext
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Half, Part, settings
-from fleetx.strategy.stage import Stage, at
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
 class FP16AllReduce(Part):
-    """Reduce gradients in half precision, and apply them in float32.
+    """Send what the ranks exchange in half precision, and apply it in float32.
 
-    g <- fp32(sum over ranks of half(g / ranks)). The backend also sums in half precision.
+    x <- fp32(sum over ranks of half(x / ranks)), where x is a gradient, or under localsgd what a rank's parameters have
+    moved since the last average. The backend also sums in half precision.
     Neutral: one rank, where nothing is sent. With several ranks it always rounds.
     """
 
@@ -50,15 +51,15 @@ class FP16AllReduce(Part):
         terms.sent, terms.dtype = terms.sent / 2, self.dtype
         terms.streamed += 5 * terms.gradients  # divided, cast, cast back
 
-    @at(Stage.REDUCE)
-    def send(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
-        """average each bucket over the ranks, in half precision on the wire"""
+    @at(Stage.WIRE, unbuilt={Fact.PARTED})
+    def send(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
+        """average what the ranks exchange, in half precision on the wire"""
         half = torch.float16 if self.dtype == "float16" else torch.bfloat16
         buffers = ctx.notes.setdefault("buffers", {})
         sent = buffers.get(bucket.index)
         if sent is None or sent.shape != bucket.buffer.shape:  # DDP rebuilds its buckets after the first step
             sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
         # Divide in float32, so that the sum does not overflow.
-        torch.div(bucket.buffer, ctx.replica_group.size, out=bucket.buffer)
+        torch.div(bucket.buffer, bucket.network.world.size, out=bucket.buffer)
         sent.copy_(bucket.buffer)
-        return ctx.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))
+        return bucket.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))

@@ -16,7 +16,6 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.compose import Plan, compose
 from fleetx.strategy.cost_model import ALLOWED, Cluster, CostTerms, Offer
 from fleetx.strategy.part import Part, every
-from fleetx.strategy.stage import Fact
 
 if TYPE_CHECKING:
     from fleetx.planner.trial import Trial
@@ -59,8 +58,8 @@ class Candidate:
 
 def kept_bytes(plan: Plan, params: Iterable[Tensor]) -> int:
     """What the strategies keep between steps."""
-    params, facts = list(params), frozenset().union(*(act.claim.makes for act in plan.acts))
-    return sum(part.keeps(params, scaled=Fact.SCALED in facts) for part in plan.parts)
+    params = list(params)
+    return sum(part.keeps(params, plan) for part in plan.parts)
 
 
 def budget_of(parts: Iterable[Part]) -> Any:

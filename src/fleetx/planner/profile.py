@@ -249,7 +249,7 @@ def _run(parts: Sequence[Part], sizes: Sequence[int], workload: Workload, world:
 
 def _local(parts: Sequence[Part]) -> list[Part]:
     """The parts with which one rank can run a step alone, at the same speed."""
-    distributed = {Stage.REDUCE, Stage.GATE, Stage.SCHEDULE}
+    distributed = {Stage.REDUCE, Stage.WIRE, Stage.GATE, Stage.SCHEDULE}
     return [
         part for part in parts
         if not part.divides and not budget_of([part]) and not distributed & {act.stage for act in part.acts()}

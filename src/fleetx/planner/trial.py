@@ -17,7 +17,7 @@ from fleetx.engine.reducer import Reducer
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.measure import allocator
 from fleetx.measure.tracker import bytes_of
-from fleetx.planner.candidates import Candidate
+from fleetx.planner.candidates import Candidate, kept_bytes
 from fleetx.planner.children import now, on_all_ranks, slowest
 from fleetx.planner.workload import Workload
 from fleetx.strategy.stage import Stage
@@ -71,8 +71,7 @@ def _held(engine: Engine, batch: Any) -> int:
     state = [s for values in engine.optimizer.state.values() for s in values.values() if isinstance(s, Tensor)]
     tensors = [*engine.model.parameters(), *engine.model.buffers(), *state, *tensors_of(batch)]
     buckets = bytes_of(p for p in engine.names if p.requires_grad) if isinstance(engine.reducer, Reducer) else 0
-    kept = sum(part.keeps(_local(engine.names), scaled=False) for part in engine.plan.parts)
-    return bytes_of(_local(tensors)) + buckets + kept
+    return bytes_of(_local(tensors)) + buckets + kept_bytes(engine.plan, _local(engine.names))
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:

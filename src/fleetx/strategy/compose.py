@@ -25,6 +25,10 @@ class Plan:
     def at(self, stage: Stage) -> tuple[Act, ...]:
         return tuple(a for a in self.acts if a.stage is stage)
 
+    def makes(self, fact: Fact) -> bool:
+        """Does an act make this fact true, if only for a while?"""
+        return any(fact in act.claim.makes for act in self.acts)
+
     def facts_at(self, act: Act) -> frozenset[Fact]:
         return self.facts[self.acts.index(act)]
 
@@ -40,13 +44,16 @@ def compose(parts: Iterable[Part]) -> Plan:
     conflicts: list[Conflict] = []
     for stage in Stage:
         here = [a for a in acts if a.stage is stage]
-        if stage.solo and len(here) > 1:
-            conflicts += _rivals(here, stage)
+        rivals = [a for a in here if a.call is not None]  # what torch does leaves room for another part
+        if stage.solo and len(rivals) > 1:
+            conflicts += _rivals(rivals, stage)
         for act in _ordered(here, facts, conflicts):
             conflicts += _objections(act, facts, acts)
             plan.append(act)
             known.append(facts)
-            facts = (facts | act.claim.makes) - act.claim.ends
+            # Where ranks exchange parameters, what happens on the wire says nothing about gradients.
+            makes = act.claim.makes if stage is not Stage.WIRE or Fact.LOCAL not in facts else frozenset[Fact]()
+            facts = (facts | makes) - act.claim.ends
     if conflicts:
         # One sentence per group of switches: whatever resolves one conflict between them resolves the others.
         problems: dict[frozenset[str], str] = {}
@@ -85,8 +92,7 @@ def _rivals(here: list[Act], stage: Stage) -> Iterator[Conflict]:
         if len(same) > 1:
             yield same, f"{_names(same)} both decide {decides}, and only one can: use only one of them"
     if len({a.part.decides or a for a in here}) > 1:
-        why = f", and {stage.because}" if stage.because else f"; combining them {NOT_BUILT}"
-        yield here, f"{_names(here)} {both} {stage.solo}{why}: use only one of them"
+        yield here, f"{_names(here)} {both} {stage.solo}, and {stage.because}: use only one of them"
 
 
 def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflict]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from fleetx.comm.world import World
     from fleetx.engine.context import StepContext
+    from fleetx.strategy.compose import Plan
 
 # A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
 Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
@@ -143,11 +144,8 @@ class Part:
     def cost(self, terms: CostTerms) -> None:
         """Add what this part costs per update. What changes the forward is measured instead."""
 
-    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
-        """Bytes kept from step to step, apart from gradients and the optimizer's state.
-
-        scaled: is there a loss scale, so that an update may have to be undone?
-        """
+    def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
+        """Bytes kept from step to step, apart from gradients and the optimizer's state."""
         return 0
 
     # --- what `fleetx verify` asks ----------------------------------------------------------------

@@ -10,7 +10,10 @@ what it returns:
     LOSS       each backward                               -> factor of the gradient that enters the model; what
                                                            leaves through the inputs is divided by it again
     GATE       each optimizer.step(): does it update?      number of steps in this window -> bool
-    REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer
+    REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer; without an act, the
+                                                           ranks exchange gradients
+    WIRE       each bucket of what the ranks exchange:     Outgoing -> Future of its mean over the ranks
+               gradients, or parameters (`ctx.mean`)
     GRADIENT   the gate is open, before the update         list of gradients -> None; `ctx.withhold_if` for a reason
                                                            not to update
     UPDATE     once, at set-up                             optimizer -> optimizer
@@ -19,6 +22,9 @@ what it returns:
 
 The list at GRADIENT has this rank's local part of each gradient that is not None, in the order of `param_groups`, to be
 changed in place. It can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
+
+What crosses the network is three questions with one answer each: *what* the ranks exchange (REDUCE), *how* it is coded
+(WIRE), and *along which path* (the Network, which acts at MODEL configure).
 """
 
 from __future__ import annotations
@@ -40,10 +46,11 @@ class Stage(IntEnum):
     LOSS = 3
     GATE = 4
     REDUCE = 5
-    GRADIENT = 6
-    UPDATE = 7
-    PARAMETER = 8
-    SCHEDULE = 9
+    WIRE = 6
+    GRADIENT = 7
+    UPDATE = 8
+    PARAMETER = 9
+    SCHEDULE = 10
 
     @property
     def solo(self) -> str:
@@ -52,14 +59,15 @@ class Stage(IntEnum):
 
     @property
     def because(self) -> str:
-        """Why only one can; empty if two are merely not built yet."""
+        """Why only one can."""
         return _SOLO.get(self, ("", ""))[1]
 
 
 _SOLO = {
     Stage.LOSS: ("scale the loss", "a loss has one scale"),
     Stage.GATE: ("control which steps update the parameters", "a step updates them or does not"),
-    Stage.REDUCE: ("control what ranks exchange during backward", ""),
+    Stage.REDUCE: ("decide what the ranks exchange", "they exchange one thing"),
+    Stage.WIRE: ("code what the ranks send", "a value has one code on the wire"),
     Stage.UPDATE: ("change the optimizer's update rule", "an update follows one rule"),
     Stage.SCHEDULE: ("run forward and backward themselves", "each of them runs once"),
 }

@@ -23,7 +23,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with all its settings
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
-NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "amp", "dgc"}
+NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "quantized_allreduce", "amp", "dgc"}
 # Of the others, the settings that are computed here, or that change no number.
 READS = {
     "adaptive_localsgd": {"init_k_steps", "begin_step", "max_k_steps", "overlap_share", "allow_single"},

@@ -23,11 +23,13 @@ from torch.optim import SGD, Optimizer
 
 from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, Context, SetupContext, StepContext
+from fleetx.engine.context import Context, Outgoing, SetupContext, StepContext
 from fleetx.errors import NOT_BUILT, UsageError
 from fleetx.optim.adopt import become
+from fleetx.parts._residuals import mean_of
 from fleetx.parts.dgc import exchange, native
 from fleetx.parts.dgc.optimizer import MomentumInGrad
+from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
@@ -63,7 +65,7 @@ class DGC(Part):
     value_dtype: Literal["float32", "float16"] = "float32"
     """The type of the values on the wire. Rounding errors of float16 stay on the rank for later steps."""
     momentum_correction: bool | None = None
-    """Accumulate SGD's momentum on each rank. None: unless `lars` or `lamb` is on, which apply their own."""
+    """Accumulate SGD's momentum on each rank. None: unless `lars`, `lamb`, `muon` or `localsgd` leaves it elsewhere."""
     allow_single: bool = False
     """Allow a single rank, for debugging."""
 
@@ -86,7 +88,8 @@ class DGC(Part):
 
     def beside(self, parts: Iterable[Part]) -> DGC:
         others = [act for part in parts if part is not self for act in part.acts()]
-        if self.momentum_correction is None and any(act.stage is Stage.UPDATE for act in others):
+        elsewhere = any(act.stage is Stage.UPDATE or Fact.LOCAL in act.claim.makes for act in others)
+        if self.momentum_correction is None and elsewhere:
             return replace(self, momentum_correction=False)
         return self
 
@@ -119,20 +122,11 @@ class DGC(Part):
         return {key: {name: torch.zeros_like(p) for name, p in large.items()} for key in ("u", "v")}
 
     def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The mean of the residuals and momenta: then the mean of what is sent later stays the same."""
-        made: dict[str, Any] = {}
-        for key in ("u", "v"):
-            names = {name: kept for state in states for name, kept in state[key].items()}
-            made[key] = {name: torch.zeros_like(kept) for name, kept in names.items()}
-            for name, total in made[key].items():
-                for state in states:
-                    if name in state[key]:
-                        total += state[key][name]
-                total /= len(states)
-        return made
+        """The mean of the residuals and momenta."""
+        return {key: mean_of([state[key] for state in states]) for key in ("u", "v")}
 
-    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
-        return (4 if scaled else 2) * sum(p.nbytes for p in params if _compressed(p))
+    def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
+        return (4 if plan.makes(Fact.SCALED) else 2) * sum(p.nbytes for p in params if _compressed(p))
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -158,21 +152,28 @@ class DGC(Part):
         ctx.notes["spare"] = {}  # buffers for the next `new`
         return model
 
-    @at(Stage.REDUCE, makes={Fact.MOMENTUM, Fact.RESIDUAL}, when=_corrects)
-    def send(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
+    @at(
+        Stage.WIRE,
+        bars={Fact.LOCAL},
+        because="each rank's optimizer has already applied its momentum to what is sent then",
+        unbuilt={Fact.PARTED},
+        makes={Fact.MOMENTUM, Fact.RESIDUAL},
+        when=_corrects,
+    )
+    def send(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
         """accumulate momentum and residuals on each rank, send the largest values, and average what was sent"""
         return self._exchange(bucket, ctx)
 
-    @at(Stage.REDUCE, makes={Fact.RESIDUAL}, when=lambda self: not _corrects(self))
-    def send_without_momentum(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
-        """accumulate gradients on each rank, send the largest values, and average what was sent"""
+    @at(Stage.WIRE, unbuilt={Fact.PARTED}, makes={Fact.RESIDUAL}, when=lambda self: not _corrects(self))
+    def send_without_momentum(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
+        """accumulate what is exchanged on each rank, send the largest values, and average what was sent"""
         return self._exchange(bucket, ctx)
 
-    def _exchange(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
+    def _exchange(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
         if ctx.round < self.rampup_begin_step:
-            return ctx.network.mean(bucket.buffer, bucket.index)
+            return bucket.network.mean(bucket.buffer, bucket.index)
         sent = ctx.in_progress.setdefault("sent", {})  # the round in which each parameter was last sent
-        if any(sent.get(name) == ctx.round for name in bucket.names):
+        if bucket.undoable and any(sent.get(name) == ctx.round for name in bucket.names):
             raise UsageError(
                 "dgc: a second backward before optimizer.step() cannot work, because the gradients of the first were "
                 "already sent: use strategy.gradient_merge, with a step after each backward"
@@ -181,14 +182,15 @@ class DGC(Part):
         groups = {p: group for group in ctx.optimizer.param_groups for p in group["params"]}
         work = exchange.Exchange(
             tensors=[
-                self._tensor(name, g, groups, ctx) for name, g in zip(bucket.names, bucket.gradients, strict=True)
+                self._tensor(name, g, groups, ctx, undoable=bucket.undoable and ctx.scaled)
+                for name, g in zip(bucket.names, bucket.gradients, strict=True)
             ],
             sparsity=self.sparsity_at(ctx.round),
-            factor=ctx.factor,
+            factor=bucket.factor,
             half=self.value_dtype == "float16",
-            norm_limit=self.clip_norm and self.clip_norm / ctx.replica_group.size**0.5,
+            norm_limit=self.clip_norm and self.clip_norm / bucket.network.world.size**0.5,
         )
-        return ctx.notes["thread"].submit(lambda: work.run(bucket, ctx.network))
+        return ctx.notes["thread"].submit(lambda: work.run(bucket))
 
     @at(Stage.UPDATE, needs={Fact.MOMENTUM}, when=_corrects)
     def drop_momentum(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
@@ -197,7 +199,7 @@ class DGC(Part):
         made.in_grad = partial(self._in_grad, ctx)
         return made
 
-    @at(Stage.PARAMETER, needs={Fact.RESIDUAL})
+    @at(Stage.PARAMETER)
     def commit_residuals(self, params: list[Tensor], ctx: StepContext) -> None:
         """keep the new residuals, or restore the old ones if the update was skipped"""
         notes, state = ctx.notes, ctx.state
@@ -207,7 +209,7 @@ class DGC(Part):
             notes["spare"].update(new)
         else:
             sent = ctx.in_progress.get("sent", ())
-            unused = [n for n in sent if _compressed(p := notes["params"][n]) and p.grad is None]
+            unused = [n for n in sent if _compressed(p := notes["params"][n]) and p.grad is None and not ctx.per_rank]
             if unused and ctx.round > self.rampup_begin_step:
                 raise UsageError(f"dgc sent values of {unused[0]!r}, which no rank used: freeze it before distribute")
             for name, (u, v) in new.items():
@@ -222,7 +224,7 @@ class DGC(Part):
         return ctx.replica_group.size > 1 and ctx.round >= self.rampup_begin_step and _compressed(p)
 
     def _tensor(
-        self, name: str, g: Tensor, groups: Mapping[Tensor, Mapping[str, Any]], ctx: StepContext
+        self, name: str, g: Tensor, groups: Mapping[Tensor, Mapping[str, Any]], ctx: StepContext, *, undoable: bool
     ) -> exchange.LargeTensor | Tensor:
         p, notes = ctx.notes["params"][name], ctx.notes
         if not _compressed(p):
@@ -239,7 +241,7 @@ class DGC(Part):
             if (buffer := ctx.optimizer.state.get(p, {}).pop("momentum_buffer", None)) is not None:
                 u.copy_(buffer)  # from the rounds before compression
         new = None
-        if ctx.scaled:  # an overflow may still be found on another rank, so keep the old u and v
+        if undoable:  # an overflow may still be found on another rank, so keep the old u and v
             new = notes["spare"].pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
             ctx.in_progress.setdefault("new", {})[name] = new  # until the update is known to be applied
         return exchange.LargeTensor(g, p, u, v, new, momentum, decay)

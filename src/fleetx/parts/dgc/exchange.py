@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fleetx.comm.paths import Network
-from fleetx.engine.context import Bucket
+from fleetx.engine.context import Outgoing
 from fleetx.parts.dgc.codec import decode_add, encode, header
 
 
@@ -39,8 +39,9 @@ class Exchange:
     half: bool
     norm_limit: float | None
 
-    def run(self, bucket: Bucket, network: Network) -> Future[Tensor]:
+    def run(self, bucket: Outgoing) -> Future[Tensor]:
         """For a WorkerThread. Communication runs on `network.thread`, while this thread encodes the next payloads."""
+        network = bucket.network
         large = [t for t in self.tensors if isinstance(t, LargeTensor)]
         small = [t for t in self.tensors if isinstance(t, Tensor)]
         uncompressed = network.thread.submit(lambda: _average(small, network, bucket.index)) if small else None

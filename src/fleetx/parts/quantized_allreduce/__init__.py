@@ -1,0 +1,151 @@
+"""`quantized_allreduce`: send values in blocks of 8 or 4 bits.
+
+blocks.py   the format of a block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from fleetx.base.module_names import sparse_problem
+from fleetx.comm.world import World
+from fleetx.engine.context import Outgoing, SetupContext, StepContext
+from fleetx.errors import UsageError
+from fleetx.parts._residuals import mean_of
+from fleetx.parts.quantized_allreduce.blocks import BlockLayout, decode, encode, row_bytes
+from fleetx.strategy.compose import Plan
+from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
+from fleetx.strategy.effect import Effect, less
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
+
+PASSES = 22  # over the values, to code them twice and decode them, in units of one read or write
+
+
+def _codes(part: QuantizedAllReduce) -> bool:
+    return part.bits < 32
+
+
+@settings
+class QuantizedAllReduce(Part):
+    """Send what the ranks exchange in blocks of 8 or 4 bits, and keep what is rounded off for the next exchange.
+
+    x = g + e, where g is a gradient, or under localsgd what this rank's parameters have moved. Every rank sends each
+    rank its share of the blocks of x, averages the share that it received, and sends the mean to all: q(x), then
+    q(mean). e <- x - q(x), and on the rank that averaged also + ranks * (mean - q(mean)), so nothing is lost.
+    Neutral: bits=32, where nothing is coded.
+    """
+
+    bits: Literal[4, 8, 32] = 8
+    """Bits per value on the wire. 32: values as they are."""
+    block: Annotated[int, Field(ge=2, multiple_of=2)] = 256
+    """Values that share a scale of 32 bits."""
+
+    neutral: ClassVar[dict[str, Any]] = {"bits": 32}
+    per_rank_state: ClassVar[bool] = True
+    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8)
+    lossless: ClassVar[dict[str, Any]] = {"bits": 32}
+    costs: ClassVar[str] = (
+        "network: bits / 32 + 1 / block; memory: a copy of the parameters, two while gradients are sent"
+    )
+
+    @classmethod
+    def offers(cls, cluster: Cluster) -> Iterator[Offer]:
+        if cluster.ranks > 1:
+            yield Offer({"bits": 8}, "lossy")
+
+    def cost(self, terms: CostTerms) -> None:
+        if _codes(self):
+            terms.sent *= row_bytes(self.block, self.bits) / self.block / 4
+            terms.streamed += PASSES * terms.gradients
+
+    def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
+        return sum(p.nbytes for p in params) * _codes(self)
+
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        yield from sparse_problem("quantized_allreduce", model)
+
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is not None and ctx.replica_group.size == 1:
+            yield "no effect here: there is one replica of the model, so nothing is sent"
+
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        return {"residual": {}} if _codes(self) else {}  # e, by name, once something was rounded off
+
+    def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
+        return bool(state.get("residual"))
+
+    def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"residual": mean_of([state["residual"] for state in states])}
+
+    # --- acts -------------------------------------------------------------------------------------
+    @at(Stage.MODEL, when=_codes)
+    def set_up(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """set up a process group for coded values"""
+        ctx.network.messages = True
+        return model
+
+    @at(Stage.WIRE, unbuilt={Fact.PARTED}, makes={Fact.RESIDUAL}, when=_codes)
+    def send(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
+        """average what the ranks exchange in blocks of few bits, and keep what is rounded off for the next exchange"""
+        if bucket.undoable:
+            sent = ctx.in_progress.setdefault("sent", {})  # the round in which each parameter was last sent
+            if any(sent.get(name) == ctx.round for name in bucket.names):
+                raise UsageError(
+                    "quantized_allreduce: a second backward before optimizer.step() cannot work, because what was "
+                    "rounded off in the first is kept until the step: use strategy.gradient_merge, with a step after "
+                    "each backward"
+                )
+            sent.update(dict.fromkeys(bucket.names, ctx.round))
+        return bucket.network.thread.submit(lambda: self._average(bucket, ctx))
+
+    def _average(self, bucket: Outgoing, ctx: StepContext) -> Tensor:
+        """Blocks until the mean is there: for a WorkerThread."""
+        path, ranks = bucket.network.path(bucket.index), bucket.network.world.size
+        layout = BlockLayout([g.numel() for g in bucket.gradients], self.block, path.ends)
+        dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
+        blocks = layout.blocks(bucket.gradients, dtype)
+        mean = torch.empty_like(blocks)
+        path.inward(blocks)
+        if path.leads:
+            residuals = ctx.state["residual"]
+            for values, name in zip(layout.values(blocks), bucket.names, strict=True):
+                if name in residuals:
+                    values.add_(residuals[name], alpha=bucket.factor)
+            rows = encode(blocks, self.bits)
+            blocks -= decode(rows, self.bits, dtype)
+            share = decode(path.swap(rows), self.bits, dtype).view(path.ends, -1, self.block).sum(0).div_(ranks)
+            rows = encode(share, self.bits)
+            share -= decode(rows, self.bits, dtype)
+            blocks.view(path.ends, -1, self.block)[path.end].add_(share, alpha=ranks)
+            mean = decode(path.collect(rows), self.bits, dtype)
+            new = dict(zip(bucket.names, layout.values(blocks.div_(bucket.factor)), strict=True))
+            if bucket.undoable:
+                ctx.in_progress.setdefault("new", {}).update(new)
+            else:
+                _keep(new, ctx)
+        path.outward(mean)
+        for g, values in zip(bucket.gradients, layout.values(mean), strict=True):
+            g.copy_(values.view_as(g))
+        return bucket.buffer
+
+    @at(Stage.PARAMETER, when=_codes)
+    def keep_residuals(self, params: list[Tensor], ctx: StepContext) -> None:
+        """keep what was rounded off, unless the update was skipped"""
+        new = ctx.in_progress.pop("new", {})
+        if ctx.updated:
+            _keep(new, ctx)
+
+
+def _keep(new: Mapping[str, Tensor], ctx: StepContext) -> None:
+    """Copies, because these are views of whole buckets."""
+    residuals = ctx.state["residual"]
+    for name, values in new.items():
+        residuals[name] = residuals[name].copy_(values) if name in residuals else values.clone()

@@ -1,0 +1,65 @@
+"""Values in blocks of a few bits: one row of bytes per block, a scale and then the codes.
+
+    scale   float32: the largest absolute value of the block, divided by the largest code
+    codes   value / scale, rounded to the nearest integer: -127 to 127 in 8 bits, -7 to 7 in 4 bits, two to a byte
+
+A block with a value that is not finite has a scale that is not finite, so every rank sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+_LARGEST = {8: 127.0, 4: 7.0}
+
+
+def row_bytes(block: int, bits: int) -> int:
+    return SCALE_BYTES + block * bits // 8
+
+
+def encode(blocks: Tensor, bits: int) -> Tensor:
+    """(n, block) values -> (n, row_bytes) bytes."""
+    # Divided in float32 and raised to a normal number, so that every device finds the same codes.
+    scales = blocks.abs().amax(1).float().div_(_LARGEST[bits]).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = blocks.div(scales.unsqueeze(1)).round_().clamp_(-_LARGEST[bits], _LARGEST[bits])
+    codes = codes.nan_to_num_(0.0).to(torch.int8)
+    if bits == 4:
+        codes = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    return torch.cat([scales.view(-1, 1).view(torch.uint8), codes.view(torch.uint8)], 1)
+
+
+def decode(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """(n, row_bytes) bytes -> (n, block) values."""
+    scales = rows[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    codes = rows[:, SCALE_BYTES:].view(torch.int8)
+    if bits == 4:
+        codes = torch.stack([(codes << 4) >> 4, codes >> 4], 2).flatten(1)
+    return codes.to(dtype).mul_(scales)
+
+
+class BlockLayout:
+    """Where each tensor of a bucket is in a matrix of blocks: each begins with a block of its own.
+
+    So what a value is rounded to does not depend on which other tensors are in its bucket. The number of blocks is a
+    multiple of the number of ranks.
+    """
+
+    def __init__(self, sizes: Sequence[int], block: int, ranks: int):
+        self._sizes, self._block = sizes, block
+        self._rows = [-(-size // block) for size in sizes]
+        self.rows = -(-sum(self._rows) // ranks) * ranks
+
+    def blocks(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(self.rows, self._block, dtype=dtype, device=tensors[0].device)
+        for into, t in zip(self.values(out), tensors, strict=True):
+            into.copy_(t.reshape(-1))
+        return out
+
+    def values(self, blocks: Tensor) -> list[Tensor]:
+        """Views of the blocks, one per tensor."""
+        found = blocks[: sum(self._rows)].split(self._rows)
+        return [rows.view(-1)[:size] for rows, size in zip(found, self._sizes, strict=True)]
