@@ -33,7 +33,7 @@ class Kills:
             for number in range(1000):
                 if self._number >= self._end:
                     return
-                kind = KINDS[number % len(KINDS)]
+                kind = KINDS[self._number // PER_RUN % len(KINDS)]  # in turn, also if the table is made in pieces
                 settings = {"kind": kind, "steps": self._steps}
                 if kind not in self._unbroken:
                     self._tell(f"{kind}: the unbroken run")
