@@ -32,7 +32,7 @@ SLOW = (
     "test_static_imports", "test_download_", "test_application_training", "test_paths", "test_cut_points",
     "test_loss_weights", "test_multi_gpu_trainer", "test_exactness", "test_guests", "test_buffers", "test_sharding",
     "test_odd_gradients", "test_complex_parameters", "test_dgc", "test_payload", "test_kernels", "test_data_loader",
-    "test_cuda_paths", "test_wide_worlds",
+    "test_cuda_paths", "test_wide_worlds", "integrations/",
     "test_loops", "test_lost_ranks", "test_numbers", "test_unfreezing", "test_alone", "test_user_line",
 )  # fmt: skip
 NIGHTLY = ("bench/",)

@@ -1,0 +1,1 @@
+"""fleetx in the loops of other libraries. Each module needs the library that it is named after."""
