@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from fleetx.verify.observe import connections
+from fleetx.comm import kernel
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -140,7 +140,7 @@ def check_pipeline(said):
 
 def bytes_sent():
     """By this rank. Its connections stay open as long as the pool."""
-    return sum(connections().values())
+    return sum(kernel.bytes_sent().values())
 
 
 def test_the_slow_network_sends_less(ranks, tmp_path):

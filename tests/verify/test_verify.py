@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from fleetx.cli import main
+from fleetx.comm import kernel
 from fleetx.errors import NOT_BUILT, NumbersError, StrategyError, UsageError
 from fleetx.parts.recompute.chain import Chain
 from fleetx.strategy.part import claims, defaults_of, every
@@ -21,7 +22,7 @@ from fleetx.strategy.stage import Stage
 from fleetx.verify import oracle, report, runs, unbuilt
 from fleetx.verify.combinations import combinations, declared, refusals, switches
 from fleetx.verify.judge import Judge, Verdict, distance, observed, ranks_for
-from fleetx.verify.observe import connections, sent_since
+from fleetx.verify.observe import sent_since
 from fleetx.verify.ranks import RankError
 
 ALL = list(combinations(3))
@@ -193,7 +194,7 @@ def test_bytes_are_those_of_the_kernel_also_if_another_connection_closes_meanwhi
 def _sent():
     group = torch.distributed.new_group()
     torch.distributed.all_reduce(torch.zeros(20_000), group=group)
-    before = connections()
+    before = kernel.bytes_sent()
     torch.distributed.destroy_process_group(group)
     torch.distributed.all_reduce(torch.zeros(20_000))  # two ranks: each sends 80 kB
     return sent_since(before)

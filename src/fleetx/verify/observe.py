@@ -1,10 +1,7 @@
-"""Count what a training step does on this rank, from outside: nothing here knows fleetx."""
+"""Count what a training step does on this rank, from outside: nothing here knows the engine."""
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from fleetx.base.seams import TorchDispatchMode, pytree
+from fleetx.comm import kernel
 
 FIRST = 3  # the step from which on quantities count: a strategy may stop acting after the first
-
-# Offset of tcpi_bytes_sent in Linux' struct tcp_info.
-_BYTES_SENT = 200
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -28,24 +23,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def connections() -> dict[str, int]:
-    """Bytes that this process has sent over each of its open TCP connections, as the kernel counts them."""
-    found: dict[str, int] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if (inode := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
-                        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        found[inode] = struct.unpack_from("Q", info, _BYTES_SENT)[0]
-        except OSError:  # closed meanwhile
-            continue
-    return found
-
-
 def sent_since(before: dict[str, int]) -> int:
     """By connection: those of an earlier training may be closed meanwhile."""
-    return sum(sent - before.get(inode, 0) for inode, sent in connections().items())
+    return sum(sent - before.get(inode, 0) for inode, sent in kernel.bytes_sent().items())
 
 
 class _Collectives(TorchDispatchMode):
@@ -101,7 +81,7 @@ class Observer:
     def before(self) -> None:
         self._old = [local(p.detach()).clone() for p in self._params()]
         self._counts = dict.fromkeys(_COUNTED, 0.0)
-        self._before = connections() if self._device.type == "cpu" else {}
+        self._before = kernel.bytes_sent() if self._device.type == "cpu" else {}
         self._collectives.total = 0
 
     def after(self) -> None:
