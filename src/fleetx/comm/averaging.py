@@ -13,10 +13,12 @@ from torch.futures import Future
 from fleetx.base import seams
 from fleetx.base.trees import as_real
 from fleetx.comm.paths import Network
+from fleetx.comm.session import waits
 
 BUCKET_BYTES = 32 * 1024 * 1024
 
 
+@waits
 def average(tensors: Sequence[Tensor], network: Network) -> None:
     """Average in place and wait. One bucket is sent while the next is filled; at most two exist at a time."""
     pending: deque[tuple[list[Tensor], Future[Tensor]]] = deque()
@@ -64,6 +66,11 @@ def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _unpack(bucket: list[Tensor], mean: Future[Tensor]) -> None:
     seams.foreach_copy_(bucket, views(mean.wait(), bucket))
+
+
+@waits
+def arrived(mean: Future[Tensor]) -> Tensor:
+    return mean.wait()
 
 
 def completed(value: Tensor) -> Future[Tensor]:

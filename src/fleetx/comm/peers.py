@@ -142,6 +142,7 @@ class Peers:
         if named is not error:
             named.__traceback__, named.__suppress_context__ = error.__traceback__, True
         self._errors.append((error, named))
+        current().note("fault", _short(named))
         if self._watch is not None and os.getpid() == self._pid:
             self._watch.told.set()
         return named

@@ -7,11 +7,13 @@ comparisons of data (`data/rank_share.py`). The default programs of Paddle scrip
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fleetx.base.user_line import Line, warn
 from fleetx.errors import UsageError
@@ -48,15 +50,21 @@ class Session:
     unfinished: list[Undone] = field(default_factory=list)  # by models that are gone
     checks: Any = None  # what `fleet.init` was given, or the defaults: `engine.numbers.Checks`
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
+    recorder: Any = None  # `record.recorder`: what happens in this run; None: nobody wants to know
 
     @property
     def progress(self) -> int:
         """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
         return (self.steps << 20) + self.inside
 
-    def mark(self, doing: str, *, inside: bool = False) -> None:
-        """This rank is doing something else now, in which the ranks communicate (`inside`). The others can see it."""
+    def mark(self, doing: str, *, inside: bool = False, run: Any = None) -> None:
+        """This rank is doing something else now, in which the ranks communicate (`inside`). The others can see it.
+
+        run: the training whose batch enters the model, or whose step is done.
+        """
         self.inside += inside
+        if self.recorder is not None:
+            self.recorder.mark(doing, run)
         if self.peers is not None:
             self.peers.mark(self.progress, self.steps, doing)
             self.peers.check()
@@ -64,9 +72,21 @@ class Session:
     def begin_step(self) -> None:
         """optimizer.step() begins."""
         self.steps, self.inside = self.steps + 1, 0
+        if self.recorder is not None:
+            self.recorder.mark("optimizer.step")
         if self.peers is not None:
             self.peers.mark(self.progress, self.steps - 1, "optimizer.step")
             self.peers.check()
+
+    def gradient(self, run: Any) -> None:
+        """The gradients of a round are final."""
+        if self.recorder is not None:
+            self.recorder.gradient(run)
+
+    def note(self, what: str, text: str = "") -> None:
+        """For the record of this run."""
+        if self.recorder is not None:
+            self.recorder.note(what, text)
 
     def here(self) -> World:
         if self.world is None:
@@ -122,9 +142,15 @@ class Session:
     def close(self) -> None:
         """Release what holds the process group: a reducer that holds it when Python ends may abort the process."""
         self._tell_unfinished()
+        self.stop_recording()
         for engine in list(self.entries):
             engine.close()
         gc.collect()
+
+    def stop_recording(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+        self.recorder = None
 
     def _tell_unfinished(self) -> None:
         """A script that ends without an error and without fleet.flush() may lose its last steps."""
@@ -143,6 +169,26 @@ def current() -> Session:
     return _session
 
 
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def waits(call: Call) -> Call:
+    """Decorates a function in which this rank waits for others, for the record of the run."""
+
+    @functools.wraps(call)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        recorder = _session.recorder
+        if recorder is None:
+            return call(*args, **kwargs)
+        start = recorder.now()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            recorder.waited(start, call.__name__)
+
+    return cast("Call", timed)
+
+
 def close() -> None:
     """At exit."""
     _session.close()
@@ -151,6 +197,7 @@ def close() -> None:
 def reset() -> None:
     """Forget everything, without leaving the process group. For tests and for processes that were forked."""
     global _session
+    _session.stop_recording()
     if _session.peers is not None:
         _session.peers.stop()
     _session = Session()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fleetx.base import seams
 from fleetx.comm.roles import Place
+from fleetx.comm.session import waits
 from fleetx.errors import WorldError
 
 # With gloo's default, half an hour, a user waits that long to learn that a peer is dead.
@@ -50,14 +51,17 @@ class World:
         return self.place.size
 
     # --- collectives, in place ---
+    @waits
     def maximum(self, value: Tensor) -> None:
         if self.size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.members)
 
+    @waits
     def sum(self, value: Tensor) -> None:
         if self.size > 1:
             dist.all_reduce(value, group=self.members)
 
+    @waits
     def gather(self, value: Tensor) -> Tensor:
         """The values of all ranks, stacked: (size, *value.shape)."""
         out = value.new_empty(self.size * value.numel())
@@ -67,6 +71,7 @@ class World:
             out.copy_(value.reshape(-1))
         return out.view(self.size, *value.shape)
 
+    @waits
     def broadcast(self, values: list[Tensor], *, source: int = 0) -> None:
         """Overwrite with the values of one rank, in few large messages."""
         group = self.members or dist.group.WORLD
@@ -163,6 +168,7 @@ class World:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
         return self.gather(torch.tensor(number, device=self.device)).tolist()
 
+    @waits
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.members)

@@ -268,4 +268,5 @@ class StepContext(Context):
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm of the whole gradient, over all shards and stages."""
-        return self._run.layout.norm(grads, self._run.gradients.params())
+        self._run.step.norm = norm = self._run.layout.norm(grads, self._run.gradients.params())
+        return norm

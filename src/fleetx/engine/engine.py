@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -29,9 +30,8 @@ from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.engine import state
+from fleetx.engine import acts, state
 from fleetx.engine.checks import check
-from fleetx.engine.context import SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
@@ -39,14 +39,11 @@ from fleetx.engine.hooks import Hook, OuterStep, run_closure
 from fleetx.engine.numbers import Checks, Numbers, compare
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
-from fleetx.engine.run import key_of
 from fleetx.engine.taps import DOUBLE_BACKWARD, OF_SHARDS, PAST_THE_MODEL, PENALTY, RELEASED, Inputs, reaches, tap
 from fleetx.engine.windows import Windows
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
-from fleetx.strategy.stage import Stage
-
-_SETUP = (Stage.MODEL, Stage.UPDATE)
+from fleetx.strategy.stage import Act, Stage
 
 
 class Engine(Windows):
@@ -58,7 +55,7 @@ class Engine(Windows):
         check(plan, model, optimizer, world)
         state.check_not_loaded(optimizer)
         super().__init__(plan, model, optimizer, world)
-        self._calls = {stage: self._bound(stage) for stage in Stage}
+        self._calls = acts.bound(self)
         self._inputs, self._forwards = Inputs(), list[tuple[ExitStack, list[Any]]]()  # running forwards, innermost last
         self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
         self._session = current()
@@ -73,10 +70,9 @@ class Engine(Windows):
             take_off(self)
             raise
 
-    def _bound(self, stage: Stage) -> list[tuple[Any, Any]]:
-        kind = SetupContext if stage in _SETUP else StepContext
-        acts = [act for act in self.plan.at(stage) if act.call is not None]
-        return [(act.call, kind(self, key_of(act.part), self.plan.facts_at(act))) for act in acts]
+    def wrap_acts(self, around: Callable[[Act, Any], Any] | None) -> None:
+        """Have every act called through what `around` returns for it; None: directly again."""
+        self._calls = acts.bound(self) if around is None else acts.wrapped(self.plan, self._calls, around)
 
     # --- set-up -----------------------------------------------------------------------------------
     def _arm(self) -> None:
@@ -167,7 +163,7 @@ class Engine(Windows):
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs = args, kwargs
-        self._session.mark("forward")
+        self._session.mark("forward", run=self if outermost and self.taps else None)
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
         if not torch.is_grad_enabled() or not outermost or not self.taps:
@@ -331,8 +327,8 @@ class Engine(Windows):
             self.merged = 0
             if self._compares and self.round % self._compares == 0 and not self.layout.reduced:  # shards all differ
                 compare(self.names, params, self.layout.replica_group, round=self.round)
+        self._session.mark("", run=self)
         self.step = self.step.next()
-        self._session.mark("")
 
     def _finish_gradient(self) -> bool:
         """Run GRADIENT on the gradients of this round. May the update be applied?"""
@@ -342,5 +338,6 @@ class Engine(Windows):
             return False
         for call, ctx in self._calls[Stage.GRADIENT]:
             call(self.gradients.present(), ctx)  # looked up again: an act may add what another rank has
+        self._session.gradient(self)
         self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
         return self.finite

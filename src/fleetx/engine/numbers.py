@@ -72,6 +72,7 @@ class Numbers:
             doubt.then(answer)
         bad = looks and answers.pop()
         if any(answers):  # an overflow under a loss scale is normal
+            run.step.overflowed = True
             return False
         if not bad:
             self._bad = 0

@@ -46,6 +46,8 @@ class Step:
     collected: int = 0  # merged steps in the gradients that are being reduced outside a backward
     loss: Tensor | None = None  # of this step, or of the last one, where it could be seen
     inputs: Any = None  # of the forward that is running
+    norm: Tensor | None = None  # of the gradient, if an act has computed it
+    overflowed: bool = False  # was the update withheld because of the loss scale?
     doubts: list[Doubt] = field(default_factory=list)  # what GRADIENT found; read together, after the last act
 
     def next(self) -> Step:

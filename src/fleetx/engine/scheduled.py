@@ -35,7 +35,8 @@ class ScheduledEngine(Engine):
             self.layout.meet_to_evaluate()
             with self._run():
                 return run(StepInput(inputs, target, loss_fn), ctx)
-        self._session.mark("forward and backward", inside=True)
+        self.step.inputs = (inputs,), {}
+        self._session.mark("forward and backward", inside=True, run=self)
         self.weights.begin(opens=self._opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()

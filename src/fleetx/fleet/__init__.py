@@ -25,6 +25,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training, check_versions
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.join import join as _join
+from fleetx.fleet.recording import attach, log, metrics, progress, record
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
@@ -74,6 +75,10 @@ __all__ = [
     "latest",
     "load",
     "local_rank",
+    "log",
+    "metrics",
+    "progress",
+    "record",
     "release",
     "replica_index",
     "replica_num",
@@ -168,6 +173,7 @@ def distribute(
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
     if found is not None:
         watch_feed(engine, found)
+    attach(current(), engine)
     return cast("tuple[Model, Optim]", (engine.model, engine.optimizer))  # the same objects
 
 

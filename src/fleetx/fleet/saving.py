@@ -45,6 +45,7 @@ def save(
     peers.meet("fleet.save")
     snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
     poisoned = checkpoint.write(snapshot, Path(folder), engine.world)
+    current().note("checkpoint", str(folder))
     if poisoned and engine.world.rank == 0:
         warn(f"{folder} was saved, but parameter {poisoned!r} is not finite: training cannot continue from it")
 
@@ -62,6 +63,7 @@ def load(
     extras = checkpoint.Extras(0, scheduler, loader)
     peers.meet("fleet.load")
     checkpoint.load(engine, Path(folder), extras)
+    current().note("resumed", str(folder))
     return {"step": extras.step, "extra": extras.extra}
 
 

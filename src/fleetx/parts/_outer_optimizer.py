@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fleetx.base.trees import as_real
-from fleetx.comm.averaging import buckets, completed, pack, views
+from fleetx.comm.averaging import arrived, buckets, completed, pack, views
 from fleetx.comm.paths import Network
 from fleetx.engine.context import Outgoing, StepContext
 
@@ -61,7 +61,7 @@ class OuterOptimizer:
         return ctx.mean(Outgoing(flat, views(flat, bucket.tensors), bucket.names, bucket.number, network))
 
     def _step(self, bucket: _Bucket, mean: Future[Tensor], ctx: StepContext, sent: Tensor | None = None) -> None:
-        moved = views(mean.wait(), bucket.tensors)
+        moved = views(arrived(mean), bucket.tensors)
         for i, (p, name, x) in enumerate(zip(bucket.tensors, bucket.names, moved, strict=True)):
             target = x
             if "anchor" in ctx.state:
@@ -111,7 +111,7 @@ class Delayed:
 
     def saved(self) -> list[list[Tensor]]:
         """What is under way, for a checkpoint. Waits for it, and changes nothing."""
-        return [[sent, mean.wait()] for sent, mean in self._pending]
+        return [[sent, arrived(mean)] for sent, mean in self._pending]
 
     def load(self, saved: list[list[Tensor]]) -> None:
         self._pending = [(sent, completed(mean)) for sent, mean in saved]

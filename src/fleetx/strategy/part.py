@@ -130,6 +130,10 @@ class Part:
         """What `explain` adds about how this part runs here; `ctx` is None before a model is distributed."""
         return iter(())
 
+    def predicted(self, ctx: StepContext) -> int | None:
+        """Peak bytes of a step, if this part has predicted them."""
+        return None
+
     # --- what the planner asks --------------------------------------------------------------------
     # Does the part change only this rank's forward, so that a step without other ranks shows its memory?
     changes_forward: ClassVar[bool] = False

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fleetx.comm import peers
+from fleetx.comm.session import current
 from fleetx.engine.checkpoint import folders
 from fleetx.engine.checkpoint.back import Back
 from fleetx.engine.checkpoint.background import Saver
@@ -136,6 +137,7 @@ class Checkpoints:
         self.resumed, bad = self._try_each(self._read)
         if self.resumed is not None:
             self._last = self.step
+            current().note("resumed", self.resumed.name)
         elif bad:  # to start from the beginning would end in pruning what may still be rescued
             raise CheckpointError(
                 self._root,
@@ -159,6 +161,7 @@ class Checkpoints:
         found, _ = self._try_each(self._back.read)
         self._back.done(found)
         self.restored = found
+        current().note("restored", found.name if found is not None else "")
         self._note_boundary()
 
     def _try_each(self, read: Callable[[Path], None]) -> tuple[Path | None, list[str]]:
@@ -208,6 +211,7 @@ class Checkpoints:
                 log.warning(f"%s {why}", folder.name, poisoned)
             return
         self._bad.discard(folder.name)
+        current().note("checkpoint", folder.name)
         if first and self._keep:
             try:
                 folders.prune(self._root, self._keep, self._bad)

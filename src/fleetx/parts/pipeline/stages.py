@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from fleetx.base import seams
 from fleetx.base.seams import FakeTensor, pytree
 from fleetx.base.trees import map_tensors, tensors_of
+from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine.context import StepInput
 from fleetx.errors import UsageError
@@ -133,6 +135,34 @@ class StageModule(nn.Module):
         return iter(self._held)
 
 
+class TimedStage(PipelineStage):
+    """Notes when it computes what, for the record of the run."""
+
+    actions: list[tuple[str, Any, Any]]  # name, start, end
+
+    @contextmanager
+    def _timed(self, letter: str, number: int) -> Iterator[None]:
+        recorder = current().recorder
+        if recorder is None:
+            yield
+            return
+        start = recorder.now()
+        yield
+        self.actions.append((f"{letter}{number}/{self.stage_index}", start, recorder.now()))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("W", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
 class ScheduleRunner:
     """A schedule for batches of one shape."""
 
@@ -153,10 +183,10 @@ class ScheduleRunner:
             loss_fn=(lambda out, _: out) if train else None, scale_grads=False,
         )  # fmt: skip
 
-    def _stage(self, stage: int, group: World) -> PipelineStage:
+    def _stage(self, stage: int, group: World) -> TimedStage:
         boundaries, stages = self._trace.boundaries, self._params.stage_map.number
         loss = torch.empty((), device="meta", requires_grad=self._train)
-        return PipelineStage(
+        return TimedStage(
             StageModule(self._run, stage, self._params.of(stage)), stage, stages, group.device,
             input_args=tuple(boundaries[stage - 1].likes) if stage else (),
             output_args=tuple(boundaries[stage].likes) if stage < stages - 1 else loss,
@@ -175,7 +205,11 @@ class ScheduleRunner:
     def step(self, batches: list[StepInput]) -> None:
         """Forward and backward of all micro-batches."""
         self._batches, self.losses = batches, []
+        recorder = current().recorder
+        start = recorder.now() if recorder is not None else None
+        actions: list[tuple[str, Any, Any]] = []
         for stage in self._stages:
+            stage.actions = actions
             stage.has_backward = self._train
             stage.clear_runtime_states()
         numbers = [{"micro_batch": i} for i in range(self._number)]
@@ -183,6 +217,8 @@ class ScheduleRunner:
             seams.step_microbatches(
                 self.schedule, [()] * self._number, numbers, [None] * self._number, None, return_outputs=False
             )
+            if recorder is not None:
+                recorder.ran(start, actions)
         except RuntimeError as error:
             raise error.__cause__ or error from None
         finally:

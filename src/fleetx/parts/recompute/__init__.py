@@ -128,6 +128,9 @@ class Recompute(Part):
     def _offload(self, ctx: Context) -> Offload | None:
         return Offload(ctx.device) if self.enable_offload else None
 
+    def predicted(self, ctx: StepContext) -> int | None:
+        return max((installed.plan.peak for installed in ctx.notes.get("plans", ())), default=None)
+
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is None:
             return

@@ -1,0 +1,157 @@
+"""`fleet.record`, `fleet.metrics`, `fleet.log` and `fleet.progress`; what they need is imported when called."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fleetx import __version__
+from fleetx.base import seams
+from fleetx.comm import peers
+from fleetx.comm.session import Session, current
+from fleetx.errors import UsageError
+from fleetx.strategy.explain import Explanation
+
+if TYPE_CHECKING:
+    from fleetx.engine.engine import Engine
+    from fleetx.record.recorder import Recorder
+
+# Of the environment, what changes how a training runs. Never all of it: it may hold passwords.
+_VARIABLES = (
+    "FLEETX_DEVICE", "FLEETX_WATCH", "FLEETX_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "MALLOC_CONF", "LD_PRELOAD",
+    "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+
+
+@peers.naming()
+def record(folder: str | Path, *, every_rank: bool = False, trackers: str | Sequence[str] = ()) -> Recorder:
+    """Write what happens in this run to `folder`, as JSON lines. Every worker must call it, after `fleet.init`.
+
+    Rank 0 writes, with what the other ranks measured. `fleetx report FOLDER` makes a page of it. A run that is resumed
+    appends. It ends with the script, or with `close()` of what this returns, on every worker.
+
+    every_rank: have the other ranks write their rounds as well, each to a file of its own.
+    trackers: "tensorboard", "wandb" or "mlflow", or several: rank 0 passes the same facts on to them.
+    """
+    from fleetx.record import trackers as known
+    from fleetx.record.recorder import Recorder
+    from fleetx.record.schema import SCHEMA
+    from fleetx.record.stream import Stream
+    from fleetx.record.usage import Usage
+
+    session, folder = current(), Path(folder)
+    world = session.here()
+    names = [trackers] if isinstance(trackers, str) else list(trackers)
+    known.check(names)
+    if session.recorder is not None and session.recorder.stream is not None:
+        raise UsageError(f"this run is recorded in {session.recorder.stream.folder} already: call fleet.record once")
+    token = world.broadcast_json(secrets.token_hex(4))
+    store = dist.PrefixStore(f"fleetx/record/{token}", seams.default_store().clone()) if world.size > 1 else None
+    first = world.rank == 0
+    stream = Stream(
+        folder, world.rank, world.size, store, Usage(world.device), every_rank=every_rank,
+        sinks=known.made(names, folder) if first else [],
+    )  # fmt: skip
+    session.stop_recording()  # of fleet.progress, which keeps nothing
+    recorder = session.recorder = Recorder(world, stream)
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+    recorder.say("start", schema=SCHEMA, ranks=world.size, device=world.device.type, restart=restart, **_environment())
+    if restart and first:
+        recorder.note("restart", f"attempt {restart + 1}")
+    for engine in list(session.entries):
+        attach(session, engine)
+    return recorder
+
+
+def attach(session: Session, engine: Engine) -> None:
+    """Record this training, if anything is recorded."""
+    if session.recorder is not None:
+        session.recorder.attach(engine, partial(_plan, session))
+
+
+def _environment() -> dict[str, Any]:
+    versions = {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "host": socket.gethostname(), "versions": versions, "command": [sys.executable, *sys.argv],
+        "folder": os.getcwd(), "threads": torch.get_num_threads(), "machine": platform.platform(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }  # fmt: skip
+
+
+def _plan(session: Session, engine: Engine) -> dict[str, Any]:
+    entry = session.entries[engine]
+    params = list(engine.names)
+    kept = sum(part.keeps(params, engine.plan) for part in engine.plan.parts)
+    found = [part.predicted(engine.context_of(part)) for part in engine.plan.parts]
+    predicted = max((p for p in found if p is not None), default=None)
+    text = entry.batch_plan.text if entry.batch_plan else ""
+    explained = Explanation(entry.strategy, engine.plan, engine.world, engine, text)
+    line = {
+        "name": type(engine.model).__name__, "replicas": engine.layout.replica_group.size, "window": engine.window(),
+        "strategy": entry.strategy.declared(), "explain": str(explained),
+        "acts": [[act.stage.name, act.switch, act.meaning] for act in engine.plan.acts],
+        "parameters": sum(p.numel() for p in params),
+        "bytes": {
+            "parameters": sum(p.nbytes for p in params), "kept": kept,
+            "gradients": sum(p.nbytes for p in params if p.requires_grad),
+        },
+    }  # fmt: skip
+    return line if predicted is None else line | {"predicted": predicted}
+
+
+def metrics() -> dict[str, Any]:
+    """The facts of the last round that are known, such as `loss`, `rate`, `seconds` and `time`.
+
+    Needs `fleet.record` or `fleet.progress`. docs/recording.md lists the keys.
+    """
+    recorder = current().recorder
+    if recorder is None:
+        raise UsageError("nothing is recorded: call fleet.record(folder) first, or use fleet.progress(loader)")
+    found: dict[str, Any] = recorder.metrics()
+    return found
+
+
+def log(**values: float) -> None:
+    """Add numbers of your own to the record, such as `fleet.log(accuracy=0.93)`. No-op if nothing is recorded."""
+    for name, value in values.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(number, numbers.Real) or isinstance(number, bool):
+            raise TypeError(f"fleet.log({name}=...): must be a number, not {type(value).__name__}")
+        values[name] = float(number)
+    if (recorder := current().recorder) is not None:
+        recorder.log(values)
+
+
+def progress(loader: Iterable[Any], *, total: int | None = None, every: float = 10.0) -> Iterator[Any]:
+    """`for batch in fleet.progress(loader)`: a live table on rank 0, or a line now and then where there is no terminal.
+
+    total: how many batches there are, if `len(loader)` does not know it.
+    every: seconds between two lines, where there is no terminal.
+    """
+    from fleetx.record.progress import shown
+    from fleetx.record.recorder import Recorder
+
+    session = current()
+    world = session.here()
+    if total is not None and (not isinstance(total, int) or total < 0):
+        raise UsageError(f"total = {total!r}: must be a number of batches")
+    if not (isinstance(every, int | float) and every > 0 and math.isfinite(every)):
+        raise UsageError(f"every = {every!r}: must be a number of seconds")
+    if session.recorder is None:
+        session.recorder = Recorder(world)
+        for engine in list(session.entries):
+            attach(session, engine)
+    return shown(loader, total, every, session)

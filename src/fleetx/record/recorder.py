@@ -1,0 +1,327 @@
+"""What the engine tells about a run, turned into facts.
+
+The session passes on what the engine marks. The other ranks are never asked, and on CUDA nothing waits for the device.
+`Session.recorder` is None unless something is recorded, so it costs nothing then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.profiler import record_function
+
+from fleetx.base import seams
+from fleetx.comm.session import current
+from fleetx.comm.world import World
+from fleetx.record.losses import Losses
+from fleetx.record.schema import TIMES
+from fleetx.record.stopwatch import Mark, Stopwatch
+from fleetx.record.tally import Ended, Span, Tally, trace
+from fleetx.strategy.stage import Act, Stage
+
+if TYPE_CHECKING:
+    from fleetx.engine.engine import Engine
+    from fleetx.record.stream import Stream
+
+# What a rank does, as it marks it, and where its time counts.
+_KINDS = {
+    "": "data",
+    "forward": "forward_backward",
+    "backward": "forward_backward",
+    "forward and backward": "forward_backward",
+    "optimizer.step": "update",
+}
+_NAMES = {"": "data", "the code after forward": "loss", "optimizer.step": "update"}  # in a trace
+_RANGES = {"forward": "fleetx forward", "optimizer.step": "fleetx update"}
+_SHARE = 300  # the norm of all gradients is computed if this many times what it takes has passed
+FLUSH = 1.0  # seconds between two times that lines are written
+_EACH = 0.02  # seconds more for each other rank, whose lines rank 0 collects
+
+
+class Recorder:
+    def __init__(self, world: World, stream: Stream | None = None):
+        self.world, self.stream = world, stream
+        self.latest: dict[str, Any] = {}  # the last round that is known
+        self.counts: Counter[str] = Counter()  # of events
+        self._watch, self._thread = Stopwatch(world.device), threading.get_ident()
+        self._losses = Losses()
+        self._doing, self._kind, self._since = "", "data", self._watch.mark()
+        self._spans: list[Span] = []
+        self._range: Any = None
+        self._tallies: weakref.WeakKeyDictionary[Any, Tally] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # the engine's last loss
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the models
+        self._plans: weakref.WeakKeyDictionary[Any, Callable[[Engine], dict[str, Any]]]
+        self._plans = weakref.WeakKeyDictionary()  # what describes them, until their first round is done
+        self._ended: list[Ended] = []  # rounds whose numbers are on the device
+        self._lines: list[dict[str, Any]] = []  # to be written
+        self._totals: dict[str, Any] = {"rounds": 0, "seconds": 0.0, "time": dict.fromkeys(TIMES, 0.0), "samples": 0}
+        self._norm_at = 0.0  # when the norm may be computed again
+        self._tracing = False
+        self._pause = FLUSH + _EACH * world.size
+        self._flush_at = time.monotonic() + self._pause
+        self.closed = False
+
+    # --- what the engine tells --------------------------------------------------------------------
+    def mark(self, doing: str, run: Engine | None = None) -> None:
+        """This rank is doing something else now. run: whose batch enters the model, or whose step is done."""
+        self._end_span()
+        if run is not None and not doing:
+            self._stepped(run)
+        elif run is not None and torch.is_grad_enabled():
+            self._tally(run).feed(run.step.inputs)
+        if doing == "backward":
+            self._watch_reduction()
+        if doing == "forward" and not torch.is_grad_enabled():
+            self._kind = "other"  # an evaluation
+        elif doing != "the code after forward":  # which belongs to it
+            self._kind = _KINDS.get(doing, "other")
+        self._doing = doing
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if doing in _RANGES and seams.profiler_enabled():
+            self._range = record_function(_RANGES[doing])
+            self._range.__enter__()
+
+    def now(self) -> Mark:
+        return self._watch.mark()
+
+    def waited(self, start: Mark, name: str) -> None:
+        """For other ranks, since then. Other threads wait without delaying the training."""
+        if threading.get_ident() == self._thread:
+            self._spans.append(Span("communication", start, self._watch.mark(), self._kind, name))
+
+    def ran(self, start: Mark, actions: list[tuple[str, Mark, Mark]]) -> None:
+        """The schedule of a pipeline, since then: whatever is not one of its actions was waiting."""
+        self._spans.append(Span("communication", start, self._watch.mark(), self._kind))
+        for name, begin, end in actions:
+            self._spans.append(Span("forward_backward", begin, end, "communication", name, "stage"))
+
+    def _watch_reduction(self) -> None:
+        """In a backward: what passes between the end of its own work and the end of the reduction is waiting. The
+        callbacks of a backward run in the order in which they are queued, and the reducer queues its own last."""
+        queue = seams.backward_engine.queue_callback
+
+        def computed() -> None:
+            start, within = self._watch.mark(), self._kind
+
+            def reduced() -> None:
+                self._spans.append(Span("communication", start, self._watch.mark(), within, "reduction"))
+
+            queue(reduced)
+
+        queue(computed)
+
+    def gradient(self, run: Engine) -> None:
+        """The gradients of a round are final."""
+        norm = run.step.norm
+        if norm is None and run.layout.shard_group is None and time.perf_counter() > self._norm_at:
+            start, grads = time.perf_counter(), run.gradients.present()
+            if grads and not any(g.is_sparse for g in grads):
+                norm = get_total_norm(grads)
+            end = time.perf_counter()
+            self._norm_at = end + _SHARE * (end - start)
+        self._tally(run).norm = norm
+
+    def _stepped(self, run: Engine) -> None:
+        """optimizer.step() is done, and the round with it if the gate was open."""
+        tally = self._tally(run)
+        tally.spans += self._spans
+        self._spans = []
+        tally.steps += not run.step.flushing
+        if (loss := self._loss_of(run)) is not None and not run.step.flushing:
+            tally.losses.append(loss)
+        if run.step.opens:
+            self._end_round(run, tally)
+        if time.monotonic() > self._flush_at:
+            self.flush()
+
+    def note(self, what: str, text: str = "", **facts: Any) -> None:
+        """Something happened that is worth a line. Any thread may say so."""
+        self.counts[what] += 1
+        self.say("event", what=what, round=self.latest.get("round", 0), **({"text": text} if text else {}), **facts)
+
+    def say(self, kind: str, **facts: Any) -> None:
+        """Add a line."""
+        if self.stream is not None:
+            self._lines.append({**line_of(kind, self.world.rank, time.time()), **facts})
+
+    # --- what the script asks ---------------------------------------------------------------------
+    def log(self, values: dict[str, float]) -> None:
+        self.say("value", round=self.latest.get("round", 0), values=values)
+
+    def metrics(self) -> dict[str, Any]:
+        self._settle(wait=False)
+        counts = {what: self.counts[what] for what in ("overflow", "skipped", "checkpoint", "restored")}
+        usage = self.stream.usage if self.stream is not None else None
+        used = {} if usage is None else {"peak": usage.peak(), "sent": usage.sent()}
+        return {**self.latest, **used, "events": counts}
+
+    @property
+    def rounds(self) -> int:
+        return int(self._totals["rounds"])
+
+    @property
+    def samples(self) -> int:
+        return int(self._totals["samples"])
+
+    # --- beginning and end ------------------------------------------------------------------------
+    def attach(self, run: Engine, plan: Callable[[Engine], dict[str, Any]]) -> None:
+        """A model is distributed. plan: describes how."""
+        run.wrap_acts(self._around)
+        self._numbers[run] = len(self._numbers)
+        self._spans, self._since = [], self._watch.mark()  # what was before is no part of a round
+        if self.stream is not None:
+            self._plans[run] = plan
+            self._totals.setdefault("before", self.stream.usage.held())
+            self._say_plan(run)
+
+    def flush(self) -> None:
+        """Hand what is known to the thread that writes it."""
+        self._settle(wait=False)
+        lines, self._lines = self._lines, []
+        if self.stream is not None:
+            self.stream.put(lines, {**self._totals, "time": dict(self._totals["time"])})
+        self._flush_at = time.monotonic() + self._pause
+
+    def close(self) -> None:
+        """The training ends."""
+        if self.closed:
+            return
+        self.closed = True
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self.counts["fault"]:
+            self.note("fault", f"{type(error).__name__}: {error}".splitlines()[0][:500])
+        if not self.counts["fault"]:
+            self.note("end")
+        self._settle(wait=not self.counts["fault"])
+        self.flush()
+        self._losses.close()
+        for run in list(self._numbers):
+            run.wrap_acts(None)
+        if current().recorder is self:
+            current().recorder = None
+        if self.stream is not None:
+            self.stream.close(everyone=not self.counts["fault"])
+
+    # ----------------------------------------------------------------------------------------------
+    def _end_span(self) -> None:
+        now, start = self._watch.mark(), self._since
+        last = self._spans[-1] if self._spans else None
+        if last is not None and self._kind == last.kind == "other" and last.end is start:  # an evaluation may be long
+            start = self._spans.pop().start
+        self._spans.append(Span(self._kind, start, now, name=_NAMES.get(self._doing, self._doing)))
+        self._since = now
+
+    def _say_plan(self, run: Engine) -> None:
+        self.say("plan", model=self._numbers[run], **self._plans[run](run))
+
+    def _tally(self, run: Engine) -> Tally:
+        found = self._tallies.get(run)
+        if found is None:
+            found = self._tallies[run] = Tally()
+        return found
+
+    def _loss_of(self, run: Engine) -> Tensor | None:
+        """The one that the engine has seen in this step, else the one that the script passed to backward."""
+        given, known = self._losses.take(), run.step.loss
+        if known is not None and known is not self._seen.get(run):
+            self._seen[run] = known
+            return known
+        return given
+
+    def _end_round(self, run: Engine, tally: Tally) -> None:
+        line = {
+            **line_of("round", self.world.rank, time.time()), "model": self._numbers.get(run, 0), "round": run.round,
+            "updated": run.updated, "steps": tally.steps, "samples": tally.samples,
+        }  # fmt: skip
+        rate = run.optimizer.param_groups[0]["lr"]
+        if not isinstance(rate, Tensor) or rate.device.type == "cpu":  # else the host would wait for it
+            line["rate"] = float(rate)
+        if tally.tokens:
+            line["tokens"] = tally.tokens
+        if run.plan.at(Stage.LOSS):
+            line["scale"] = run.loss_scale()
+        period = next((state["k"] for state in run.state.values() if "k" in state), None)
+        if period is not None:
+            line["k"] = period
+        if not run.finite:
+            what = "overflow" if run.step.overflowed else "skipped"
+            self.counts[what] += 1
+            self.say("event", what=what, round=run.round)
+        if run in self._plans:  # some strategies decide in the first step
+            self._say_plan(run)
+            self._totals["optimizer"] = _state_bytes(run)
+            del self._plans[run]
+        ended = Ended(line, tally, self._tracing)
+        self._tallies[run] = Tally()
+        self._tracing = self.stream is not None and _is_traced(run.round + 1)
+        if self.world.device.type == "cuda":
+            ended.ask()
+        self._ended.append(ended)
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        while self._ended and (wait or self._ended[0].known()):
+            ended = self._ended.pop(0)
+            line = ended.settle()
+            self.latest = line
+            totals = self._totals
+            totals["rounds"] += 1
+            totals.setdefault("first", line["time"])
+            totals["samples"] += line["samples"]
+            totals["seconds"] += line["seconds"]
+            for kind, seconds in line["time"].items():
+                totals["time"][kind] += seconds
+            if self.stream is None:
+                continue
+            self._lines.append(line)
+            if ended.trace:
+                begun = line["t"] - line["seconds"]
+                self._lines.append({**line_of("trace", self.world.rank, begun), "model": line["model"],
+                                    "round": line["round"], "spans": trace(ended.tally.spans)})  # fmt: skip
+
+    def _around(self, act: Act, call: Callable[..., Any]) -> Callable[..., Any]:
+        """An act with a range in the profile, and a span in the trace."""
+        name = f"{act.stage.name} {act.name}"
+
+        def named(*args: Any) -> Any:
+            if not self._tracing and not seams.profiler_enabled():
+                return call(*args)
+            start = self._watch.mark()
+            with record_function(f"fleetx {name}"):
+                result = call(*args)
+            if act.stage in _DRAWN:
+                self._spans.append(Span("", start, self._watch.mark(), name=name, lane="act"))
+            return result
+
+        return named
+
+
+_DRAWN = (Stage.GRADIENT, Stage.PARAMETER)  # acts of the other stages are parts of what is drawn already
+
+
+def line_of(kind: str, rank: int, t: float) -> dict[str, Any]:
+    return {"kind": kind, "t": round(t, 4), "rank": rank}
+
+
+def _is_traced(number: int) -> bool:
+    """Rounds 3, 10, 30, 100 ...: the same on all ranks, so that they can be drawn together."""
+    while number >= 10 and number % 10 == 0:
+        number //= 10
+    return number in (1, 3)
+
+
+def _state_bytes(run: Engine) -> int:
+    values = (v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+    return sum(v.nbytes for v in values)

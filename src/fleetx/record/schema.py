@@ -1,0 +1,73 @@
+"""What a record contains. No torch here.
+
+`RUN/rank0.jsonl` has one JSON object per line. Rank 0 writes it, and gathers into it what the other ranks measured.
+With `every_rank`, `RUN/rank1.jsonl` and so on have the rounds of the others too. A resumed or restarted run appends.
+
+Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not finite is the string "nan", "inf" or
+"-inf", because JSON has no such numbers. A key that is not known is left out. The kinds:
+
+    start   a process began to record: `schema`, `ranks`, `device`, `host`, `machine`, `versions`, `threads`, `command`,
+            `folder`, `environment`, `restart` (how often the launcher has restarted the workers)
+    plan    a model was distributed; again after its first round, when every strategy has decided: `model` (its number),
+            `name`, `replicas` (different batches per step), `window` (steps per round), `strategy` (as in its YAML
+            file), `acts` ([stage, switch, what it does]), `explain`, `parameters` (their number), `bytes` (of
+            `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step, where a strategy
+            predicted them)
+    round   a round ended: `model`, `round`, `updated` (was the update applied?), `seconds`, `time` (seconds by TIMES),
+            `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps, before
+            the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient)
+    rank    what a rank has used since it started: `rounds`, `seconds`, `time`, `samples`, `sent` (bytes over TCP),
+            `peak` (bytes), `before` (bytes held when its model was distributed), `optimizer` (bytes of its state),
+            `first` (the `time` of its first round, which sets everything up), `host`
+    event   `what` (see EVENTS), `round`, `text`
+    value   `round`, `values`: numbers that the script gave to `fleet.log`
+    trace   one round of one rank in detail: `model`, `round`, `spans` ([lane, name, start, seconds], from `t` on; lanes
+            are `compute`, `wait`, `stage` for a pipeline and `act` for what strategies do)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+SCHEMA = 1
+
+# Where the time of a round goes. `data` is what the script does between a step and the next forward: mostly, it waits
+# for its loader. `communication` is waiting for other ranks that no computation hides. `other`: evaluating and saving.
+TIMES = ("data", "forward_backward", "communication", "update", "other")
+
+EVENTS = {
+    "overflow": "a float16 gradient overflowed: the update was skipped, as the loss scale expects",
+    "skipped": "a gradient was not finite: the update was skipped",
+    "checkpoint": "a checkpoint was saved",
+    "resumed": "the training resumed from a checkpoint",
+    "restored": "the numbers went wrong: the last good checkpoint was restored",
+    "restart": "the launcher restarted the workers",
+    "fault": "an error ended the training",
+    "end": "the training ended",
+}
+
+_ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(line: dict[str, Any]) -> str:
+    try:
+        return json.dumps(line, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_plain(line), allow_nan=False, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: Any) -> float | None:
+    """A number of a line, which may be one that JSON does not have; None if there is none."""
+    if isinstance(value, str):
+        return _ODD.get(value)
+    return float(value) if isinstance(value, int | float) else None
