@@ -24,7 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: $(STAMP)  ## train a small ResNet on real digits with two workers and several strategies; resumes by itself
-	$(BIN)/fleetrun --device cpu --nproc_per_node 2 --max_restarts 3 examples/digits.py --checkpoints run $(ARGS)
+	$(BIN)/fleetrun --device cpu --nproc_per_node 2 --max_restarts 3 examples/digits.py --checkpoints run --record runs/digits $(ARGS)
+	$(BIN)/fleetx report runs/digits
 
 # Two workers on two cores; each has its own pools of ranks.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -54,4 +55,4 @@ wheel: $(STAMP)  ## build the source package and a wheel for every Python into d
 	cp build/wheel/*.tar.gz dist
 
 clean:  ## remove .venv and what was built
-	rm -rf $(VENV) build dist src/*.egg-info log run benchmarks/out
+	rm -rf $(VENV) build dist src/*.egg-info log run runs benchmarks/out

@@ -3,6 +3,7 @@
     fleetrun --device cpu --nproc_per_node 2 examples/digits.py
     fleetrun --device cpu --nproc_per_node 2 examples/digits.py --strategy my.yaml --epochs 5
     fleetrun --device cpu --nproc_per_node 2 --max_restarts 3 examples/digits.py --checkpoints run  # resumes by itself
+    fleetrun --device cpu --nproc_per_node 2 examples/digits.py --record runs/digits && fleetx report runs/digits
     python examples/digits.py                                  # one process, no launcher
 
 The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
@@ -15,7 +16,6 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -88,9 +88,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--strategy", help="a YAML file to use instead of the strategy in this script")
     parser.add_argument("--checkpoints", help="a folder to save to and to resume from")
+    parser.add_argument("--record", help="a folder for what happens, of which `fleetx report` makes a page")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
+    if args.record:
+        fleet.record(args.record)
     strategy = fleet.DistributedStrategy.load(args.strategy) if args.strategy else default_strategy()
     torch.manual_seed(0)
     device = fleet.device()
@@ -104,30 +107,28 @@ def main() -> None:
     if fleet.is_first_worker():
         print(fleet.explain())
 
-    total = args.epochs * len(loader)
+    total, done = args.epochs * len(loader), 0
     steps = range(total)
     if args.checkpoints:
         steps = fleet.checkpoints(args.checkpoints, every=50, loader=loader, scheduler=scheduler, steps=total)
+        done = steps.step
         if fleet.is_first_worker() and steps.resumed:
-            print(f"resumed after step {steps.step} of {total}; to start again, remove the folder {args.checkpoints}")
+            print(f"resumed after step {done} of {total}; to start again, remove the folder {args.checkpoints}")
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, disable=not fleet.is_first_worker()) as progress:
-        bar = progress.add_task("training", total=total)
-        for step in steps:
-            x, y = on(device, next(batches))
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            epoch, last = step // len(loader) + 1, (step + 1) % len(loader) == 0
-            progress.update(bar, completed=step + 1, description=f"epoch {epoch} loss {loss.item():.3f}")
-            if last:
-                fleet.flush()  # the last merge of an epoch may have fewer steps
-                scheduler.step()
-                found = accuracy(model, test, device)
-                if fleet.is_first_worker():
-                    progress.console.print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.2%}")
+    for step in fleet.progress(steps, total=total - done):
+        x, y = on(device, next(batches))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % len(loader) == 0:
+            fleet.flush()  # the last merge of an epoch may have fewer steps
+            scheduler.step()
+            found = accuracy(model, test, device)
+            fleet.log(accuracy=found)
+            if fleet.is_first_worker():
+                epoch = (step + 1) // len(loader)
+                print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.2%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,26 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
 
 
 @main.command()
+@click.option("--output", type=_output_file, help="The file to write. [default: report.html in the first RUN]")
+@click.option("--live", is_flag=True, help="Write it again every few seconds, until the runs have ended.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN]...", type=click.Path(path_type=Path))
+def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
+    """Write the page of a run: one HTML file with its curves, times, memory, events and plan.
+
+    RUN is the folder that the script gave to fleet.record. Several runs are shown side by side.
+    """
+    from fleetx.errors import FleetxError
+    from fleetx.report import page
+
+    output = output or runs[0] / "report.html"
+    try:
+        page.write(runs, output, live=live)
+    except FleetxError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"written to {output}")
+
+
+@main.command()
 @click.option("--quick", "size", flag_value=2, help="Every strategy and every pair. [default]")
 @click.option("--all", "size", flag_value=3, help="Every triple as well.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")

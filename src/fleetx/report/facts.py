@@ -1,0 +1,161 @@
+"""What the page shows, computed from the lines of a record."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fleetx.record.read import Line, Record
+from fleetx.record.schema import TIMES, number
+
+Points = list[tuple[float, float]]  # (round, value)
+MOST_POINTS = 400  # of a curve
+STRAGGLES = 1.1  # times the median of the ranks' own work
+
+
+def curves(record: Record) -> dict[str, Points]:
+    """What changes from round to round, by name. Curves that are not known are left out."""
+    found: dict[str, Points] = {}
+    for key in ("loss", "rate", "norm", "scale", "k"):
+        found[key] = [(r["round"], y) for r in record.rounds if (y := number(r.get(key))) is not None]
+    found["throughput"] = throughput(record)
+    for line in record.values:
+        for name, value in line["values"].items():
+            if (y := number(value)) is not None:
+                found.setdefault(name, []).append((line["round"], y))
+    return {name: points for name, points in found.items() if points}
+
+
+def throughput(record: Record) -> Points:
+    """Samples per second of all replicas, without evaluations and saves. The first round sets everything up."""
+    found = []
+    for r in record.rounds[1:]:
+        seconds = r["seconds"] - r["time"]["other"]
+        if seconds > 0 and r["samples"]:
+            found.append((r["round"], r["samples"] * replicas(record, r["model"]) / seconds))
+    return found
+
+
+def replicas(record: Record, model: int = 0) -> int:
+    plan = record.plans.get(model)
+    return int(plan["replicas"]) if plan else 1
+
+
+def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+    """Fewer points of the same shape: of each piece its lowest and its highest, and the first and last of all."""
+    if len(points) <= most:
+        return points
+    pieces, kept = most // 2, {0, len(points) - 1}
+    for i in range(pieces):
+        piece = range(i * len(points) // pieces, (i + 1) * len(points) // pieces)
+        finite = [j for j in piece if math.isfinite(points[j][1])] or list(piece)
+        kept |= {min(finite, key=lambda j: points[j][1]), max(finite, key=lambda j: points[j][1])}
+    return [points[j] for j in sorted(kept)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has used per round."""
+
+    rank: int
+    time: dict[str, float]  # seconds
+    sent: float | None  # bytes
+    peak: int | None  # bytes, of the whole run
+    host: str
+
+    @property
+    def own(self) -> float:
+        """Seconds in which it did not wait for others."""
+        return sum(self.time[kind] for kind in ("data", "forward_backward", "update"))
+
+
+def shares(record: Record) -> list[Share]:
+    """By rank. The totals of a rank begin again when its process does: the last one counts."""
+    found = []
+    for rank, lines in sorted(record.ranks.items()):
+        last, first = lines[-1], lines[-1].get("first", {})
+        once = first if last["rounds"] > 1 else {}  # the first round sets everything up
+        rounds = max(last["rounds"] - bool(once), 1)
+        time = {kind: max(last["time"].get(kind, 0.0) - once.get(kind, 0.0), 0.0) / rounds for kind in TIMES}
+        sent = last["sent"] / max(last["rounds"], 1) if "sent" in last else None
+        found.append(Share(rank, time, sent, last.get("peak"), last.get("host", "")))
+    return found
+
+
+def stragglers(found: list[Share]) -> list[tuple[Share, float]]:
+    """Ranks for which the others wait, with how many times the median their own work takes; the slowest first."""
+    if len(found) < 2:
+        return []
+    rest = {s.rank: [o.own for o in found if o.rank != s.rank] for s in found}
+    slow = [(s, s.own / usual) for s in found if (usual := statistics.median(rest[s.rank])) > 0]
+    return sorted([(s, ratio) for s, ratio in slow if ratio > STRAGGLES], key=lambda pair: -pair[1])
+
+
+def step_traces(record: Record) -> list[Line]:
+    """The traces of the last round that all ranks have traced, by rank."""
+    rounds: dict[tuple[int, int], dict[int, Line]] = {}
+    for trace in record.traces:
+        rounds.setdefault((trace["model"], trace["round"]), {})[trace["rank"]] = trace
+    whole = [by_rank for by_rank in rounds.values() if len(by_rank) == record.size] or list(rounds.values())
+    return [trace for _, trace in sorted(whole[-1].items())] if whole else []
+
+
+def counts(events: Iterable[Line]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for event in events:
+        if event["rank"] == 0 or event["what"] == "fault":
+            found[event["what"]] = found.get(event["what"], 0) + 1
+    return found
+
+
+def summary(record: Record) -> dict[str, str]:
+    """The run in a few numbers, ready to be printed."""
+    start, rounds, drawn = record.starts[-1], record.rounds, curves(record)
+    plan: Any = record.plans.get(0, {})
+    found = {"model": f"{plan['name']}, {plan['parameters']:,} parameters"} if plan else {}
+    found["ranks"] = f"{start['ranks']} on {start['device']}"
+    if plan:
+        found["strategies"] = ", ".join(k for k, v in plan["strategy"].items() if v is True) or "none"
+    found["updates"] = f"{rounds[-1]['round']:,}" if rounds else "none yet"
+    if "loss" in drawn:
+        found["last loss"] = f"{drawn['loss'][-1][1]:.4g}"
+    if "throughput" in drawn:
+        found["samples per second"] = f"{statistics.median(y for _, y in drawn['throughput']):,.4g} (median)"
+    if rounds:
+        found["samples per update"] = f"{rounds[-1]['samples'] * replicas(record):,}"
+        found["time"] = duration(rounds[-1]["t"] - record.starts[0]["t"])
+    told = counts(record.events)
+    skipped = told.get("overflow", 0) + told.get("skipped", 0)
+    found["skipped updates"] = f"{skipped}" + (f" ({told['overflow']} overflows)" if told.get("overflow") else "")
+    if sent := [s.sent for s in shares(record) if s.sent is not None]:
+        found["sent per update"] = f"{size(max(sent))} (most of any rank)"
+    found["state"] = state(record)
+    return found
+
+
+def state(record: Record) -> str:
+    last = [e["what"] for e in record.events if e["t"] >= record.starts[-1]["t"]]
+    if "fault" in last:
+        return "ended with an error"
+    return "ended" if "end" in last else "running, or killed"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def size(number_of_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number_of_bytes < 1024 or unit == "GiB":
+            return f"{number_of_bytes:.4g} {unit}"
+        number_of_bytes /= 1024
+    raise AssertionError
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,0 +1,61 @@
+"""The page itself, and the command that writes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from fleetx.base.files import write_atomic
+from fleetx.errors import UsageError
+from fleetx.record.read import Record, read
+from fleetx.report import facts, sections, svg
+from fleetx.report.style import STYLE
+
+LIVE = 5  # seconds between two times that a live page is written, and loaded again
+_OF_A_RUN: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("Where the time of an update goes", sections.where_time_goes),
+    ("One update", sections.one_step),
+    ("Memory", sections.memory),
+    ("Network", sections.network),
+    ("Events", sections.events),
+    ("The plan, and why", sections.plan),
+    ("To repeat it", sections.repeat),
+)
+
+
+def write(folders: Sequence[str | Path], output: Path, *, live: bool = False) -> None:
+    """Write the page of these runs. live: again and again, until all of them have ended."""
+    while True:
+        records = [read(folder) for folder in folders]
+        going = live and any(facts.state(record).startswith("running") for record in records)
+        try:
+            write_atomic(output, page(records, refresh=LIVE if going else None))
+        except OSError as error:
+            raise UsageError(f"{output} cannot be written: {error.strerror}") from None
+        if not going:
+            return
+        time.sleep(LIVE)
+
+
+def page(records: Sequence[Record], *, refresh: int | None = None) -> str:
+    names = ", ".join(record.name for record in records)
+    first = min(record.starts[0]["t"] for record in records)
+    begun = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first))
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+    body = [f"<h1>{escape(names)}</h1><p>fleetx, begun {begun}</p>", sections.overview(records)]
+    body += ["<section><h2>Curves</h2>", sections.curves(records), "</section>"]
+    for record in records:
+        if len(records) > 1:
+            body.append(f'<h2 class="run">{escape(record.name)}</h2>')
+        level = 3 if len(records) > 1 else 2
+        for title, section in _OF_A_RUN:
+            body.append(f"<section><h{level}>{title}</h{level}>{section(record)}</section>")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f'<link rel="icon" href="data:,"><title>{escape(names)}</title><style>{STYLE}</style></head>'
+        f"<body>{svg.patterns()}<main>{''.join(body)}</main></body></html>\n"
+    )

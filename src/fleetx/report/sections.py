@@ -1,0 +1,187 @@
+"""The parts of the page. Everything that comes from a record is escaped."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import yaml
+
+from fleetx.record.read import Record
+from fleetx.record.schema import EVENTS, TIMES
+from fleetx.report import facts, svg, timeline
+from fleetx.report.svg import Series
+
+_MOST_RANKS = 24  # bars; of more ranks, those that work longest are shown
+_TITLES = {
+    "loss": "loss", "rate": "learning rate", "norm": "norm of the gradient", "scale": "loss scale",
+    "k": "k, updates between averages", "throughput": "samples per second",
+}  # fmt: skip
+_TIME = {
+    "data": "data", "forward_backward": "forward and backward", "communication": "waiting for other ranks",
+    "update": "update", "other": "evaluating, saving",
+}  # fmt: skip
+
+
+def overview(records: Sequence[Record]) -> str:
+    found = [facts.summary(record) for record in records]
+    if len(found) == 1:
+        items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in found[0].items())
+        return f'<dl class="tiles">{items}</dl>'
+    keys = list(dict.fromkeys(key for one in found for key in one))
+    head = ["", *(record.name for record in records)]
+    return table(head, [[key, *(one.get(key, "") for one in found)] for key in keys], kind="compare")
+
+
+def curves(records: Sequence[Record]) -> str:
+    found = [facts.curves(record) for record in records]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    plots = []
+    for name in names:
+        here = [Series(r.name, one[name]) for r, one in zip(records, found, strict=True) if name in one]
+        plots.append(
+            figure(name, _TITLES.get(name, name), svg.curve(name, here), _numbers(here), [s.name for s in here])
+        )
+    return f'<div class="plots">{"".join(plots)}</div>' if plots else '<p class="none">No update is done yet.</p>'
+
+
+def figure(key: str, title: str, picture: str, numbers: str, names: Sequence[str] = ()) -> str:
+    shown = svg.legend(names, lines=True) if len(names) > 1 else ""
+    return (
+        f'<figure data-plot="{escape(key)}"><figcaption>{escape(title)}</figcaption>{picture}{shown}'
+        f"<details><summary>numbers</summary>{numbers}</details></figure>"
+    )
+
+
+def _numbers(series: Sequence[Series]) -> str:
+    rows = [
+        [*([s.name] if len(series) > 1 else []), f"{x:g}", _exact(y)] for s in series for x, y in svg.thinned(s.points)
+    ]
+    return table([*(["run"] if len(series) > 1 else []), "update", "value"], rows, kind="numbers")
+
+
+def _exact(value: float) -> str:
+    """As in the record, so that nobody must trust the picture."""
+    return repr(value)
+
+
+def where_time_goes(record: Record) -> str:
+    found = facts.shares(record)
+    if not found or not any(sum(s.time.values()) for s in found):
+        return '<p class="none">No update is done yet.</p>'
+    shown = sorted(sorted(found, key=lambda s: -s.own)[:_MOST_RANKS], key=lambda s: s.rank)
+    picture = svg.bars(
+        "seconds per update of each rank",
+        [(f"rank {s.rank}", [s.time[k] for k in TIMES]) for s in shown],
+        facts.seconds,
+    )
+    rows = [[f"rank {s.rank}", *(facts.seconds(s.time[k]) for k in TIMES), s.host] for s in shown]
+    left_out = f"<p>The {_MOST_RANKS} of {len(found)} ranks whose own work takes longest.</p>" if shown != found else ""
+    slow = facts.stragglers(found)
+    return (
+        f"{_straggling(slow)}{left_out}"
+        f'<figure data-plot="time">{picture}{svg.legend([_TIME[k] for k in TIMES])}</figure>'
+        + table(["per update", *(_TIME[k] for k in TIMES), "host"], rows, kind="compare")
+    )
+
+
+def _straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
+    if not slow:
+        return "<p>No rank straggles: the ranks' own work takes equally long, within 10 %.</p>"
+    said = []
+    for share, ratio in slow[:5]:
+        most = max(("data", "forward_backward", "update"), key=lambda k: share.time[k])
+        said.append(
+            f"<li><strong>rank {share.rank}</strong> ({escape(share.host)}): its own work takes {ratio:.2f} times as "
+            f"long as that of the others, mostly {_TIME[most]} ({facts.seconds(share.time[most])})</li>"
+        )
+    more = f"<li>and {len(slow) - 5} more</li>" if len(slow) > 5 else ""
+    return f'<p>The others wait for:</p><ul class="stragglers">{"".join(said)}{more}</ul>'
+
+
+def one_step(record: Record) -> str:
+    traces = facts.step_traces(record)
+    which = f"<p>Update {traces[0]['round']}, as it was measured.</p>" if traces else ""
+    picture = timeline.step(traces)
+    return f'{which}<figure data-plot="step"><div class="scroll">{picture}</div>{svg.legend(timeline.LEGEND)}</figure>'
+
+
+def memory(record: Record) -> str:
+    plan, lines = record.plans.get(0), {rank: lines[-1] for rank, lines in record.ranks.items()}
+    if not plan or not lines:
+        return '<p class="none">Not measured yet.</p>'
+    state = {**plan["bytes"], "optimizer": lines.get(0, {}).get("optimizer", 0)}
+    rows = [("state", [state["parameters"], state["gradients"], state["optimizer"], state["kept"]])]
+    told = [["state of rank 0: parameters, gradients, optimizer, strategies", facts.size(sum(state.values()))]]
+    if "predicted" in plan:
+        rows.append(("predicted", [0, 0, 0, plan["predicted"]]))
+        told.append(["peak of a step, as predicted", facts.size(plan["predicted"])])
+    for rank, line in sorted(lines.items())[:_MOST_RANKS]:
+        if "peak" in line:
+            before = line.get("before", 0)
+            rows.append((f"rank {rank}", [0, 0, 0, 0, before, max(line["peak"] - before, 0)]))
+            told.append([f"rank {rank}: peak", facts.size(line["peak"])])
+            told.append([f"rank {rank}: of that, before its first step", facts.size(before)])
+    names = ["parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then"]
+    on_gpu = record.starts[-1]["device"] == "cuda"
+    note = "" if on_gpu else "<p>Measured is the whole process, with Python and torch.</p>"
+    if "predicted" not in plan:
+        note += "<p>No strategy predicted the peak of a step; recompute with a memory_budget does.</p>"
+    picture = svg.bars("bytes", rows, facts.size)
+    return f'{note}<figure data-plot="memory">{picture}{svg.legend(names)}</figure>{table(["", "bytes"], told)}'
+
+
+def network(record: Record) -> str:
+    found = [s for s in facts.shares(record) if s.sent is not None][:_MOST_RANKS]
+    if not found:
+        return '<p class="none">Bytes are counted on TCP connections only, so not on CUDA.</p>'
+    rows = [(f"rank {s.rank}", [s.sent or 0.0]) for s in found]
+    told = [[f"rank {s.rank}", facts.size(s.sent or 0.0), f"{record.ranks[s.rank][-1]['sent']:,}"] for s in found]
+    picture = svg.bars("bytes sent per update", rows, facts.size)
+    return f'<figure data-plot="network">{picture}</figure>' + table(["", "per update", "bytes in all"], told)
+
+
+def events(record: Record) -> str:
+    picture = f'<figure data-plot="events"><div class="scroll">{timeline.events(record)}</div></figure>'
+    rows = [
+        [time.strftime("%H:%M:%S", time.gmtime(e["t"])), str(e["round"]), str(e["rank"]), e["what"],
+         e.get("text", EVENTS.get(e["what"], ""))]
+        for e in record.events[-200:]
+    ]  # fmt: skip
+    return picture + table(["UTC", "update", "rank", "event", ""], rows)
+
+
+def plan(record: Record) -> str:
+    made = []
+    for number, line in sorted(record.plans.items()):
+        name = f"<h3>Model {number}: {escape(line['name'])}</h3>" if len(record.plans) > 1 else ""
+        made.append(
+            name + table(["stage", "strategy", "what it does"], line["acts"])
+            + f"<details><summary>with reasons and costs</summary><pre>{escape(line['explain'])}</pre></details>"
+        )  # fmt: skip
+    return "".join(made) or '<p class="none">Nothing is distributed yet.</p>'
+
+
+def repeat(record: Record) -> str:
+    start = record.starts[-1]
+    rows = [
+        ["command", shlex.join(start["command"])], ["folder", start["folder"]],
+        ["versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())],
+        ["machine", f"{start['host']}, {start['machine']}, {start['threads']} threads per rank"],
+        ["environment", " ".join(f"{k}={shlex.quote(v)}" for k, v in start["environment"].items())],
+        ["attempts", str(len([s for s in record.starts if s["rank"] == 0]))],
+    ]  # fmt: skip
+    strategies = [
+        f"<pre>{escape(yaml.safe_dump(line['strategy'], sort_keys=False) if line['strategy'] else '# plain')}</pre>"
+        for _, line in sorted(record.plans.items())
+    ]
+    return table(["", ""], rows) + "<p>strategy.yaml:</p>" + "".join(strategies)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
+    top = "".join(f"<th>{escape(str(cell))}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table class="{kind}"><tr>{top}</tr>{body}</table></div>'

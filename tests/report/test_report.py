@@ -1,0 +1,154 @@
+"""fleetx report: what it computes from a record, and that it is one file that needs nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+from made_up import EVIL, write
+
+from fleetx.cli import main
+from fleetx.record.read import read
+from fleetx.report import facts, page, svg
+
+
+class Parsed(HTMLParser):
+    """Tags, attributes and text, with what is opened and not closed."""
+
+    VOID = {"meta", "link", "br"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.open = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def html(tmp_path, **options):
+    return page.page([read(write(tmp_path / "run", **options))])
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(tmp_path):
+    text = html(tmp_path)
+    parsed = Parsed(text)
+    assert not parsed.open
+    assert "script" not in parsed.tags
+    names = {name for name, _ in parsed.attributes}
+    assert not {name for name in names if name.startswith("on")}
+    assert {value for name, value in parsed.attributes if name in ("src", "href")} == {"data:,"}
+    assert "url(http" not in text
+    assert "@import" not in text
+
+
+def test_what_a_record_says_is_escaped(tmp_path):
+    text = html(tmp_path)
+    assert EVIL not in text
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 6  # name, act, explanation, event, value, command
+
+
+def test_every_part_is_there(tmp_path):
+    text = html(tmp_path)
+    plots = set(re.findall(r'data-plot="([a-z]+)"', text))
+    assert {"loss", "rate", "norm", "scale", "k", "throughput", "time", "step", "memory", "network", "events"} <= plots
+    assert "limit the norm" in text
+    assert "clip_norm: 1.0" in text
+    assert "OMP_NUM_THREADS=1" in text
+
+
+def test_a_straggler_is_named_and_ranks_that_are_equal_are_not(tmp_path):
+    assert "No rank straggles" in html(tmp_path / "a")
+    text = html(tmp_path / "b", slow=1.5, ranks=3)
+    assert re.search(r"<strong>rank 2</strong> \(node2\): its own work takes 1\.4\d times", text)
+    assert "<strong>rank 1</strong>" not in text
+
+
+def test_the_schedule_of_a_pipeline_is_drawn(tmp_path):
+    text = html(tmp_path, pipeline=True)
+    assert "rank 1 stages" in text
+    assert "rank 0: F2/0" in text
+
+
+def test_runs_are_compared_side_by_side(tmp_path):
+    records = [read(write(tmp_path / name, slow=slow)) for name, slow in (("first", 1.0), ("second", 2.0))]
+    text = page.page(records)
+    assert not Parsed(text).open
+    assert text.count('class="line c1"') >= 6  # the second run in every plot
+    assert "<th>first</th><th>second</th>" in text
+
+
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path):
+    write(tmp_path / "run", rounds=1)
+    first = (tmp_path / "run" / "rank0.jsonl").read_text().splitlines()[0]
+    (tmp_path / "run" / "rank0.jsonl").write_text(first + "\n")
+    text = page.page([read(tmp_path / "run")])
+    assert "No update is done yet" in text
+    assert "Nothing is distributed yet" in text
+
+
+def test_thinning_keeps_the_ends_and_the_extremes():
+    points = [(float(i), math.sin(i / 7)) for i in range(10_000)]
+    points[5000] = (5000.0, 99.0)
+    thin = facts.thinned(points)
+    assert len(thin) <= facts.MOST_POINTS + 2
+    assert (thin[0], thin[-1]) == (points[0], points[-1])
+    assert (5000.0, 99.0) in thin
+    assert facts.thinned(points[:5]) == points[:5]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (5.0, 5.0), (-3e-9, 2e-9), (1e30, 2e30), (0.0, 0.0), (-7.0, -2.0)]
+)
+def test_a_scale_contains_its_values(low, high):
+    least, most, ticks = svg.scale(low, high)
+    assert least <= low
+    assert most >= high
+    assert most > least
+    assert 2 <= len(ticks) <= 7
+
+
+def test_throughput_counts_all_replicas_and_no_evaluation(tmp_path):
+    record = read(write(tmp_path / "run"))
+    record.rounds[1]["time"] = record.rounds[1]["time"] | {"other": 0.04}
+    found = dict(facts.throughput(record))
+    assert found[2] == pytest.approx(32 * 2 / 0.05)
+    assert found[3] == pytest.approx(32 * 2 / 0.09)
+
+
+def test_the_command_writes_one_file_and_says_what_is_wrong(tmp_path):
+    run = write(tmp_path / "run")
+    done = CliRunner().invoke(main, ["report", str(run)])
+    assert done.exit_code == 0, done.output
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
+    assert done.exit_code == 1
+    assert "has no rank0.jsonl" in done.output
+
+
+def test_live_goes_on_until_the_run_has_ended(tmp_path, monkeypatch):
+    run, written = write(tmp_path / "run", ends=False), []
+
+    def wait(seconds):
+        written.append((run / "report.html").read_text())
+        write(run)  # now it has ended
+
+    monkeypatch.setattr(page.time, "sleep", wait)
+    page.write([run], run / "report.html", live=True)
+    assert 'http-equiv="refresh"' in written[0]
+    assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
