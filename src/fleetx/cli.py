@@ -40,6 +40,33 @@ def explain(path: str) -> None:
         raise click.ClickException(str(error)) from None
 
 
+@main.command("import")
+@click.argument("path", metavar="FILE", type=_input_file)
+@click.option(
+    "--output", "-o", type=_output_file, default="strategy.yaml", show_default=True, help="Where to write the strategy."
+)
+@click.option(
+    "--ranks", type=_positive, help="Number of workers, to compute merged steps from DeepSpeed's batch sizes."
+)
+def import_(path: Path, output: Path, ranks: int | None) -> None:
+    """Make a strategy from the settings of another system.
+
+    FILE is a JSON of DeepSpeed, a YAML of Accelerate or a prototxt of Paddle. What has no equivalent is listed, and
+    what the other system itself ignores.
+    """
+    from fleetx.errors import StrategyError
+    from fleetx.integrations import settings_files
+
+    try:
+        found = settings_files.read(path, ranks)
+        found.strategy.save(output)
+    except (StrategyError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{output}: {', '.join(found.strategy.declared()) or 'nothing'}")
+    if text := str(found):
+        click.echo("\n" + text, nl=False)
+
+
 @main.command(context_settings={"allow_interspersed_args": True})
 @click.option("--nproc_per_node", type=_positive, help="Number of workers to measure with.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device to measure on.")

@@ -1,0 +1,158 @@
+"""The YAML settings that `accelerate config` writes, as a strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fleetx.errors import StrategyError
+from fleetx.integrations import deepspeed
+from fleetx.integrations.imported import Imported, Taken
+from fleetx.integrations.plain_files import read_json
+
+# Of torch.amp.GradScaler, which accelerate uses.
+_SCALING = {
+    "dtype": "float16", "init_loss_scaling": 65536.0, "incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1,
+    "incr_ratio": 2.0, "decr_ratio": 0.5,
+}  # fmt: skip
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+_LAUNCH = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "use_cpu",
+)
+_NOTHING = (
+    "compute_environment", "rdzv_backend", "same_network", "main_training_function", "debug", "enable_cpu_affinity",
+    "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands",
+    "tpu_vm",
+)  # fmt: skip
+_FSDP1 = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "sharding_strategy")
+
+
+def read(settings: dict[str, Any], folder: Path) -> Imported:
+    """folder: where `deepspeed_config_file` is looked for, if its path is relative."""
+    given = Taken(settings)
+    kind = str(given.take("distributed_type", "NO")).upper()
+    processes, machines = given.values.get("num_processes"), given.values.get("num_machines") or 1
+    plugin = given.section("deepspeed_config")
+    if kind == "DEEPSPEED":
+        found = _deepspeed(plugin, folder, processes)
+    else:
+        found = Imported("Accelerate")
+        found.ignored += [f"{name}: distributed_type is {kind}" for name in plugin.rest()]
+    found.system = "Accelerate"
+    fsdp = given.section("fsdp_config")
+    if kind == "FSDP":
+        _fsdp(fsdp, found, processes, machines)
+    else:
+        found.ignored += [f"{name}: distributed_type is {kind}" for name in fsdp.rest()]
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP"):
+        found.missing.append(f"distributed_type {kind}: not built in fleetx")
+    _precision(given, found)
+    _loop(given, found)
+    return found
+
+
+def _deepspeed(plugin: Taken, folder: Path, processes: int | None) -> Imported:
+    file = plugin.take("deepspeed_config_file")
+    if file is not None:
+        found = deepspeed.read(read_json(folder / str(file)), processes)
+        found.missing += [f"{name}: deepspeed_config_file has it" for name in plugin.rest()]
+        return found
+    # accelerate writes these names; the rest are DeepSpeed's own.
+    zero: dict[str, Any] = {"stage": plugin.take("zero_stage", 2)}
+    for name in ("offload_param", "offload_optimizer"):
+        if (device := plugin.take(f"{name}_device", "none")) != "none":
+            zero[name] = {"device": device}
+    if plugin.take("zero3_save_16bit_model"):
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    names = ("gradient_accumulation_steps", "gradient_clipping")
+    found = deepspeed.read({"zero_optimization": zero} | {k: plugin.take(k) for k in names if k in plugin.values})
+    found.missing += [f"{name}: it configures DeepSpeed's own start-up" for name in plugin.rest()]
+    return found
+
+
+def _fsdp(fsdp: Taken, found: Imported, processes: int | None, machines: int) -> None:
+    def take(name: str, default: Any = None) -> Any:
+        return fsdp.take(f"fsdp_{name}", fsdp.take(name, default))
+
+    version = int(take("version", 1))
+    after = take("reshard_after_forward")
+    if version == 2:
+        stage = 3 if after in (None, True, "true", "True") else 2
+        for name in _FSDP1:
+            if take(name) is not None:
+                found.ignored.append(f"{fsdp.name('fsdp_' + name)}: FSDP2 does not have it")
+        hybrid = False
+    else:
+        name = str(take("sharding_strategy") or after or "FULL_SHARD")
+        name = list(_STAGES)[int(name) - 1] if name.isdigit() else name
+        if name not in _STAGES:
+            raise StrategyError(f"fsdp_sharding_strategy {name}: must be one of {', '.join(_STAGES)}")
+        stage, hybrid = _STAGES[name], name.startswith("HYBRID")
+    if stage:
+        settings: dict[str, Any] = {"stage": stage}
+        if hybrid and processes is None:
+            found.missing.append("HYBRID_SHARD: num_processes is not set: set sharding_degree to the GPUs per machine")
+        elif hybrid:
+            settings |= {"sharding_degree": (processes or 1) // machines, "hybrid_dp": True}
+        if take("offload_params"):
+            settings["offload"] = True
+        found.strategy.sharding = settings
+    if take("activation_checkpointing"):
+        found.missing.append("fsdp_activation_checkpointing: name the layers in strategy.recompute (`model.layers.*`)")
+    if layers := take("transformer_layer_cls_to_wrap"):
+        found.differs.append(
+            f"fsdp_transformer_layer_cls_to_wrap {layers}: segments are chosen by size. To choose them by name, set "
+            "sharding_segment_strategy and segment_anchors"
+        )
+    for name in ("auto_wrap_policy", "min_num_params"):
+        if take(name) is not None:
+            found.missing.append(f"{fsdp.name('fsdp_' + name)}: segments are chosen by size (segment_broadcast_MB)")
+    for name in ("state_dict_type", "cpu_ram_efficient_loading"):
+        if take(name) is not None:
+            found.missing.append(f"{fsdp.name('fsdp_' + name)}: fleet.save and fleet.export need no such setting")
+    for name in _FSDP1:
+        if take(name) is not None:
+            found.missing.append(f"{fsdp.name('fsdp_' + name)}: an option of FSDP1; fleetx uses FSDP2")
+    found.missing += [f"{name}: not built in fleetx" for name in fsdp.rest()]
+
+
+def _precision(given: Taken, found: Imported) -> None:
+    kind = str(given.take("mixed_precision", "no"))
+    wanted = {"fp16": _SCALING, "bf16": {"dtype": "bfloat16"}}.get(kind)
+    if wanted is not None:
+        found.strategy.amp = wanted
+    elif kind not in ("no", "False"):
+        found.missing.append(f"mixed_precision {kind}: not built in fleetx")
+
+
+def _loop(given: Taken, found: Imported) -> None:
+    steps = given.take("gradient_accumulation_steps")
+    if steps is not None and int(steps) > 1:
+        found.strategy.gradient_merge = {"k_steps": int(steps)}
+        found.script.append("call optimizer.step() after every batch, without accelerator.accumulate")
+    launch = {name: given.take(name) for name in _LAUNCH if name in given.values}
+    if launch.get("num_processes") is not None:
+        nodes = launch.get("num_machines") or 1
+        device = "--device cpu " if launch.get("use_cpu") else ""
+        ips = f"--ips {launch.get('main_process_ip') or 'HOST0'},... " if nodes > 1 else ""
+        each = int(launch["num_processes"]) // int(nodes)
+        gpus = (
+            f"--gpus {launch['gpu_ids']} "
+            if launch.get("gpu_ids") not in (None, "all")
+            else f"--nproc_per_node {each} "
+        )
+        found.script.append(f"start it with: fleetrun {device}{ips}{gpus}script.py".replace("  ", " "))
+    for name in _NOTHING:
+        given.take(name)  # they describe accelerate's own launcher
+    if dynamo := given.section("dynamo_config").values:
+        found.script.append(f"dynamo_config {dynamo}: call torch.compile(model) before fleet.distribute")
+    for name in ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config"):
+        if given.take(name):
+            found.missing.append(f"{name}: not built in fleetx")
+    found.missing += [f"{name}: accelerate has no such setting, and would raise an error" for name in given.rest()]
