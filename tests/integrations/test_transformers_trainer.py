@@ -264,7 +264,13 @@ def test_bf16_equals_the_plain_trainer_bit_for_bit(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = language_model(0.1).float()
-            args = Arguments(str(tmp_path), per_device_train_batch_size=4, bf16=True, max_grad_norm=0, **QUIET)
+            args = Arguments(
+                str(tmp_path),
+                per_device_train_batch_size=4,
+                bf16=True,
+                max_grad_norm=0,
+                **QUIET | {"optim": "adamw_torch_fused"},
+            )
             made = kind(model, args, train_dataset=Tokens(), **given)
             made.train()
         assert made.model(**Tokens()[slice(2)]).logits.dtype is torch.float32

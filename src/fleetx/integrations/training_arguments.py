@@ -60,7 +60,7 @@ def _refused(args: TrainingArguments, strategy: DistributedStrategy) -> Iterator
     if args.ddp_static_graph:
         yield "ddp_static_graph in TrainingArguments is an option of DistributedDataParallel: remove it"
     if args.torch_compile:
-        yield f"torch_compile in TrainingArguments {NOT_BUILT}: pass torch.compile(model) to FleetTrainer"
+        yield f"torch_compile in TrainingArguments {NOT_BUILT}: remove it"
     if args.auto_find_batch_size:
         yield "auto_find_batch_size in TrainingArguments retries on one rank alone: use fleet.largest_batch"
     if args.mixed_precision not in ("no", *_AMP):

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import sort_checkpoints
 
 from fleetx import fleet
+from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.integrations.training_arguments import strategy_for
 from fleetx.strategy import DistributedStrategy
@@ -49,7 +50,7 @@ class FleetTrainer(Trainer):
     ):
         fleet.init()
         args = args if args is not None else TrainingArguments("tmp_trainer")
-        self.strategy = strategy_for(args, strategy if strategy is not None else DistributedStrategy())
+        self.strategy = strategy_for(args, strategy or current().strategy or DistributedStrategy())
         self.updated = True  # did the last update of the Trainer change the parameters?
         self._distributed: tuple[nn.Module, Optimizer] | None = None
         self._gathered: dict[str, Tensor] | None = None  # a divided model, while rank 0 saves it
