@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 _TWICE = (
-    "{} around a distributed model would manage its gradients a second time: remove the wrapper (in a Trainer or in "
-    "Fabric, turn its own data parallelism off)"
+    "{} around a distributed model would manage its gradients a second time: remove the wrapper. In accelerate, do not "
+    "prepare the model; for transformers' Trainer and Lightning Fabric, use fleetx.integrations"
 )
 
 
