@@ -321,7 +321,7 @@ def test_what_would_act_beside_the_strategy_is_an_error(tmp_path, monkeypatch, d
 def test_a_conflict_names_the_argument_that_it_comes_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StrategyError, match=r"clip comes from max_grad_norm in TrainingArguments"):
-        strategy_of({"localsgd": {"k_steps": 2}, "dgc": True}, max_grad_norm=1.0)
+        strategy_of({"dgc": True}, max_grad_norm=1.0)
 
 
 def unseen(folder):
