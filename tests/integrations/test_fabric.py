@@ -282,7 +282,7 @@ def test_fabric_may_start_the_workers_itself(tmp_path):
         print("found", fleet.worker_index(), fleet.worker_num(), model.weight.item(), flush=True)
     """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {line for line in done.stdout.splitlines() if line.startswith("found")} == {
         "found 0 2 -0.5", "found 1 2 -0.5"
