@@ -104,8 +104,8 @@ class Chromium:
         return answer["result"].get("value")
 
     def picture(self, path):
-        """The whole page as a PNG file."""
-        made = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        """What is in sight, as a PNG file."""
+        made = self.call("Page.captureScreenshot", captureBeyondViewport=False)
         path.write_bytes(base64.b64decode(made["data"]))
 
     def close(self):

@@ -62,7 +62,7 @@ def _tick(i: int, left: float, wide: float, y: float, label: str) -> str:
 def _visible(spans: list[list[Any]]) -> list[list[Any]]:
     """Under a pipeline, its stages say more than the step around them."""
     staged = any(lane == "stage" for lane, *_ in spans)
-    return [span for span in spans if not (staged and span[1] == "forward and backward")]
+    return [span for span in spans if not (staged and span[1] in ("forward and backward", "forward", "loss"))]
 
 
 def _fill(lane: str, what: str) -> int:
