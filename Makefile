@@ -27,8 +27,8 @@ train: $(STAMP)  ## train a small ResNet on real digits with two workers and sev
 	$(BIN)/fleetrun --device cpu --nproc_per_node 2 --max_restarts 3 examples/digits.py --checkpoints run --record runs/digits $(ARGS)
 	$(BIN)/fleetx report runs/digits
 
-# Two workers on two cores; each has its own pools of ranks.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Each worker has its own pools of ranks. Three on two cores, because many tests wait for processes that they have started.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 quick: $(STAMP)  ## the tests for after each change, about a minute
 	$(PYTEST) -m "not slow and not nightly" $(ARGS)

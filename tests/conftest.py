@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import gc
+import json
 import os
 
 os.environ["FLEETX_DEVICE"] = "cpu"
@@ -59,6 +61,26 @@ def ranks():
     pool = Ranks(2)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory, testrun_uid):
+    """once(name, make): the JSON that `make(folder)` returns, made by one pytest worker for all of them."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # common to the workers of a run
+
+    def get(name, make):
+        folder = shared / f"{name}-{testrun_uid}"
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            result = folder / "result.json"
+            if not result.exists():
+                result.write_text(json.dumps(make(folder)))
+        return json.loads(result.read_text())
+
+    return get
 
 
 @pytest.fixture(params=[pytest.param(60, id=""), pytest.param(3000, id="many", marks=pytest.mark.nightly)])

@@ -27,9 +27,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(once):
+    return once("cuda", _seen)
+
+
+def _seen(folder):
     """What the children saw: one alone, two ranks, and one of eight whose shards have no values."""
-    folder = tmp_path_factory.mktemp("cuda")
     includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     command = [COMPILER, "-shared", "-fPIC", "-O0", "-std=c++20", str(HERE / "guard.cpp"), *includes]
     libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(folder / "guard.so")]

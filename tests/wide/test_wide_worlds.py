@@ -18,9 +18,12 @@ FEW, MANY = 512, 4096
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
+def worlds(once):
+    return {int(ranks): seen for ranks, seen in once("worlds", _worlds).items()}
+
+
+def _worlds(folder):
     """What one rank of each world saw. A process each, because a process group cannot change its size."""
-    folder = tmp_path_factory.mktemp("worlds")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     env |= {"FLEETX_WATCH": "0"}  # there is nobody to watch
     commands = {n: [sys.executable, str(HERE / "wide_child.py"), str(n), str(folder / str(n))] for n in (FEW, MANY)}
