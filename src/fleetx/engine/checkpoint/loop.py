@@ -69,6 +69,7 @@ class Checkpoints:
         self._due = False
         self._roomy = not asynchronous  # is there memory for the copies?
         self._last = -1  # the step that was saved last
+        self._newest = "none"  # the checkpoint that this run wrote last
         self.resumed: Path | None = None  # the checkpoint that this run resumed from
         self.restored: Path | None = None  # the one that it went back to, after numbers that went wrong
         self._resume()
@@ -113,6 +114,8 @@ class Checkpoints:
             self.save(sync=stop)
         if stop:
             self.close()
+            if self._engine.world.rank == 0:
+                log.warning("SIGTERM: training ends after step %d; the newest checkpoint is %s", self.step, self._newest)
             raise SystemExit(STOPPED)
 
     def save(self, *, sync: bool = False) -> None:
@@ -211,6 +214,7 @@ class Checkpoints:
                 log.warning(f"%s {why}", folder.name, poisoned)
             return
         self._bad.discard(folder.name)
+        self._newest = folder.name
         current().note("checkpoint", folder.name)
         if first and self._keep:
             try:

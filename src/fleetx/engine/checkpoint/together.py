@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ def together(world: World, folder: Path, work: Callable[[], Any]) -> list[Any]:
     try:
         result = work()
     except OSError as error:
-        failure = CheckpointError(error.filename or folder, error.strerror or str(error))
-        failure.__cause__ = error
+        failure = CheckpointError(error.filename or folder, _reason(error))
+        failure.__suppress_context__ = True  # that says it all
     except Exception as error:  # the others must not wait for this rank
         failure = error
     answers = world.gather_json([_described(failure, folder), result if failure is None else None])
@@ -31,6 +32,13 @@ def together(world: World, folder: Path, work: Callable[[], Any]) -> list[Any]:
                 raise UsageError(f"rank {rank}: {reason}")
             raise CheckpointError(file, f"{reason} (rank {rank})")
     return [value for _, value in answers]
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{reason}: make room there, or keep fewer checkpoints; the older ones are intact"
+    return reason
 
 
 def _described(failure: Exception | None, folder: Path) -> list[str] | None:
