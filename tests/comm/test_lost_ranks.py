@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fleetx import WorldError, fleet
@@ -429,6 +432,21 @@ def test_strangers_are_not_let_in(doorway, line):
     assert not doorway.strangers
     assert 1 not in doorway.hub.ranks
     assert closed(other)
+
+
+@given(st.binary(max_size=1500) | st.recursive(st.none() | st.text(), st.lists).map(lambda v: json.dumps(v).encode()))
+def test_whatever_a_stranger_sends_it_is_turned_away(data):
+    made = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
+    ours, theirs = socket.socketpair()
+    client = Lines(ours, watcher.STRANGER)
+    made.strangers[client] = 0.0
+    with theirs:
+        theirs.sendall(data + b"\n")
+        theirs.shutdown(socket.SHUT_WR)
+        while made.strangers:
+            made.from_door(client)
+    assert not made.clients
+    assert not made.hub.ranks
 
 
 def test_a_stranger_may_send_a_kilobyte_at_most(doorway):
