@@ -103,7 +103,7 @@ def _calls(folder: Path) -> dict[str, Any]:
                 shim.chaos_arm(str(folder).encode(), n, number)
                 try:
                     fleet.save(place, step=2)
-                    raised = "went on"
+                    raised = "continued"
                 except CheckpointError as error:
                     raised = "refused" if "\n" not in str(error) else "refused in several lines"
                 except Exception as error:
