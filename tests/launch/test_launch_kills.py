@@ -31,43 +31,33 @@ dist.destroy_process_group()
 """
 
 
-def test_workers_that_are_killed_at_random_moments_are_restarted(fleetrun, tmp_path):
+def written(path):
+    return path.exists() and path.read_text().endswith("\n")
+
+
+def test_workers_that_are_killed_at_random_moments_are_restarted_also_without_the_fork_server(fleetrun, tmp_path):
+    """First the fork server is killed or stopped together with a worker."""
     dice = random.Random(0)
     run = fleetrun(SCRIPT, options="--nproc_per_node 2 --max_restarts 1000 --restart_delay 0")
-    kills = attempt = 0
-    while kills < 6 and run.process.poll() is None:
-        rank = dice.randrange(2)
-        path = tmp_path / f"pid.{attempt}.{rank}"
-        until(lambda path=path: path.exists() or run.process.poll() is not None, what=path.name)
-        if run.process.poll() is not None:
-            break
-        time.sleep(dice.random() * 0.3)
-        victim = int(path.read_text() or 0)
-        try:
-            os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            break  # it has finished
-        kills, attempt = kills + 1, attempt + 1
-    run.finish()
-    assert run.code == 0, run.err
-    assert (tmp_path / "step").read_text() == "20"
-    assert run.survivors() == []
-    assert run.err.count("; restart") == kills
-
-
-def test_a_fork_server_that_is_killed_or_stopped_is_no_obstacle(fleetrun, tmp_path):
-    run = fleetrun(SCRIPT, options="--nproc_per_node 2 --max_restarts 1000 --restart_delay 0")
-    for attempt, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-        victim = int(run.wait_for(f"pid.{attempt}.1"))
-        for pid in run.survivors():
+    kills = 0
+    for what in (signal.SIGKILL, signal.SIGSTOP, None, None, None):
+        path = tmp_path / f"pid.{kills}.{dice.randrange(2)}"
+        until(lambda path=path: written(path) or run.process.poll() is not None, what=path.name)
+        for pid in run.survivors() if what else ():
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 if b"fork_server.py" in file.read():
-                    os.kill(pid, number)
-        os.kill(victim, signal.SIGKILL)
+                    os.kill(pid, what)
+        time.sleep(dice.random() * 0.3)
+        try:
+            os.kill(int(path.read_text()), signal.SIGKILL)
+        except OSError:
+            break  # it has finished
+        kills += 1
     run.finish()
     assert run.code == 0, run.err
     assert (tmp_path / "step").read_text() == "20"
     assert run.survivors() == []
+    assert run.err.count("; restart") == kills > 1
 
 
 def test_kill_9_of_any_fleetrun_ends_a_job_of_two_nodes_everywhere(fleetrun, tmp_path):
