@@ -30,7 +30,7 @@ else:
     from fleetx.comm.lines import LONGEST, Lines
 
 BEAT = 0.5  # seconds between two heartbeats
-TICK = 0.1  # seconds between two looks at the rank
+TICK = 0.2  # seconds between two looks at the rank
 SOON = 0.05  # the same while a rank may be lost
 STOPPED = 4.1  # seconds that a rank may be stopped by a signal; never more are counted than there were
 STRANGER = 1024  # bytes that whoever connects may send before the token is checked
@@ -92,7 +92,8 @@ class Watcher:
         last = beaten = time.monotonic()
         while True:
             wait = SOON if self.stopped or self.longest_silence() > SILENT - BEAT else TICK
-            for one in kernel.readable([self.parent, self.pidfd, self.up, *self.doors()], wait):
+            found = kernel.readable([self.parent, self.pidfd, self.up, *self.doors()], wait)
+            for one in found:
                 if one is self.parent:
                     if not self.from_parent():
                         return
@@ -100,7 +101,7 @@ class Watcher:
                     self.from_hub()
                 else:
                     self.from_door(one)
-            if not kernel.parent_alive(self.pid, self.pidfd):
+            if self.pidfd in found or (self.pidfd is None and not kernel.parent_alive(self.pid, None)):
                 self.parent_died()
                 return
             now = time.monotonic()
