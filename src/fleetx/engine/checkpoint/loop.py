@@ -69,7 +69,7 @@ class Checkpoints:
         self._due = False
         self._roomy = not asynchronous  # is there memory for the copies?
         self._last = -1  # the step that was saved last
-        self._newest = "none"  # the checkpoint that this run wrote last
+        self._newest = "none"  # the last good checkpoint
         self.resumed: Path | None = None  # the checkpoint that this run resumed from
         self.restored: Path | None = None  # the one that it went back to, after numbers that went wrong
         self._resume()
@@ -139,7 +139,7 @@ class Checkpoints:
         self._check_root()
         self.resumed, bad = self._try_each(self._read)
         if self.resumed is not None:
-            self._last = self.step
+            self._last, self._newest = self.step, self.resumed.name
             current().note("resumed", self.resumed.name)
         elif bad:  # to start from the beginning would end in pruning what may still be rescued
             raise CheckpointError(
