@@ -98,11 +98,13 @@ class HierarchicalPath(Path):
 
     Each of the three has its own thread and process group, so one buffer travels between the leaders while the next is
     being reduced: the slow link never waits.
+
+    equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
     """
 
-    def __init__(self, world: World, size: int, traffic: Traffic):
+    def __init__(self, world: World, size: int, traffic: Traffic, *, equal: bool = False):
         groups = [list(range(start, start + size)) for start in range(0, world.size, size)]
-        self._world, self._size, self._traffic = world, size, traffic
+        self._world, self._size, self._traffic, self._equal = world, size, traffic, equal
         self.ends, self.end = len(groups), world.rank // size
         self._leader = world.rank // size * size
         self._root, self.leads = world.number(self._leader), world.rank == self._leader
@@ -121,7 +123,8 @@ class HierarchicalPath(Path):
         done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
 
         def reduce() -> None:
-            dist.reduce(buffer, dst=self._root, group=self._inward)
+            if not self._equal:
+                dist.reduce(buffer, dst=self._root, group=self._inward)
             _follow(between.submit(exchange), done)
 
         def exchange() -> None:
@@ -140,7 +143,7 @@ class HierarchicalPath(Path):
     def gather(self, message: Tensor) -> list[Tensor]:
         """The leaders exchange the messages of their groups: each crosses the link between two groups once."""
         group, leaders = self._messages
-        inside = _gather(message, self._size, group, Traffic())
+        inside = [message] if self._equal else _gather(message, self._size, group, Traffic())
         lengths = torch.tensor([m.numel() for m in inside], device=message.device)
         everything = [torch.cat([lengths.view(torch.uint8), *inside])]
         if self.leads:
@@ -154,7 +157,8 @@ class HierarchicalPath(Path):
         return [m for part in whole.split(sizes.tolist()) for m in self._parted(part)]
 
     def inward(self, buffer: Tensor) -> None:
-        dist.reduce(buffer, dst=self._root, group=self._messages[0])
+        if not self._equal:
+            dist.reduce(buffer, dst=self._root, group=self._messages[0])
 
     def swap(self, rows: Tensor) -> Tensor:
         return _swap(rows, self.ends, self._messages[1], self._traffic)
@@ -166,7 +170,7 @@ class HierarchicalPath(Path):
         dist.broadcast(buffer, src=self._root, group=self._messages[0])
 
     def _parted(self, part: Tensor) -> list[Tensor]:
-        head = 8 * self._size
+        head = 8 * (1 if self._equal else self._size)
         return list(part[head:].split(part[:head].clone().view(torch.int64).tolist()))
 
 
@@ -177,6 +181,7 @@ class Network:
         self.world = world
         self.communicators = 1  # how many paths
         self.inside = 1  # ranks per group of a hierarchy; 1: no hierarchy
+        self.equal = False  # do the ranks of such a group hold the same values, so that each group counts once?
         self.messages = False  # will messages be gathered?
         self.traffic = Traffic()
         self._threads: list[WorkerThread] = []
@@ -188,6 +193,11 @@ class Network:
     def plain(self) -> bool:
         """Can DDP's own all-reduce do it?"""
         return self.communicators == 1 and self.inside == 1
+
+    @property
+    def parties(self) -> int:
+        """How many values a mean is taken over."""
+        return self.world.size // self.inside if self.equal else self.world.size
 
     def open(self) -> None:
         """Make the process groups. Every rank must call it."""
@@ -210,10 +220,17 @@ class Network:
         """
         other = Network(self.world)
         other.communicators, other.inside, other.traffic = self.communicators, self.inside, self.traffic
-        other.messages = self.messages
+        other.messages, other.equal = self.messages, self.equal
         if self.world.size > 1:
             other._paths = [other._make(i, apart=True) for i in range(self.communicators)]
             self._beside.append(other)
+        return other
+
+    def part(self, world: World) -> Network:
+        """A flat network of some of the ranks, which closes with this one. Every rank must call it for its own."""
+        other = Network(world)
+        other.open()
+        self._beside.append(other)
         return other
 
     def new_thread(self, name: str) -> WorkerThread:
@@ -223,7 +240,7 @@ class Network:
 
     def _make(self, number: int, *, apart: bool = False) -> Path:
         if self.inside > 1:
-            return HierarchicalPath(self.world, self.inside, self.traffic)
+            return HierarchicalPath(self.world, self.inside, self.traffic, equal=self.equal)
         # Messages are sent from their own thread, which must not share a group with a reduction that is running.
         messages = self.world.group() if self.messages else None
         group = self.world.group() if number or apart else self.world.members
@@ -241,7 +258,7 @@ class Network:
         return self.path(number).sum(buffer)
 
     def mean(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
-        return self.sum(buffer.div_(self.world.size), number)
+        return self.sum(buffer.div_(self.parties), number)
 
     def sum_here(self, buffer: Tensor, number: int = 0) -> None:
         self.path(number).sum_here(buffer)

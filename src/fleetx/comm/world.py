@@ -125,9 +125,13 @@ class World:
         """Split the ranks into disjoint worlds and return this rank's. Every rank must pass the same parts."""
         if len(parts) == 1:
             return self
-        made = [self._new_group(part) if len(part) > 1 else None for part in parts]
-        mine = next(i for i, part in enumerate(parts) if self.rank in part)
-        return replace(self._place(parts[mine]), members=made[mine], siblings=tuple(map(tuple, parts)))
+        mine = next(part for part in parts if self.rank in part)
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for sibling in self.siblings or (tuple(range(self.size)),):  # their ranks split in the same way
+            for ranks in (tuple(sibling[r] for r in part) for part in parts):
+                made[ranks] = self._new_group(list(ranks)) if len(ranks) > 1 else None
+        members = made[tuple(self.number(r) for r in mine)]
+        return replace(self._place(mine), members=members, siblings=tuple(made))
 
     def subset(self, ranks: list[int]) -> World | None:
         """A world of some of the ranks; None on the others. Every rank must call it, also those of sibling worlds."""

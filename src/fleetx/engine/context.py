@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fleetx.base.trees import LossFn, arguments, loss_by, map_tensors
 from fleetx.comm.paths import Network
 from fleetx.comm.world import World
+from fleetx.engine.loss_weights import LossWeights
 from fleetx.engine.run import Doubt, Run
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
@@ -107,6 +108,11 @@ class Context:
         return self._run.layout.replica_group
 
     @property
+    def island(self) -> World | None:
+        """The ranks that update with the same gradient as this one, where islands of ranks update on their own."""
+        return self._run.layout.island
+
+    @property
     def network(self) -> Network:
         """The paths to the other ranks of the replica group."""
         return self._run.network
@@ -184,6 +190,18 @@ class SetupContext(Context):
         layout = self._run.layout
         layout.shard_group, layout.reduced, layout.leaves = group, reduced, leaves
 
+    def make_islands(self, size: int) -> Network:
+        """Group consecutive replicas that update with the same gradient. Returns the paths within this rank's island.
+
+        Then `network` leads from island to island: each of them counts once.
+        """
+        run, replicas = self._run, self.replica_group
+        island = replicas.split([list(range(first, first + size)) for first in range(0, replicas.size, size)])
+        run.layout.island = island
+        run.network.inside, run.network.equal = size, True
+        run.weights = LossWeights(run.plan, island, island=True)
+        return run.network.part(island)
+
     @property
     def absent(self) -> frozenset[str]:
         """Names of the parameters and buffers that only other ranks hold."""
@@ -251,6 +269,11 @@ class StepContext(Context):
         """Copy the buffers of rank 0 to the replica group, unless the user turned that off. A collective."""
         if self._run.shares_buffers:
             self._run.buffers.send(self.replica_group, skip=skip)
+
+    def broadcast_in_island(self) -> None:
+        """Copy the buffers of an island's first rank to the others, as `broadcast_buffers` does."""
+        if self._run.shares_buffers and self.island is not None:
+            self._run.island_buffers.send(self.island)
 
     @property
     def updated(self) -> bool:

@@ -26,6 +26,7 @@ class Layout:
     """Parts fill it in at MODEL, through SetupContext."""
 
     replica_group: World  # ranks that hold the same part of the model, and reduce its gradients
+    island: World | None = None  # ranks that update with the same gradient, where islands update on their own
     shard_group: World | None = None  # ranks that hold one copy together; None: each rank has a copy
     reduced: bool = False  # does backward itself reduce gradients over all ranks?
     leaves: Callable[[], Iterable[Tensor]] | None = None  # where backward accumulates, if not in the parameters

@@ -31,11 +31,12 @@ from fleetx.strategy.stage import Fact, Stage
 class LossWeights:
     """The weights, and what follows from them. The first step decides whether weights are used at all."""
 
-    def __init__(self, plan: Plan, world: World):
+    def __init__(self, plan: Plan, world: World, *, island: bool = False):
+        """world: the replicas of the model, or of one island of them."""
         self._world = world
         self._averages = any(Fact.SUMMED in act.claim.ends for act in plan.acts)  # are merged steps averaged?
         self._sums = bool(plan.at(Stage.GATE)) and not self._averages
-        self._ranks = 1 if plan.makes(Fact.LOCAL) else world.size  # over which sum(n) is taken
+        self._ranks = 1 if plan.makes(Fact.LOCAL) and not island else world.size  # over which sum(n) is taken
         self.used: bool | None = None  # None: not known yet
         self._agreed = self._ranks == 1
         self._own = 0.0  # n of the earlier steps of this round, on this rank

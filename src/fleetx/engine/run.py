@@ -73,7 +73,7 @@ class Run:
         self.extra: dict[str, Any] = {}  # what a front end wants to find again after a resume
         self.reducer_settings: dict[str, Any] | None = None  # set by the part that asks for a reducer
         self.shares_buffers = True  # does every rank take over the buffers of rank 0 after a round?
-        self.buffers = ModelBuffers(model)
+        self.buffers, self.island_buffers = ModelBuffers(model), ModelBuffers(model)
         self.undo: list[Callable[[], None]] = []  # what `release` calls, last first
         self.modules = weakref.WeakSet(model.modules())  # parts may wrap them; the user may replace some
         self.released = False

@@ -98,7 +98,8 @@ class Windows(Run):
         waiting, join = self.gradients.waiting, isinstance(self.reducer, Reducer)
         if waiting or join:
             self._collect(self.merged, join=join)
-        if join and not waiting and (self._local() or not any(g.any() for g in self.gradients.present())):
+        alone = self._local() and self.layout.island is None
+        if join and not waiting and (alone or not any(g.any() for g in self.gradients.present())):
             self.gradients.take_away(keep=False)  # this rank, or every rank, had no batch in this window
 
     def _collect(self, steps: int, *, join: bool = False) -> None:

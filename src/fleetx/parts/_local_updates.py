@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_problem
 from fleetx.comm.averaging import average, completed
+from fleetx.comm.paths import Network, inside_hosts
 from fleetx.comm.world import World
-from fleetx.engine.context import Bucket, StepContext
-from fleetx.errors import NOT_BUILT, UsageError
+from fleetx.engine.context import Bucket, SetupContext, StepContext
+from fleetx.errors import NOT_BUILT, StrategyError, UsageError
 from fleetx.parts._outer_optimizer import Delayed, OuterOptimizer
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import CostTerms
@@ -39,6 +40,8 @@ class LocalUpdates(Part):
     """Average in the background during the next period, and apply the result at its end."""
     overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Fraction of the distance to such an average, which is one period old, that is applied."""
+    group_size: Annotated[int, Field(ge=1)] | Literal["host"] = 1
+    """Consecutive ranks in an island, which update with the mean of their gradients; 'host': those of a host."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of the outer optimizer."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -66,10 +69,27 @@ class LocalUpdates(Part):
                 f"set strategy.{name}_configs['allow_single'] = True for debugging"
             )
         yield from sparse_problem(name_of(type(self)), model)
+        if world.size > 1 and self._has_islands:
+            yield from self._misfits(self._island_size(world), world.size)
+
+    def _island_size(self, world: World) -> int:
+        return inside_hosts(world.hosts()) if self.group_size == "host" else self.group_size
+
+    def _misfits(self, size: int, ranks: int) -> Iterator[str]:
+        where = f"{name_of(type(self))}_configs['group_size']"
+        if size == 0:
+            why = "not every host has the same number of workers with consecutive ranks"
+            yield f"{where} = 'host': {why}: give a number"
+        elif ranks % size:
+            divisors = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            yield f"{where} = {size} does not divide {ranks} ranks: use {divisors}"
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and ctx.replica_group.size == 1:
             yield "no effect here: there is one replica of the model, so there is nothing to average"
+        elif ctx is not None and ctx.island is not None:
+            alone = ": this is data parallelism" if ctx.network.parties == 1 else ""
+            yield f"islands: {ctx.network.parties}, of {ctx.island.size} ranks each{alone}"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"last": 0}  # the round of the last average
@@ -89,13 +109,38 @@ class LocalUpdates(Part):
     def cost(self, terms: CostTerms) -> None:
         terms.reduce_every, terms.after_backward, terms.averages_parameters = self.period(), True, True
 
-    @at(Stage.REDUCE, unbuilt={Fact.PARTED}, makes={Fact.LOCAL})
+    @at(Stage.MODEL, when=lambda self: self._has_islands)
+    def make_islands(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """group the ranks into islands, each of which updates with its own gradient"""
+        if ctx.replica_group.size > 1:
+            size = self._island_size(ctx.replica_group)
+            if problems := list(self._misfits(size, ctx.replica_group.size)):
+                raise StrategyError(problems)
+            ctx.notes["inside"] = ctx.make_islands(size)
+        return model
+
+    @at(Stage.REDUCE, unbuilt={Fact.PARTED}, makes={Fact.LOCAL}, when=lambda self: not self._has_islands)
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """keep each rank's own gradient: nothing is sent during backward"""
+        self._prepare(bucket, ctx)
+        return completed(bucket.buffer)
+
+    @at(
+        Stage.REDUCE,
+        unbuilt={Fact.PARTED, Fact.ROUTED},
+        makes={Fact.LOCAL},
+        when=lambda self: self._has_islands,
+    )
+    def share(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
+        """average each bucket within the island: nothing is sent between islands during backward"""
+        self._prepare(bucket, ctx)
+        inside: Network = ctx.notes["inside"]
+        return inside.mean(bucket.buffer, bucket.index)
+
+    def _prepare(self, bucket: Bucket, ctx: StepContext) -> None:
         if (self._outer or ctx.coded) and "anchor" not in ctx.state:
             self._start(ctx)
         self._note_missing(bucket, ctx)
-        return completed(bucket.buffer)
 
     @at(Stage.GRADIENT, needs={Fact.LOCAL})
     def leave_out(self, grads: list[Tensor], ctx: StepContext) -> None:
@@ -111,12 +156,19 @@ class LocalUpdates(Part):
         params = notes.get("params")
         if params is None:
             params = notes["params"] = {name: p for p, name in ctx.names.items()}
-        notes["missing"] += [params[name] for name in bucket.names if params[name].grad is None]
+        used = [params[name].grad is not None for name in bucket.names]
+        if ctx.island is not None and ctx.finds_unused:
+            flags = torch.tensor(used, dtype=torch.uint8, device=ctx.device)
+            ctx.island.maximum(flags)
+            used = flags.tolist()
+        elif ctx.island is not None:  # a rank without a batch: the others of its island have one
+            return
+        notes["missing"] += [params[name] for name, yes in zip(bucket.names, used, strict=True) if not yes]
 
     def end_period(self, params: list[Tensor], ctx: StepContext) -> None:
         """Average the parameters, or start to."""
         ctx.state["last"] = ctx.round
-        if ctx.network.world.size == 1:
+        if ctx.network.parties == 1:
             return
         if self.overlap:
             self._delayed(ctx).turn(params, ctx)
@@ -161,6 +213,10 @@ class LocalUpdates(Part):
         if ctx.replica_group.size > 1:
             average(averaged, ctx.network)
             ctx.broadcast_buffers(skip=averaged)
+
+    @property
+    def _has_islands(self) -> bool:
+        return self.group_size != 1
 
     # --- the outer optimizer ----------------------------------------------------------------------
     @property

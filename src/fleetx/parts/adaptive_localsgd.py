@@ -55,6 +55,7 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
     def average(self, params: list[Tensor], ctx: StepContext) -> None:
         """average the parameters over the ranks at the end of a period that follows the loss and the learning rate"""
+        ctx.broadcast_in_island()
         state = ctx.state
         adapts = self.max_k_steps > 1  # otherwise the loss is not needed
         if adapts and not (state["loss"] and state["lr"]):  # in round 1, unless the learning rate was 0

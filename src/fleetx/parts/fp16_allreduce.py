@@ -60,6 +60,6 @@ class FP16AllReduce(Part):
         if sent is None or sent.shape != bucket.buffer.shape:  # DDP rebuilds its buckets after the first step
             sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
         # Divide in float32, so that the sum does not overflow.
-        torch.div(bucket.buffer, bucket.network.world.size, out=bucket.buffer)
+        torch.div(bucket.buffer, bucket.network.parties, out=bucket.buffer)
         sent.copy_(bucket.buffer)
         return bucket.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))

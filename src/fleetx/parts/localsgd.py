@@ -46,6 +46,7 @@ class LocalSGD(LocalUpdates, _Period):
 
     @at(Stage.PARAMETER, needs={Fact.LOCAL})
     def average(self, params: list[Tensor], ctx: StepContext) -> None:
-        """average the parameters over the ranks every k_steps rounds"""
+        """average the parameters over the ranks, or over the islands, every k_steps rounds"""
+        ctx.broadcast_in_island()
         if ctx.round <= self.begin_step or ctx.round - ctx.state["last"] >= self.k_steps:
             self.end_period(params, ctx)

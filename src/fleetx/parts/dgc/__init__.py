@@ -188,7 +188,7 @@ class DGC(Part):
             sparsity=self.sparsity_at(ctx.round),
             factor=bucket.factor,
             half=self.value_dtype == "float16",
-            norm_limit=self.clip_norm and self.clip_norm / bucket.network.world.size**0.5,
+            norm_limit=self.clip_norm and self.clip_norm / bucket.network.parties**0.5,
         )
         return ctx.notes["thread"].submit(lambda: work.run(bucket))
 

@@ -97,7 +97,7 @@ def _split(message: Tensor, count: int) -> list[Tensor]:
 
 
 def _average(small: list[Tensor], network: Network, number: int) -> None:
-    flat = torch.cat([g.reshape(-1) for g in small]).div_(network.world.size)
+    flat = torch.cat([g.reshape(-1) for g in small]).div_(network.parties)
     network.sum_here(flat, number)
     for g, mean in zip(small, flat.split([g.numel() for g in small]), strict=True):
         g.copy_(mean.view_as(g))

@@ -108,7 +108,7 @@ class QuantizedAllReduce(Part):
 
     def _average(self, bucket: Outgoing, ctx: StepContext) -> Tensor:
         """Blocks until the mean is there: for a WorkerThread."""
-        path, ranks = bucket.network.path(bucket.index), bucket.network.world.size
+        path, ranks = bucket.network.path(bucket.index), bucket.network.parties
         layout = BlockLayout([g.numel() for g in bucket.gradients], self.block, path.ends)
         dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
         blocks = layout.blocks(bucket.gradients, dtype)
