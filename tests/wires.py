@@ -122,21 +122,44 @@ def data_parallel(data, ranks, code=None, make=double_net, optimizer=plain_sgd):
 
 
 def local_updates(
-    data, ranks, k, code=None, *, island=1, lr=1.0, momentum=0.0, share=None, make=double_net, optimizer=plain_sgd
-):
-    """LocalSGD between islands of ranks, with an outer optimizer. share: the exchange of a period is applied at the end
-    of the next one, to this share."""
+    data, ranks, k, code=None, *,
+    island=1, fragments=1, lr=1.0, momentum=0.0, share=None, make=double_net, optimizer=plain_sgd,
+):  # fmt: skip
+    """LocalSGD between islands of ranks, with an outer optimizer.
+
+    fragments: names of parameters that are exchanged together, or 1. Fragment i of n has its first exchange after
+    ceil(k * (i + 1) / n) rounds.
+    share: the exchange of a period is applied at the end of the next one, to this share.
+    """
     code = code or Dense()
     models = [make() for _ in range(ranks // island)]
     optimizers = [optimizer(m) for m in models]
     anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     outer = {name: torch.zeros_like(a) for name, a in anchor.items()}
-    under_way, last = None, 0
+    fragments = [list(anchor)] if fragments == 1 else fragments
+    under_way = [None for _ in fragments]
+    due = [1 for _ in fragments]
 
     def step(mean):
         for name, x in mean.items():
             outer[name] = momentum * outer[name] - x
             anchor[name] = anchor[name] - lr * (momentum * outer[name] - x)
+
+    def exchange(i, names):
+        if share is not None and under_way[i] is not None:
+            sent, mean = under_way[i]
+            step(mean)
+            for model, s in zip(models, sent, strict=True):
+                for name in names:
+                    model.get_parameter(name).add_(anchor[name] - s[name], alpha=share)
+        sent = [{name: m.get_parameter(name).clone() for name in names} for m in models]
+        mean = code([{name: s[name] - anchor[name] for name in s} for s in sent])
+        under_way[i] = sent, mean
+        if share is None:
+            step(mean)
+            for model in models:
+                for name in names:
+                    model.get_parameter(name).copy_(anchor[name])
 
     for number, (x, y) in enumerate(data, start=1):
         shares = list(zip(x.double().chunk(ranks), y.double().chunk(ranks), strict=True))
@@ -145,22 +168,9 @@ def local_updates(
                 (mse_loss(model(a), b) / island).backward()
             own.step()
             own.zero_grad()
-        if number > 1 and number - last < k:
-            continue
-        last = number
         with torch.no_grad():
-            if share is not None and under_way is not None:
-                sent, mean = under_way
-                step(mean)
-                for model, s in zip(models, sent, strict=True):
-                    for name, p in model.named_parameters():
-                        p.add_(anchor[name] - s[name], alpha=share)
-            sent = [{name: p.clone() for name, p in m.named_parameters()} for m in models]
-            mean = code([{name: s[name] - anchor[name] for name in s} for s in sent])
-            under_way = sent, mean
-            if share is None:
-                step(mean)
-                for model in models:
-                    for name, p in model.named_parameters():
-                        p.copy_(anchor[name])
+            for i, names in enumerate(fragments):
+                if number == due[i]:
+                    exchange(i, names)
+                    due[i] = number + (math.ceil(k * (i + 1) / len(fragments)) if number == 1 else k)
     return [weights(m) for m in models]

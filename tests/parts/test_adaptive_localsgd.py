@@ -27,7 +27,7 @@ def run(settings, rates=None, rounds=12):
         losses.append(fleet.forward_backward(x, y, loss_fn=mse_loss).item())
         optimizer.step()
         optimizer.zero_grad()
-        periods.append((state["last"], state["k"]))
+        periods.append((state["last"][0], state["k"]))
     return periods, losses, {k: v.clone() for k, v in model.state_dict().items()}
 
 

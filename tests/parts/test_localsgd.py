@@ -296,7 +296,7 @@ def twice_loaded():
         last = []
         for x, y in data[2:]:
             zero_last(model, optimizer, x, y)
-            last.append(fleet._engine(model).state["LocalSGD"]["last"])
+            last += fleet._engine(model).state["LocalSGD"]["last"]
         out.append(last)
     return out
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import wires
 from fleetx import StrategyError, fleet
-from training import batches, resumes, train_fleet
+from training import assert_equal, batches, resumes, share, train_fleet, weights
 
 QUANTIZED = {"quantized_allreduce": {"bits": 4, "block": 8}}
 HALF = {"fp16_allreduce": True}
@@ -132,3 +132,84 @@ def test_momentum_is_corrected_only_in_gradients():
     with pytest.raises(StrategyError, match="each rank's optimizer has already applied its momentum"):
         fleet.DistributedStrategy(localsgd=True, dgc={"momentum_correction": True}).plan()
     assert fleet.DistributedStrategy(localsgd=True, dgc=True, clip=True).plan()
+
+
+HALVES = [["0.weight", "0.bias"], ["2.weight", "2.bias", "4.weight", "4.bias"]]
+
+
+@pytest.mark.parametrize("settings", [{}, OUTER, {"overlap": True}, {"overlap": True} | OUTER], ids=str)
+@pytest.mark.parametrize("wire", [{}, HALF, QUANTIZED], ids=str)
+def test_fragments_equal_a_simulation(ranks, settings, wire):
+    simulated = wires.local_updates(
+        batches(14), 2, 4, code_of(wire, 2), fragments=HALVES,
+        lr=settings.get("outer_lr", 1.0), momentum=settings.get("outer_momentum", 0.0),
+        share=0.5 if settings.get("overlap") else None,
+    )  # fmt: skip
+    declared = {"localsgd": {"k_steps": 4, "fragments": 2} | settings} | wire
+    for got, expected in zip(ranks.run(run, batches(14), declared), simulated, strict=True):
+        near(got, expected)
+
+
+@pytest.mark.parametrize("switch", ["localsgd", "adaptive_localsgd"])
+def test_fragments_in_every_round_are_data_parallelism(ranks, switch):
+    neutral = {"k_steps": 1} if switch == "localsgd" else {"max_k_steps": 1}
+    for got in ranks.run(run, batches(), {switch: neutral | {"fragments": 3}}):
+        near(got, wires.data_parallel(batches(), 1))
+
+
+def peaks(fragments):
+    """The bytes that a rank sends in each round."""
+    fleet.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    strategy = fleet.DistributedStrategy(localsgd={"k_steps": 8, "fragments": fragments})
+    model, optimizer = fleet.distribute(model, wires.plain_sgd(model), strategy)
+    traffic, out = fleet._engine(model).network.traffic, []
+    for _ in range(17):
+        before = traffic.sent
+        model(torch.randn(2, 64)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(traffic.sent - before)
+    return out
+
+
+def test_the_peak_of_the_bytes_falls_by_the_number_of_fragments(ranks):
+    layer = 64 * 64 * 4
+    for got in ranks.run(peaks, 4):
+        assert got[0] == 4 * layer  # begin_step
+        assert got[1:] == [0, layer] * 8
+    for got in ranks.run(peaks, 1):
+        assert [n for n in got if n] == [4 * layer] * 3
+
+
+def fragmented(settings, wire):
+    return resumes({"localsgd": {"k_steps": 4, "fragments": 2} | settings} | wire)
+
+
+@pytest.mark.parametrize("wire", [{}, QUANTIZED], ids=str)
+@pytest.mark.parametrize("settings", [OUTER, {"overlap": True} | OUTER], ids=str)
+def test_a_run_resumed_between_fragments_is_bit_identical(ranks, settings, wire):
+    assert ranks.run(fragmented, settings, wire) == [True, True]
+
+
+def flushed():
+    fleet.init()
+    model = wires.double_net()
+    strategy = fleet.DistributedStrategy(localsgd={"k_steps": 4, "fragments": 2})
+    model, optimizer = fleet.distribute(model, wires.plain_sgd(model), strategy)
+    data = share(batches(12), fleet.worker_index(), 2)
+    for x, y in data[:3]:
+        wires.double_last(model, optimizer, x, y)
+    fleet.flush()
+    after, last = weights(model), []
+    for x, y in data[3:]:
+        wires.double_last(model, optimizer, x, y)
+        last.append(list(fleet._engine(model).state["LocalSGD"]["last"]))
+    return after, last
+
+
+def test_after_a_flush_the_ranks_are_equal_and_fragments_take_turns_again(ranks):
+    (first, last), (second, _) = ranks.run(flushed)
+    assert_equal(first, second)
+    assert last[:6] == [[3, 3], [5, 3], [5, 3], [5, 7], [5, 7], [9, 7]]

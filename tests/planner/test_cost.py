@@ -12,6 +12,7 @@ from fleetx.planner.candidates import offered
 from fleetx.planner.cost import step_cost, terms_of
 from fleetx.planner.model_profile import BlockShare, ForwardProfile, LinearFit, ModelProfile
 from fleetx.strategy.cost_model import Cluster, Link
+from fleetx.strategy.part import every
 
 MB = 1 << 20
 WIRE = Link(latency=0.0, speed=100 * MB)
@@ -73,6 +74,30 @@ def test_half_the_bytes_take_half_the_time_and_a_period_divides_it():
     late = cost(localsgd={"k_steps": 4})
     assert late.network == pytest.approx(2.0 / 4)
     assert cost(fp16_allreduce=True).network < cost().network
+
+
+def test_codes_divide_the_bytes_of_an_average():
+    assert cost(localsgd={"k_steps": 4}, quantized_allreduce=True).network == pytest.approx(2.0 / 4 * (1 + 4 / 256) / 4)
+    slow = replace(CLUSTER, bandwidth=200 * MB)  # so that a pass over the gradients takes a second
+    plain, coded = (cost(slow, localsgd={"k_steps": 4}, **wire).overhead for wire in ({}, {"fp16_allreduce": True}))
+    assert coded - plain == pytest.approx(5 / 4), "once per average"
+
+
+def test_islands_reduce_on_the_inner_link_in_every_update_and_on_the_outer_one_once_per_period():
+    fast, slow = Link(0.0, 1000 * MB), Link(0.0, 10 * MB)
+    two = replace(CLUSTER, ranks=4, inner=fast, outer=slow, all_reduce=slow)
+    assert cost(two, localsgd={"k_steps": 4}).network == pytest.approx(20 / 4)
+    inner = 50 / 1000  # the last of four buckets: a ring of two ranks passes on each byte once
+    found = cost(two, localsgd={"k_steps": 4, "group_size": 2}).network
+    assert found == pytest.approx(inner + (20 + 0.2) / 4)
+    assert cost(two, localsgd={"k_steps": 4, "group_size": "host"}).network == pytest.approx(found)
+
+
+def test_auto_offers_islands_where_hosts_have_several_ranks():
+    two = replace(CLUSTER, ranks=4)
+    offers = [dict(offer.settings) for offer in every()["localsgd"].offers(two)]
+    assert {"k_steps": 4, "group_size": 2} in offers
+    assert all("group_size" not in offer.settings for offer in every()["localsgd"].offers(CLUSTER))
 
 
 def test_a_pipeline_waits_for_its_stages():

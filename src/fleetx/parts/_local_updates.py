@@ -42,6 +42,8 @@ class LocalUpdates(Part):
     """Fraction of the distance to such an average, which is one period old, that is applied."""
     group_size: Annotated[int, Field(ge=1)] | Literal["host"] = 1
     """Consecutive ranks in an island, which update with the mean of their gradients; 'host': those of a host."""
+    fragments: Annotated[int, Field(ge=1)] = 1
+    """Parts of the model that are averaged in turn, each once per period."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of the outer optimizer."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -92,7 +94,8 @@ class LocalUpdates(Part):
             yield f"islands: {ctx.network.parties}, of {ctx.island.size} ranks each{alone}"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        return {"last": 0}  # the round of the last average
+        # Of each fragment, the round of its last average; the last round in which all of them were averaged.
+        return {"last": [0] * self.fragments, "together": 0}
 
     def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
         return bool(state.get("under_way"))
@@ -108,6 +111,7 @@ class LocalUpdates(Part):
 
     def cost(self, terms: CostTerms) -> None:
         terms.reduce_every, terms.after_backward, terms.averages_parameters = self.period(), True, True
+        terms.island = terms.cluster.ranks_per_host if self.group_size == "host" else self.group_size
 
     @at(Stage.MODEL, when=lambda self: self._has_islands)
     def make_islands(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
@@ -165,47 +169,82 @@ class LocalUpdates(Part):
             return
         notes["missing"] += [params[name] for name, yes in zip(bucket.names, used, strict=True) if not yes]
 
-    def end_period(self, params: list[Tensor], ctx: StepContext) -> None:
-        """Average the parameters, or start to."""
-        ctx.state["last"] = ctx.round
-        if ctx.network.parties == 1:
-            return
-        if self.overlap:
-            self._delayed(ctx).turn(params, ctx)
-        else:
-            self._step.now(params, ctx)
-        if self.average_momentum:
-            average(_optimizer_state(params, ctx), ctx.network)
-        self._sync_buffers(ctx)
+    def end_periods(self, params: list[Tensor], ctx: StepContext, begin: int, k: int) -> bool:
+        """Average the fragments whose period ends in this round, or start to. Was the first one of them?
+
+        After a round in which all were averaged, the first periods are shorter: so they end in turn.
+        """
+        if ctx.round <= begin:
+            ctx.state["together"] = ctx.round
+        due = []
+        for fragment, last in enumerate(self._last(ctx)):
+            first = -(-k * (fragment + 1) // self.fragments)
+            period = first if last <= ctx.state["together"] else k
+            due += [fragment] if ctx.round <= begin or ctx.round - last >= period else []
+        self._average(due, params, ctx)
+        return 0 in due
+
+    def _last(self, ctx: StepContext) -> list[int]:
+        found: list[int] = ctx.state["last"]
+        if len(found) != self.fragments:  # the checkpoint had others
+            ctx.state["last"] = found = [min(found)] * self.fragments
+        return found
+
+    def _average(self, due: Sequence[int], params: list[Tensor], ctx: StepContext) -> None:
+        divided = _divided(params, self.fragments)
+        for fragment in due:
+            ctx.state["last"][fragment] = ctx.round
+            if ctx.network.parties == 1:
+                continue
+            if self.overlap:
+                self._delayed(ctx)[fragment].turn(divided[fragment], ctx)
+            else:
+                self._step.now(divided[fragment], ctx)
+            if self.average_momentum:
+                average(_optimizer_state(divided[fragment], ctx), ctx.network)
+        if 0 in due and ctx.network.parties > 1:
+            self._sync_buffers(ctx)
 
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
         if last and self.overlap:
-            self._delayed(ctx).finish(params, ctx)
+            for delayed, fragment in zip(self._delayed(ctx), _divided(params, self.fragments), strict=True):
+                delayed.finish(fragment, ctx)
             average(params, ctx.network)  # overlapped averages leave the ranks a small distance apart
             if "anchor" in ctx.state:
                 self._step.start(ctx)
             self._sync_buffers(ctx)
-        elif last and ctx.round > ctx.state["last"]:
-            self.end_period(params, ctx)
+        elif last and ctx.round > min(self._last(ctx)):
+            self._average(range(self.fragments), params, ctx)
         elif self.overlap and not last:
-            ctx.state["under_way"] = self._delayed(ctx).saved()
+            ctx.state["under_way"] = [delayed.saved() for delayed in self._delayed(ctx)]
+        if last:
+            ctx.state["last"], ctx.state["together"] = [ctx.round] * self.fragments, ctx.round
 
     def unfinished(self, ctx: StepContext) -> Iterator[str]:
-        rounds = ctx.round - ctx.state["last"]
+        rounds = ctx.round - min(ctx.state["last"])
         if rounds and ctx.replica_group.size > 1:
             yield (
                 f"while the ranks have different parameters, because {name_of(type(self))} has not averaged them for "
                 f"{rounds} round{'s' if rounds > 1 else ''}"
             )
 
-    def _delayed(self, ctx: StepContext) -> Delayed:
-        """The step under way, restored if a checkpoint was loaded since."""
-        delayed: Delayed = ctx.notes.setdefault("delayed", Delayed(self._step, ctx.network))
-        saved = ctx.state.pop("under_way", None)
+    def _delayed(self, ctx: StepContext) -> list[Delayed]:
+        """The step under way of each fragment, restored if a checkpoint was loaded since."""
+        if "delayed" not in ctx.notes:
+            clone = ctx.network.clone_groups()
+            ctx.notes["delayed"] = [Delayed(self._step, clone) for _ in range(self.fragments)]
+        found: list[Delayed] = ctx.notes["delayed"]
+        saved = ctx.state.pop("under_way", None) or [[] for _ in found]
         if "delayed" not in ctx.in_progress:
-            delayed.load(saved or [])
-            ctx.in_progress["delayed"] = delayed
-        return delayed
+            if len(saved) != len(found):
+                raise UsageError(
+                    f"this checkpoint was saved while {len(saved)} fragments were averaged in the background: set "
+                    f"{name_of(type(self))}_configs['fragments'] = {len(saved)}, or call fleet.flush() before saving"
+                )
+            for delayed, one in zip(found, saved, strict=True):
+                delayed.load(one)
+            ctx.in_progress["delayed"] = found
+        return found
 
     def _sync_buffers(self, ctx: StepContext) -> None:
         buffers = [b for b in ctx.model.buffers() if b is not None]
@@ -232,6 +271,16 @@ class LocalUpdates(Part):
         if ctx.round:  # resumed from a checkpoint without an anchor: the ranks may differ
             average(list(ctx.names), ctx.network)
         self._step.start(ctx)
+
+
+def _divided(params: list[Tensor], fragments: int) -> list[list[Tensor]]:
+    """Consecutive parameters, in fragments of about equal size."""
+    out: list[list[Tensor]] = [[] for _ in range(fragments)]
+    total, before = sum(p.nbytes for p in params), 0
+    for p in params:
+        out[min(fragments * (before + p.nbytes // 2) // max(total, 1), fragments - 1)].append(p)
+        before += p.nbytes
+    return out
 
 
 def _has_mean(t: Tensor) -> bool:

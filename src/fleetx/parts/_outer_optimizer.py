@@ -79,12 +79,11 @@ class OuterOptimizer:
 class Delayed:
     """The exchange of one period during the next.
 
-    It uses its own process groups: within a group, later collectives wait, even the sum of a single number.
+    network: one with its own process groups. Within a group, later collectives wait, even the sum of a single number.
     """
 
     def __init__(self, step: OuterOptimizer, network: Network):
         self._step, self._network = step, network
-        self._clone: Network | None = None
         self._pending: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: s, and the mean of x
 
     def turn(self, params: Sequence[Tensor], ctx: StepContext) -> None:
@@ -92,15 +91,13 @@ class Delayed:
 
         It goes bucket by bucket, so that the link stays busy while a mean is applied.
         """
-        if self._clone is None:
-            self._clone = self._network.clone_groups()
         previous, self._pending = self._pending, []
         for bucket in _bucketed(params, ctx):
             if previous:
                 sent, mean = previous[bucket.number]
                 self._step._step(bucket, mean, ctx, sent)
             sent = bucket.packed()
-            self._pending.append((sent, self._step._send(bucket, sent.clone(), ctx, self._clone)))
+            self._pending.append((sent, self._step._send(bucket, sent.clone(), ctx, self._network)))
 
     def finish(self, params: Sequence[Tensor], ctx: StepContext) -> None:
         """Take the step under way, if any."""

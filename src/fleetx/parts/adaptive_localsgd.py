@@ -60,10 +60,9 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
         adapts = self.max_k_steps > 1  # otherwise the loss is not needed
         if adapts and not (state["loss"] and state["lr"]):  # in round 1, unless the learning rate was 0
             state["loss"], state["lr"] = ctx.loss(), ctx.lr
-        if ctx.round <= self.begin_step or ctx.round - state["last"] >= state["k"]:
-            self.end_period(params, ctx)
-            if adapts and ctx.round > self.begin_step:
-                self._adapt(ctx)
+        ended = self.end_periods(params, ctx, self.begin_step, state["k"])
+        if ended and adapts and ctx.round > self.begin_step:
+            self._adapt(ctx)
 
     def _adapt(self, ctx: StepContext) -> None:
         state, loss, lr = ctx.state, ctx.loss(), ctx.lr

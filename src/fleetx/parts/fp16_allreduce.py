@@ -49,16 +49,18 @@ class FP16AllReduce(Part):
 
     def cost(self, terms: CostTerms) -> None:
         terms.sent, terms.dtype = terms.sent / 2, self.dtype
-        terms.streamed += 5 * terms.gradients  # divided, cast, cast back
+        terms.streamed_per_exchange += 5 * terms.gradients  # divided, cast, cast back
 
     @at(Stage.WIRE, unbuilt={Fact.PARTED})
     def send(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
         """average what the ranks exchange, in half precision on the wire"""
         half = torch.float16 if self.dtype == "float16" else torch.bfloat16
         buffers = ctx.notes.setdefault("buffers", {})
-        sent = buffers.get(bucket.index)
+        sent = buffers.get(bucket.index) if bucket.undoable else None  # other exchanges may last longer than a step
         if sent is None or sent.shape != bucket.buffer.shape:  # DDP rebuilds its buckets after the first step
-            sent = buffers[bucket.index] = torch.empty_like(bucket.buffer, dtype=half)
+            sent = torch.empty_like(bucket.buffer, dtype=half)
+        if bucket.undoable:
+            buffers[bucket.index] = sent
         # Divide in float32, so that the sum does not overflow.
         torch.div(bucket.buffer, bucket.network.parties, out=bucket.buffer)
         sent.copy_(bucket.buffer)

@@ -40,6 +40,8 @@ class LocalSGD(LocalUpdates, _Period):
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
         if cluster.ranks > 1:
             yield Offer({"k_steps": 4}, "lossy")
+        if 1 < cluster.ranks_per_host < cluster.ranks:
+            yield Offer({"k_steps": 4, "group_size": cluster.ranks_per_host}, "lossy")
 
     def period(self) -> int:
         return self.k_steps
@@ -48,5 +50,4 @@ class LocalSGD(LocalUpdates, _Period):
     def average(self, params: list[Tensor], ctx: StepContext) -> None:
         """average the parameters over the ranks, or over the islands, every k_steps rounds"""
         ctx.broadcast_in_island()
-        if ctx.round <= self.begin_step or ctx.round - ctx.state["last"] >= self.k_steps:
-            self.end_period(params, ctx)
+        self.end_periods(params, ctx, self.begin_step, self.k_steps)

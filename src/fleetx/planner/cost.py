@@ -78,7 +78,9 @@ def step_cost(
         network += _between(terms.cluster.all_reduce, terms.cluster.ranks, 2).seconds(tied)
     if terms.gathered and terms.cluster.ranks > terms.stages:
         network += terms.cluster.all_gather.seconds(terms.gathered / max(terms.stages, terms.shards))
-    streamed = (terms.streamed + terms.merged * terms.streamed_per_step) / terms.stages + _bucket_copies(terms)
+    streamed = terms.streamed + terms.merged * terms.streamed_per_step
+    streamed += terms.streamed_per_exchange / terms.reduce_every
+    streamed = streamed / terms.stages + _bucket_copies(terms)
     if peak is None:
         peak = _peak(terms, profile, variant, n, stages) + kept + terms.extra_bytes
     return StepCost(
@@ -116,8 +118,27 @@ def _reduction(terms: CostTerms, profile: ModelProfile, backward: float) -> floa
     all_reduce = terms.cluster.all_reduce_16bit.get(terms.dtype, terms.cluster.all_reduce)
     link = terms.link or _between(all_reduce, terms.cluster.ranks, replicas)
     share = terms.sent / split
-    if terms.after_backward:
+    if not terms.after_backward:
+        return _during_backward(terms, profile, backward, link, share) / terms.reduce_every
+    if terms.island == 1:
         return link.seconds(share * terms.gradients) / terms.reduce_every
+    islands = replicas // terms.island
+    inner, outer = _ring(terms.cluster.inner, terms.island), _ring(terms.cluster.outer, islands)
+    seconds = _during_backward(terms, profile, backward, inner, 1 / split)
+    if islands > 1:  # and back from the leader of each island to the others
+        size = share * terms.gradients
+        seconds += (outer.seconds(size) + terms.cluster.inner.seconds(size)) / terms.reduce_every
+    return seconds
+
+
+def _ring(link: Link, ranks: int) -> Link:
+    """An all-reduce between ranks that this link joins, per byte of the buffer."""
+    passed = 2 * (ranks - 1) / ranks or 1.0
+    return replace(link, latency=2 * (ranks - 1) * link.latency, speed=link.speed / passed)
+
+
+def _during_backward(terms: CostTerms, profile: ModelProfile, backward: float, link: Link, share: float) -> float:
+    """What a reduction in buckets adds to backward."""
     slowdown = link.busy * share * terms.gradients if terms.cluster.device == "cpu" else 0.0
     length = backward + slowdown
     total = sum(block.seconds for block in profile.blocks) or 1.0
@@ -130,7 +151,7 @@ def _reduction(terms: CostTerms, profile: ModelProfile, backward: float) -> floa
             ready = 0.0
     rest = share * (terms.gradients - sum(block.gradients for block in profile.blocks)) + ready
     free = max(length, free) + link.seconds(rest) if rest > 0 else free
-    return (max(free, length) - backward) / terms.reduce_every
+    return max(free, length) - backward
 
 
 def _longest_stage(stages: Stages) -> float:

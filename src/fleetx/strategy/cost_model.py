@@ -70,6 +70,7 @@ class CostTerms:
     gathers: int = 0  # all-gathers of sharded parameters per step
     sent: float = 1.0  # bytes reduced per byte of gradients
     reduce_every: int = 1  # updates per reduction
+    island: int = 1  # ranks that also reduce gradients among themselves in every update
     after_backward: bool = False  # the reduction starts after backward instead of overlapping with it
     averages_parameters: bool = False  # parameters are reduced instead of gradients
     link: Link | None = None  # used by the reduction instead of `cluster.all_reduce`
@@ -80,6 +81,7 @@ class CostTerms:
     bucket_copies: float = 0.0  # bytes read and written to copy gradients into buckets
     streamed: float = 0.0  # other bytes read and written per update
     streamed_per_step: float = 0.0
+    streamed_per_exchange: float = 0.0  # each time the ranks reduce
     extra_bytes: int = 0  # memory on top of what the parts report in `keeps`; may be negative
 
     @property

@@ -137,7 +137,7 @@ class DGC(Part):
         # Values and indices, from every rank to every rank.
         terms.sent *= 2 * (1 - self.sparsity[-1]) * terms.cluster.ranks / 2
         slow = terms.cluster.device == "cpu" and not native.available()
-        terms.streamed += PASSES * (PLAIN if slow else 1.0) * terms.gradients
+        terms.streamed_per_exchange += PASSES * (PLAIN if slow else 1.0) * terms.gradients
         if self.momentum_correction is not False:
             terms.extra_bytes -= terms.gradients  # u replaces the optimizer's momentum
 

@@ -64,7 +64,7 @@ class QuantizedAllReduce(Part):
     def cost(self, terms: CostTerms) -> None:
         if _codes(self):
             terms.sent *= row_bytes(self.block, self.bits) / self.block / 4
-            terms.streamed += PASSES * terms.gradients
+            terms.streamed_per_exchange += PASSES * terms.gradients
 
     def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
         return sum(p.nbytes for p in params) * _codes(self)
