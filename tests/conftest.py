@@ -7,6 +7,7 @@ import os
 
 os.environ["FLEETX_DEVICE"] = "cpu"
 os.environ["FLEETX_CACHE"] = ""  # nothing is stored, unless a test says where
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, by whomever: its kernels run in numpy, without a GPU
 os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis

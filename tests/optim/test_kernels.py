@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from covering import cases
-from fleetx.optim import foreach, native
+from fleetx.optim import foreach, gpu, native
 
 BLOCK, GROUP = 16384, 512 * 1024  # as in kernels.c
 SHAPES = {
@@ -36,10 +37,12 @@ BOTH = [False, True]
 # With a compiler, a missing library is a failure and not a reason to skip.
 unbuilt = not native.available() and (shutil.which("cc") is None or os.environ.get("FLEETX_KERNELS") == "foreach")
 built = pytest.mark.skipif(unbuilt, reason=native.reason())
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 class Kernels:
-    """compiled; flat: foreach on flat fp32 arrays, with torch's fused kernels; general: foreach on anything else."""
+    """compiled; flat: foreach on flat fp32 arrays, with torch's fused kernels; general: foreach on anything else;
+    triton: what a GPU runs, in Triton's interpreter."""
 
     def __init__(self, name):
         self.name = name
@@ -57,6 +60,13 @@ class Kernels:
     def _call(self, function, lists, settings):
         if self.name == "compiled":
             return getattr(native, function)(*lists, **settings)
+        if self.name == "triton":
+            kernels = gpu.loaded()
+            # The interpreter's time is per operation, not per element; and it warns of infinity.
+            with np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernels, "CHUNK", BLOCK // 2)
+                patch.setattr(kernels, "BLOCK", BLOCK // 4)
+                return getattr(kernels, function)(*lists, **settings)
         if self.name == "flat":
             lists = [[t.as_strided((t.numel(),), (1,)) for t in values] for values in lists]
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -66,9 +76,12 @@ class Kernels:
             getattr(foreach, function)(*lists, **settings)
 
 
-COMPILED, FLAT, GENERAL = map(Kernels, ("compiled", "flat", "general"))
-ALL = [COMPILED, FLAT, GENERAL]
-cases = functools.partial(cases, marks=lambda value: [built] if value is COMPILED else [])
+COMPILED, FLAT, GENERAL, TRITON = map(Kernels, ("compiled", "flat", "general", "triton"))
+ON_CPUS = [COMPILED, FLAT, GENERAL]
+ALL = [*ON_CPUS, TRITON]
+ON_CPU = FLAT if unbuilt else COMPILED
+MARKS = {COMPILED: [built], TRITON: [with_triton]}
+cases = functools.partial(cases, marks=lambda value: MARKS.get(value, []) if isinstance(value, Kernels) else [])
 
 
 # --- helpers ------------------------------------------------------------------------------------------
@@ -108,13 +121,19 @@ def assert_same(lists, others):
             assert torch.equal(t.view(torch.int32), u.view(torch.int32))  # bit for bit, NaN too
 
 
+def assert_equal(lists, others):
+    """But for one rounding more or less: a processor may fuse a multiplication and an addition."""
+    for a, b in zip(lists, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
 def mixed(n):
     """Decays, adapts and steps in which neighbours differ."""
     return [(0.01, 0.0, 0.3)[i % 3] for i in range(n)], [i % 4 != 1 for i in range(n)], [i % 5 + 1 for i in range(n)]
 
 
 # --- the formulas -------------------------------------------------------------------------------------
-@cases(kernels=ALL, shapes=list(SHAPES), maximize=BOTH, nesterov=BOTH, momentum=[0.9, 0.0], threads=[1, 2, 5])
+@cases(kernels=ON_CPUS, shapes=list(SHAPES), maximize=BOTH, nesterov=BOTH, momentum=[0.9, 0.0], threads=[1, 2, 5])
 def test_lars_matches_its_formula_in_float64(kernels, shapes, maximize, nesterov, momentum, threads):
     torch.set_num_threads(threads)
     lists = tensors(SHAPES[shapes], 3)
@@ -130,7 +149,7 @@ def test_lars_matches_its_formula_in_float64(kernels, shapes, maximize, nesterov
             assert torch.equal(lists[1][i], before[1][i]), "the gradient belongs to the user"
 
 
-@cases(kernels=ALL, shapes=list(SHAPES), maximize=BOTH, threads=[1, 2, 5])
+@cases(kernels=ON_CPUS, shapes=list(SHAPES), maximize=BOTH, threads=[1, 2, 5])
 def test_lamb_matches_its_formula_in_float64(kernels, shapes, maximize, threads):
     torch.set_num_threads(threads)
     lists = tensors(SHAPES[shapes])
@@ -146,6 +165,30 @@ def test_lamb_matches_its_formula_in_float64(kernels, shapes, maximize, threads)
             assert_near(lists[2][i], m)
             assert_near(lists[3][i], v)
             assert torch.equal(lists[1][i], before[1][i]), "the gradient belongs to the user"
+
+
+INTERPRETED = ["vectors", "blocks", "empty and scalar", "only empty", "nothing"]  # others would take minutes
+
+
+@with_triton
+@cases(shapes=INTERPRETED, maximize=BOTH, nesterov=BOTH, momentum=[0.9, 0.0])
+def test_lars_on_a_gpu_equals_lars_on_a_cpu(shapes, maximize, nesterov, momentum):
+    settings = {"maximize": maximize, "nesterov": nesterov, "momentum": momentum}
+    found, expected = tensors(SHAPES[shapes], 3), tensors(SHAPES[shapes], 3)
+    decays, _, _ = mixed(len(found[0]))
+    TRITON.lars(found, decays, **settings)
+    ON_CPU.lars(expected, decays, **settings)
+    assert_equal(found, expected)
+
+
+@with_triton
+@cases(shapes=INTERPRETED, maximize=BOTH)
+def test_lamb_on_a_gpu_equals_lamb_on_a_cpu(shapes, maximize):
+    found, expected = tensors(SHAPES[shapes]), tensors(SHAPES[shapes])
+    arguments = mixed(len(found[0]))
+    TRITON.lamb(found, *arguments, maximize=maximize)
+    ON_CPU.lamb(expected, *arguments, maximize=maximize)
+    assert_equal(found, expected)
 
 
 @cases(kernels=ALL, zero=[0, 1])
@@ -366,7 +409,7 @@ def test_the_environment_chooses_the_kernels(monkeypatch):
     assert native.available()
     assert native.reason() == ""
     monkeypatch.setenv("FLEETX_KERNELS", "stock")
-    with pytest.raises(ValueError, match="FLEETX_KERNELS=stock: must be foreach or compiled"):
+    with pytest.raises(ValueError, match="FLEETX_KERNELS=stock: must be foreach, compiled or triton"):
         native.available()
 
 

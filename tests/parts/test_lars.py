@@ -187,7 +187,7 @@ def test_lars_with_lamb():
 
 
 def test_explain_names_the_kernels():
-    assert "lars: CPU kernels: " in str(fleet.explain(fleet.DistributedStrategy(lars=True)))
+    assert "lars: kernels on cpu: " in str(fleet.explain(fleet.DistributedStrategy(lars=True)))
 
 
 # --- state and groups -------------------------------------------------------------------------------

@@ -16,6 +16,14 @@ _MISSING = (
 )
 
 
+def asked_kernels() -> str | None:
+    """What FLEETX_KERNELS asks for."""
+    asked = os.environ.get("FLEETX_KERNELS") or None
+    if asked not in (None, "foreach", "compiled", "triton"):
+        raise ValueError(f"FLEETX_KERNELS={asked}: must be foreach, compiled or triton")
+    return asked
+
+
 class Library:
     """One of them: its path without `.so`, and the arguments of its functions in letters.
 
@@ -31,9 +39,7 @@ class Library:
 
     def reason(self) -> str:
         """Why it cannot be used, in a sentence; "" if it can."""
-        asked = os.environ.get("FLEETX_KERNELS") or None
-        if asked not in (None, "foreach", "compiled"):
-            raise ValueError(f"FLEETX_KERNELS={asked}: must be foreach or compiled")
+        asked = asked_kernels()
         if asked == "foreach":
             return "FLEETX_KERNELS=foreach turns the compiled kernels off"
         if isinstance(self._found, ctypes.CDLL):

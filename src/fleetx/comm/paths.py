@@ -39,6 +39,10 @@ class Path:
         """The messages (bytes) of all ranks, by rank. Blocks: call it on a WorkerThread."""
         raise NotImplementedError
 
+    def gather_equal(self, message: Tensor) -> Tensor:
+        """As `gather`, for messages that have the same length on all ranks: a row per rank, without reading lengths."""
+        raise NotImplementedError
+
     # --- for values that are coded: all of these block, so call them on a WorkerThread ---
     ends = 1  # ranks that exchange coded values
     end = 0  # which of them this rank is, or leads to
@@ -81,6 +85,9 @@ class FlatPath(Path):
 
     def gather(self, message: Tensor) -> list[Tensor]:
         return _gather(message, self._world.size, self._messages, self._traffic)
+
+    def gather_equal(self, message: Tensor) -> Tensor:
+        return _collect(message.view(1, -1), self._world.size, self._messages, self._traffic)
 
     def sum_here(self, buffer: Tensor) -> None:
         self._traffic.sent += _ring(buffer, self._world.size)
@@ -155,6 +162,15 @@ class HierarchicalPath(Path):
         whole = torch.cat(everything) if self.leads else message.new_empty(int(sizes.sum()))
         dist.broadcast(whole, src=self._root, group=group)
         return [m for part in whole.split(sizes.tolist()) for m in self._parted(part)]
+
+    def gather_equal(self, message: Tensor) -> Tensor:
+        group, leaders = self._messages
+        inside = _collect(message.view(1, -1), self._size, group, Traffic())
+        whole = inside.new_empty(self._world.size, len(message))
+        if self.leads:
+            whole = _collect(inside, self.ends, leaders, self._traffic)
+        dist.broadcast(whole, src=self._root, group=group)
+        return whole
 
     def inward(self, buffer: Tensor) -> None:
         if not self._equal:
@@ -266,6 +282,9 @@ class Network:
     def gather(self, message: Tensor, number: int = 0) -> list[Tensor]:
         return self.path(number).gather(message)
 
+    def gather_equal(self, message: Tensor, number: int = 0) -> Tensor:
+        return self.path(number).gather_equal(message)
+
 
 def inside_hosts(hosts: Sequence[Any]) -> int:
     """How many consecutive ranks share a host; 0 if hosts have different numbers of ranks."""
@@ -286,10 +305,9 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
     longest = int(lengths.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=message.device)
     padded[: message.numel()] = message
-    out = padded.new_empty(size * longest)
-    dist.all_gather_single(out, padded, group=group)
-    traffic.sent += (size - 1) * (longest + length.element_size())
-    return [row[:n] for row, n in zip(out.view(size, longest), lengths.tolist(), strict=True)]
+    rows = _collect(padded.view(1, -1), size, group, traffic)
+    traffic.sent += (size - 1) * length.element_size()
+    return [row[:n] for row, n in zip(rows, lengths.tolist(), strict=True)]
 
 
 def _swap(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:

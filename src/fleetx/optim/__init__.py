@@ -2,10 +2,11 @@
 
     from fleetx.optim import Lamb, Lars, Muon
 
-For Lars and Lamb, `dispatch` chooses, per tensor, one of two implementations of the same formulas:
+For Lars and Lamb, `dispatch` chooses, per tensor, one of three implementations of the same formulas:
 
-    native.py   compiled kernels (kernels.c): fp32 on the CPU
-    foreach.py  torch's foreach functions: every other device, dtype and layout, and without the compiled kernels
+    native.py          compiled kernels (kernels.c): fp32 on the CPU
+    triton_kernels.py  Triton: fp32 on a CUDA device; gpu.py says whether they run there
+    foreach.py         torch's foreach functions: every other device, dtype and layout, and where those are missing
 """
 
 from fleetx.optim.lamb import Lamb

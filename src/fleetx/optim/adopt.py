@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.errors import NOT_BUILT
-from fleetx.optim import native
 from fleetx.optim.layerwise import Group, Layerwise
 
 
@@ -95,9 +94,3 @@ def _track(optimizer: Any) -> None:
 
     setattr(step, seams.TRACKED, True)
     optimizer.step = step
-
-
-def kernels_remark() -> str:
-    """Which kernels run on the CPU, for `explain`."""
-    reason = native.reason()
-    return f"CPU kernels: torch's foreach functions ({reason})" if reason else "CPU kernels: compiled"

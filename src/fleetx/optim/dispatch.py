@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fleetx.base import seams
-from fleetx.optim import foreach, native
+from fleetx.optim import foreach, gpu, native
 from fleetx.optim.foreach import Reduce, is_plain
 
 
@@ -33,20 +33,39 @@ class KernelCall:
 
 def kernel_calls(*lists: list[Tensor]) -> Iterator[KernelCall]:
     """Group the tensors by the kernels that take them. `lists`: parameters, gradients, then states."""
-    compiled = native.available()
     groups: dict[Any, list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
         groups.setdefault(_PLAIN if is_plain(tensors) else _kind(tensors), []).append(i)
-    for (flat, _, _, mesh, placements), positions in groups.items():
+    for (flat, device, _, mesh, placements), positions in groups.items():
         chosen = list(lists) if len(groups) == 1 else [[values[i] for i in positions] for values in lists]
         reduce = None
         if mesh is not None:
             chosen = [[_local(t, placements) for t in values] for values in chosen]
-            chosen = _contiguous(chosen) if flat else chosen
+            flat = flat and not hasattr(chosen[0][0], "fake_mode")  # has no memory
             reduce = _reducer(mesh, placements)
-        if flat and not compiled:
+        kernels = flat_kernels(device) if flat else foreach
+        flat = flat and (kernels is not foreach or device.type == "cpu")
+        if flat and mesh is not None:
+            chosen = _contiguous(chosen)
+        if flat and kernels is foreach:
             chosen = [[t.as_strided((t.numel(),), (1,)) for t in values] for values in chosen]
-        yield KernelCall(native if flat and compiled else foreach, chosen, positions, reduce)
+        yield KernelCall(kernels, chosen, positions, reduce)
+
+
+def flat_kernels(device: torch.device) -> ModuleType:
+    """The fastest kernels for flat arrays of fp32 on this device."""
+    if gpu.available(device):
+        return gpu.loaded()
+    return native if device.type == "cpu" and native.available() else foreach
+
+
+def kernels_remark(device: torch.device) -> str:
+    """Which kernels run on this device, and why not faster ones, for `explain`."""
+    kernels = flat_kernels(device)
+    if kernels is not foreach:
+        return f"kernels on {device}: {'compiled' if kernels is native else 'Triton'}"
+    reason = native.reason() if device.type == "cpu" else gpu.reason(device)
+    return f"kernels on {device}: torch's foreach functions ({reason})"
 
 
 _PLAIN = (True, torch.device("cpu"), torch.float32, None, None)  # the `_kind` of plain tensors
@@ -55,7 +74,7 @@ _PLAIN = (True, torch.device("cpu"), torch.float32, None, None)  # the `_kind` o
 def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, torch.device, torch.dtype, Any, Any]:
     """What tensors of one call have in common; first, whether they can be read as flat arrays of fp32."""
     p: Any = tensors[0]
-    simple = p.dtype is torch.float32 and p.device.type == "cpu" and not hasattr(p, "fake_mode")  # has no memory
+    simple = p.dtype is torch.float32 and p.device.type in ("cpu", "cuda") and not hasattr(p, "fake_mode")
     if hasattr(p, "device_mesh"):
         # All ranks of a mesh must choose alike or they would deadlock, so the result must not depend on anything that
         # only this rank knows, such as the layout of its shard.

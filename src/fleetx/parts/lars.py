@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -12,7 +13,8 @@ from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.errors import NOT_BUILT
 from fleetx.optim import Lars, exclusion
-from fleetx.optim.adopt import adopt, adoption_problems, kernels_remark
+from fleetx.optim.adopt import adopt, adoption_problems
+from fleetx.optim.dispatch import kernels_remark
 from fleetx.strategy.effect import Effect, differs
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -68,4 +70,4 @@ class LARS(Part):
         return own | {"excluded": excluded}
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        yield kernels_remark()
+        yield kernels_remark(torch.device("cpu") if ctx is None else ctx.replica_group.device)

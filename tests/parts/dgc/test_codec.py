@@ -213,7 +213,7 @@ def test_an_environment_variable_chooses_the_backend(monkeypatch):
     assert "FLEETX_KERNELS=foreach" in native.reason()
     assert codec._backend(torch.zeros(1)) is plain
     monkeypatch.setenv("FLEETX_KERNELS", "fast")
-    with pytest.raises(ValueError, match="FLEETX_KERNELS=fast: must be foreach or compiled"):
+    with pytest.raises(ValueError, match="FLEETX_KERNELS=fast: must be foreach, compiled or triton"):
         codec.encode(*tensors(100), **USUAL)
     if not unbuilt:
         monkeypatch.setenv("FLEETX_KERNELS", "compiled")

@@ -115,7 +115,9 @@ class Checkpoints:
         if stop:
             self.close()
             if self._engine.world.rank == 0:
-                log.warning("SIGTERM: training ends after step %d; the newest checkpoint is %s", self.step, self._newest)
+                log.warning(
+                    "SIGTERM: training ends after step %d; the newest checkpoint is %s", self.step, self._newest
+                )
             raise SystemExit(STOPPED)
 
     def save(self, *, sync: bool = False) -> None:

@@ -5,6 +5,8 @@ codec.py              one tensor: gradient to payload, and payload added to a te
 payload.py            the format of a payload
 native.py             the compiled codec (codec.c, decode.c, wire.h)
 plain.py, rice.py     the same with torch and numpy
+on_device.py          messages of fixed length, for accelerators
+selection.py, gpu.py  which values are sent there: in torch, or in Triton (triton_kernels.py)
 optimizer.py          SGD for gradients that already include momentum
 """
 
@@ -27,7 +29,7 @@ from fleetx.engine.context import Context, Outgoing, SetupContext, StepContext
 from fleetx.errors import NOT_BUILT, UsageError
 from fleetx.optim.adopt import become
 from fleetx.parts._residuals import mean_of
-from fleetx.parts.dgc import exchange, native
+from fleetx.parts.dgc import codec, exchange, native
 from fleetx.parts.dgc.optimizer import MomentumInGrad
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
@@ -253,6 +255,8 @@ class DGC(Part):
             yield "no effect here: there is one replica of the model, so nothing is sent"
         elif not any(map(_compressed, ctx.names)):
             yield f"no effect here: no float32 parameter has {MIN_ELEMENTS} elements, so nothing is compressed"
+        else:
+            yield codec.kernels_remark(ctx.replica_group.device)
         if ctx.notes["rounds"] and ctx.replica_group.size > 1:
             sent = ctx.network.traffic.sent / ctx.notes["rounds"]
             dense = sum(p.nbytes for p in ctx.names if p.requires_grad)

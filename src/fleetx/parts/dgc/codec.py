@@ -5,17 +5,19 @@ The k largest |v| are sent. Where a value was sent, v keeps only what was rounde
 masking).
 
 payload.py   the format of a payload
-native.py    the compiled codec (codec.c, decode.c, wire.h): fp32 on the CPU
+native.py    the compiled codec (codec.c, decode.c, wire.h)
 plain.py     the same in torch and numpy; rice.py codes the indices
+on_device.py messages of fixed length, for accelerators; selection.py and triton_kernels.py choose what is sent
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
-from fleetx.parts.dgc import native, plain
+from fleetx.parts.dgc import gpu, native, on_device, plain
 from fleetx.parts.dgc.payload import Header, Update, flat, header, header_for, wanted
 
 __all__ = ["Header", "decode_add", "encode", "header"]
@@ -46,7 +48,7 @@ def encode(
     half: send values in 16 bits. The rounding error stays in v, so that v is exactly what was not sent.
     u_out, v_out: where to write the new u and v, leaving the old ones unchanged, for a step that may be undone.
     norm_limit: if |factor * g| is larger, scale the gradient down to it.
-    backend: native or plain; by default the fastest that works.
+    backend: native or plain; by default the fastest that works. On an accelerator, returns a message (on_device.py).
 
     If k is n, as with sparsity 0, everything is sent and u is not masked: masking removes momentum that would be
     applied twice, and here nothing is left to apply again. So sparsity 0 is SGD with momentum.
@@ -81,8 +83,16 @@ def decode_add(payload: Tensor, out: Tensor, scale: float, *, backend: ModuleTyp
     Raises ValueError, without changing `out`, for a payload that `encode` cannot have made for a tensor of this size.
     """
     head = header_for(payload, out)
-    (backend or _backend(out)).decode_add(head, payload.cpu(), out.detach().view(-1), scale)
+    (backend or _backend(out)).decode_add(head, payload, out.detach().view(-1), scale)
 
 
 def _backend(tensor: Tensor) -> ModuleType:
-    return native if tensor.device.type == "cpu" and native.available() else plain
+    if tensor.device.type != "cpu":
+        return on_device
+    return native if native.available() else plain
+
+
+def kernels_remark(device: torch.device) -> str:
+    """What selects on this device, and why nothing faster, for `explain`."""
+    name, reason = ("compiled codec", native.reason()) if device.type == "cpu" else ("Triton", gpu.reason(device))
+    return f"selection on {device}: torch ({reason})" if reason else f"selection on {device}: {name}"

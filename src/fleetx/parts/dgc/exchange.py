@@ -10,7 +10,9 @@ from torch.futures import Future
 
 from fleetx.comm.paths import Network
 from fleetx.engine.context import Outgoing
+from fleetx.parts.dgc import on_device
 from fleetx.parts.dgc.codec import decode_add, encode, header
+from fleetx.parts.dgc.payload import wanted
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,11 @@ class Exchange:
         def finish() -> Tensor:
             if uncompressed is not None:
                 uncompressed.wait()  # it was submitted first, so this only raises its exception
-            if payloads is not None:
+            if payloads is not None and bucket.buffer.device.type == "cpu":
                 self._add(large, network.gather(payloads, bucket.index))
+            elif payloads is not None:
+                payloads.record_stream(torch.cuda.current_stream(payloads.device))  # they come from another stream
+                self._add_messages(large, network.gather_equal(payloads, bucket.index))
             return bucket.buffer
 
         return network.thread.submit(finish)
@@ -83,8 +88,22 @@ class Exchange:
                     out.fill_(float("nan"))  # makes the overflow visible on every rank
                     break
                 decode_add(payloads[i], out, self.factor / len(messages))
-            if out.data_ptr() != t.g.data_ptr():
-                t.g.copy_(out.as_strided(t.p.shape, t.p.stride()))
+            _write(out, t)
+
+    def _add_messages(self, large: list[LargeTensor], messages: Tensor) -> None:
+        """The same on an accelerator, where the messages of all ranks have one length."""
+        layouts = [on_device.MessageLayout(t.g.numel(), wanted(t.g.numel(), self.sparsity), self.half) for t in large]
+        parts = messages.split([layout.bytes for layout in layouts], dim=1)
+        for t, layout, part in zip(large, layouts, parts, strict=True):
+            out = _in_memory_order(t.g, t.p).zero_()
+            on_device.decode_add(part, out, self.factor / len(messages), layout)
+            _write(out, t)
+
+
+def _write(out: Tensor, t: LargeTensor) -> None:
+    """Into the gradient, unless it is there: a gradient in the layout of its parameter was changed in place."""
+    if t.g.stride() != t.p.stride():
+        t.g.copy_(out.as_strided(t.p.shape, t.p.stride()))
 
 
 def _split(message: Tensor, count: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The codec without a compiler, for any device: torch for the tensors, numpy for the bits. Payloads are identical.
+"""The codec without a compiler: torch for the tensors, numpy for the bits. Payloads are identical.
 
 It works in pieces that fit in the cache: no temporary is as large as the tensor.
 """
@@ -39,7 +39,7 @@ def encode(update: Update) -> Tensor:
     indices = _largest(update, tops, lowest)
     values = []
     for s in _pieces(len(indices)):
-        where = torch.from_numpy(indices[s].astype(np.int64)).to(update.g.device)
+        where = torch.from_numpy(indices[s].astype(np.int64))
         chosen = update.v_out[where]
         values.append(_extract(chosen, half, exponent))
         update.v_out[where] = chosen
@@ -63,8 +63,8 @@ def decode_add(head: Header, data: Tensor, out: Tensor, scale: float) -> None:
     # In float64, where the product of two floats is exact: see decode.c.
     factor = float(np.float32(scale)) * 2.0**head.exponent
     for first, indices in _indices(head, body):
-        added = torch.from_numpy(values[first : first + len(indices)].astype(np.float64) * factor).to(out.device)
-        where = torch.from_numpy(indices).to(out.device)
+        added = torch.from_numpy(values[first : first + len(indices)].astype(np.float64) * factor)
+        where = torch.from_numpy(indices)
         out[where] = (out[where].double() + added).float()
 
 
@@ -87,7 +87,7 @@ def _advance(update: Update) -> Tensor:
     if limit is not None:
         norm = abs(factor) * math.sqrt(sum(float(update.g[s].double().square().sum()) for s in _pieces(update.n)))
         factor *= limit / norm if limit < norm < math.inf else 1.0
-    tops = torch.zeros(-(-update.n // _CHUNK), dtype=torch.int32, device=update.g.device)
+    tops = torch.zeros(-(-update.n // _CHUNK), dtype=torch.int32)
     for s in _pieces(update.n):
         x = update.u[s].mul(update.momentum).add_(update.g[s], alpha=factor)
         if update.p is not None:
@@ -117,8 +117,8 @@ def _largest(update: Update, tops: Tensor, lowest: int) -> NDArray[np.uint32]:
             continue
         bits = _magnitudes(update.v_out[s])
         where = (bits >= low).nonzero().view(-1)
-        sizes.append(bits[where].cpu().numpy())
-        found.append((where.cpu().numpy() + s.start).astype(np.uint32))
+        sizes.append(bits[where].numpy())
+        found.append((where.numpy() + s.start).astype(np.uint32))
     if not found:
         return np.zeros(0, np.uint32)
     indices, magnitudes = np.concatenate(found), np.concatenate(sizes)
@@ -135,7 +135,7 @@ def _kth_largest(v: Tensor, k: int) -> int:
     """The k-th largest magnitude, by two histograms instead of a copy of v: its upper 16 bits, then the lower 15."""
     first = 0
     for shift, width in ((15, 16), (0, 15)):
-        bins = torch.zeros(1 << width, dtype=torch.int64, device=v.device)
+        bins = torch.zeros(1 << width, dtype=torch.int64)
         for s in _pieces(len(v)):
             number = (_magnitudes(v[s]) - first) >> shift
             bins += number[(number >= 0) & (number < len(bins))].bincount(minlength=len(bins))
@@ -149,12 +149,12 @@ def _kth_largest(v: Tensor, k: int) -> int:
 def _extract(x: Tensor, half: bool, exponent: int) -> NDArray[np.uint8]:
     """The values as bytes. Leaves the rounding errors in x."""
     if not half:
-        sent = x.cpu().numpy().astype("<f4")
+        sent = x.numpy().astype("<f4")
         x.zero_()
     else:
         halves = x.mul(2.0**-exponent).clamp_(-_MAX_HALF, _MAX_HALF).half()
         x.sub_(halves.float().mul_(2.0**exponent))
-        sent = halves.cpu().numpy().astype("<f2")
+        sent = halves.numpy().astype("<f2")
     return sent.view(np.uint8)
 
 
