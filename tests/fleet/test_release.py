@@ -26,6 +26,7 @@ TWO = {
     "recompute": {"recompute": {"checkpoints": ["0", "2"]}},
     "gradient_merge": {"gradient_merge": {"k_steps": 2}},
     "clip": {"clip": True},
+    "ema": {"ema": True},
     "lars": {"lars": True},
     "lamb": {"lamb": True},
     "dgc": {"dgc": {"rampup_step": 1, "sparsity": [0.5]}},

@@ -198,7 +198,7 @@ def test_every_subset_of_the_built_parts_composes(n):
 class _Context:
     def __init__(self, state):
         self.state, self.divisor, self.device = state, 4.0, torch.device("cpu")
-        self.round, self.clock, self.notes = 0, (0, 0), {}
+        self.round, self.clock, self.notes, self.trained = 0, (0, 0), {}, {}
 
     def withhold_if(self, found, then):
         assert not found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,20 @@ class ModelBuffers:
         self._tables = [(path, seams.buffers(module)) for path, module in model.named_modules()]
         self._kept: dict[Key, Tensor] = {}  # copies of what was sent, of buffers that have not changed yet
         self._changing: set[Key] = set()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Afterwards the buffers are the same objects with the same values as before."""
+        found = [(table, name, b) for _, table in self._tables for name, b in (table or {}).items()]
+        values = [None if b is None or b.is_meta or b.layout is not torch.strided else b.clone() for _, _, b in found]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (table, name, b), before in zip(found, values, strict=True):
+                    table[name] = b
+                    if b is not None and before is not None and not torch.equal(b, before):
+                        _once(b.detach()).copy_(_once(before))
 
     def send(self, world: World, *, skip: Collection[Tensor] = (), strict: bool = True) -> None:
         """A collective. skip: buffers that stay as they are. strict: raise if one cannot be sent, or skip it too."""
@@ -70,14 +85,18 @@ class ModelBuffers:
 
 
 def _sendable(buffer: Tensor, name: str) -> Tensor:
-    """A view without the elements that share memory with others, as after expand()."""
+    """As real numbers, without the elements that share memory with others, as after expand()."""
     name = plain_name(name).lstrip(".")
     if buffer.layout is not torch.strided:
         raise UsageError(
             f"the buffer {name!r} is sparse, which cannot be sent to the other ranks: register "
             "a dense copy, or set strategy.broadcast_buffers = False"
         )
-    buffer = as_real(buffer.detach())
+    return _once(as_real(buffer.detach()))
+
+
+def _once(buffer: Tensor) -> Tensor:
+    """A view without the elements that share memory with others."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fleetx.base.trees import LossFn, arguments, loss_by, map_tensors
 from fleetx.comm.paths import Network
 from fleetx.comm.world import World
+from fleetx.engine.dtensors import local
 from fleetx.engine.loss_weights import LossWeights
 from fleetx.engine.run import Doubt, Run
 from fleetx.engine.taps import tap
@@ -166,6 +167,16 @@ class Context:
         return Fact.LOCAL in self._facts
 
     @property
+    def apart(self) -> bool:
+        """Do ranks have different parameters between two averages?"""
+        return any(Fact.LOCAL in act.claim.makes for act in self._run.plan.acts)
+
+    @property
+    def parted(self) -> bool:
+        """Does this rank hold only a part of the model?"""
+        return self._run.layout.shard_group is not None
+
+    @property
     def finds_unused(self) -> bool:
         """May ranks use different parameters? Known once `replicate` has been called."""
         return bool(self._run.reducer_settings and self._run.reducer_settings["find_unused_parameters"])
@@ -233,6 +244,12 @@ class StepContext(Context):
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the forward that is running."""
         return self._run.step.inputs
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """What this rank holds of each parameter of the optimizer, by name, to be changed in place."""
+        run = self._run
+        return {run.names[p]: local(p).detach() for p in run.gradients.params() if p in run.names}
 
     @property
     def lr(self) -> float:

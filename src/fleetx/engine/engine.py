@@ -244,6 +244,7 @@ class Engine(Windows):
 
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
+        self.check_not_lent()
         self.step.tapped = True
         if self.reducer is not None and self._opens():
             self.reducer.agree()
@@ -287,6 +288,7 @@ class Engine(Windows):
         return self.step.opens
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
+        self.check_not_lent()
         self._session.stepped = weakref.ref(self)
         self._session.begin_step()
         self._scaler.check(self.optimizer)

@@ -21,6 +21,7 @@ from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.loss_weights import LossWeights
 from fleetx.strategy.compose import Plan
+from fleetx.strategy.part import Part
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Run:
         self.undo: list[Callable[[], None]] = []  # what `release` calls, last first
         self.modules = weakref.WeakSet(model.modules())  # parts may wrap them; the user may replace some
         self.released = False
+        self.lent = ""  # to what, while the parameters are not those of the training
         self.gradients: Gradients  # made when the optimizer is final
         self.layout = layout.of(plan.parts, model, world)
         self.weights = LossWeights(plan, self.layout.replica_group)
@@ -90,7 +92,10 @@ class Run:
         return self.round, self.merged
 
     def initial_state(self) -> dict[str, dict[str, Any]]:
-        return {key_of(part): part.init({name: p for p, name in self.names.items()}) for part in self.plan.parts}
+        return {key_of(part): self.initial(part) for part in self.plan.parts}
+
+    def initial(self, part: Part) -> dict[str, Any]:
+        return part.init({name: p for p, name in self.names.items()})
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
         raise NotImplementedError

@@ -35,6 +35,7 @@ class ScheduledEngine(Engine):
             self.layout.meet_to_evaluate()
             with self._run():
                 return run(StepInput(inputs, target, loss_fn), ctx)
+        self.check_not_lent()
         self.step.inputs = (inputs,), {}
         self._session.mark("forward and backward", inside=True, run=self)
         self.weights.begin(opens=self._opens())

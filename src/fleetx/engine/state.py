@@ -79,6 +79,7 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None, *, own: bool = True
 
     own: the state of the parts is as one rank saved it; otherwise it was made for any rank.
     """
+    engine.check_not_lent()
     if saved is None:
         if any(engine.state.values()) or engine.plan.at(Stage.GATE):
             warn("the checkpoint has no state of fleetx: strategies start from the beginning")
@@ -120,10 +121,13 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     if engine.reducer is not None:
         engine.reducer.restore_order(saved.get("order"))
     engine.step = Step()
-    for key, state in saved["parts"].items():
-        if key in engine.state:
+    for part in engine.plan.parts:
+        key = key_of(part)
+        if key in saved["parts"]:
             # A copy: the checkpoint stays the caller's.
-            engine.state[key] = _rebuilt(state, lambda t: t.to(engine.device, copy=True))
+            engine.state[key] = _rebuilt(saved["parts"][key], lambda t: t.to(engine.device, copy=True))
+        else:  # what it has kept belongs to the training that was abandoned
+            engine.state[key] = engine.initial(part)
     engine.in_progress = {key: {} for key in engine.in_progress}  # it belongs to the training that was abandoned
 
 

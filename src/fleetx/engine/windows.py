@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,8 +87,29 @@ class Windows(Run):
         self.drain(last=True)
         return flushed and self.updated
 
+    @contextmanager
+    def lend(self, to: str) -> Iterator[None]:
+        """The parameters have other values inside, so nothing may train, save or load. Buffers are restored."""
+        self.check_not_lent()
+        self.lent = to
+        torch.clear_autocast_cache()  # of weights
+        try:
+            with self.buffers.restored():
+                yield
+        finally:
+            self.lent = ""
+            torch.clear_autocast_cache()
+
+    def check_not_lent(self) -> None:
+        if self.lent:
+            raise UsageError(
+                f"inside {self.lent} the parameters are not those of the training, so it is for evaluation and "
+                "fleet.export only: train, save and load after it"
+            )
+
     def drain(self, *, last: bool) -> None:
         """Let the parts finish what is running in the background."""
+        self.check_not_lent()
         params: list[Tensor] = [*self.gradients.params()]
         with torch.no_grad():
             for part in self.plan.parts:

@@ -24,6 +24,7 @@ from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training, check_versions
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
+from fleetx.fleet.averaging import averaged
 from fleetx.fleet.join import join as _join
 from fleetx.fleet.recording import attach, log, metrics, progress, record
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
@@ -52,6 +53,7 @@ __all__ = [
     "DistributedStrategy",
     "PaddleCloudRoleMaker",
     "UserDefinedRoleMaker",
+    "averaged",
     "backward",
     "barrier_worker",
     "base",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from fleetx.comm.roles import Place
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError
+from fleetx.fleet import averaging
 from fleetx.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -135,14 +137,17 @@ def checkpoints(
     )  # fmt: skip
 
 
-def export(folder: str | Path, *, model: nn.Module | None = None) -> None:
+def export(folder: str | Path, *, model: nn.Module | None = None, averaged: bool = False) -> None:
     """Write the model alone to `folder`/model.safetensors, under the names of torch, for other programs.
 
     Every worker must call it. transformers' `from_pretrained(folder)` reads it: the model's `config` is written too.
     Other files in the folder stay.
+
+    averaged: write the average that `strategy.ema` keeps, as inside `fleet.averaged()`.
     """
     from fleetx.engine import checkpoint
 
     engine = current().find(model)
     peers.meet("fleet.export")
-    checkpoint.export(engine, Path(folder))
+    with averaging.averaged(model=model) if averaged else nullcontext():
+        checkpoint.export(engine, Path(folder))

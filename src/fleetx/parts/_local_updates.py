@@ -123,7 +123,7 @@ class LocalUpdates(Part):
             ctx.notes["inside"] = ctx.make_islands(size)
         return model
 
-    @at(Stage.REDUCE, unbuilt={Fact.PARTED}, makes={Fact.LOCAL}, when=lambda self: not self._has_islands)
+    @at(Stage.REDUCE, unbuilt={Fact.PARTED}, makes={Fact.LOCAL, Fact.APART}, when=lambda self: not self._has_islands)
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """keep each rank's own gradient: nothing is sent during backward"""
         self._prepare(bucket, ctx)
@@ -132,7 +132,7 @@ class LocalUpdates(Part):
     @at(
         Stage.REDUCE,
         unbuilt={Fact.PARTED, Fact.ROUTED},
-        makes={Fact.LOCAL},
+        makes={Fact.LOCAL, Fact.APART},
         when=lambda self: self._has_islands,
     )
     def share(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:

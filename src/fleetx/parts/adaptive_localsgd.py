@@ -52,7 +52,7 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
     def period(self) -> int:
         return self.init_k_steps
 
-    @at(Stage.PARAMETER, needs={Fact.LOCAL})
+    @at(Stage.PARAMETER, needs={Fact.LOCAL}, ends={Fact.APART})
     def average(self, params: list[Tensor], ctx: StepContext) -> None:
         """average the parameters over the ranks at the end of a period that follows the loss and the learning rate"""
         ctx.broadcast_in_island()

@@ -46,7 +46,7 @@ class LocalSGD(LocalUpdates, _Period):
     def period(self) -> int:
         return self.k_steps
 
-    @at(Stage.PARAMETER, needs={Fact.LOCAL})
+    @at(Stage.PARAMETER, needs={Fact.LOCAL}, ends={Fact.APART})
     def average(self, params: list[Tensor], ctx: StepContext) -> None:
         """average the parameters over the ranks, or over the islands, every k_steps rounds"""
         ctx.broadcast_in_island()

@@ -93,6 +93,9 @@ class Part:
     # --- what the engine asks ---------------------------------------------------------------------
     # Does the state belong to its rank, so that another rank cannot resume with it?
     per_rank_state: ClassVar[bool] = False
+    # Keys of the state that hold, by the name of a parameter, a tensor of what this rank holds of it. `fleet.save`
+    # writes them as it writes parameters, so any number of ranks, shards or stages can resume with them.
+    per_parameter: ClassVar[tuple[str, ...]] = ()
     # Does the part divide the model between ranks, so that state_dict() has only what this rank holds?
     divides: ClassVar[bool] = False
 

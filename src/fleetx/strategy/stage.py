@@ -81,6 +81,7 @@ class Fact(Enum):
     MOMENTUM = "gradients that already contain momentum"
     RESIDUAL = "gradients of which each rank keeps a part for later steps"
     LOCAL = "gradients that differ between ranks"
+    APART = "parameters that ranks have not averaged yet"
     PARTED = "parameters sharded across ranks"
     STAGED = "a model split into pipeline stages"
     ROUTED = "gradients sent over several process groups"

@@ -221,5 +221,7 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[st
         raise RankError(f"no rank holds {', '.join(sorted(missing))}")
     wanted = {k: w for k, w in wanted.items() if w.is_floating_point()}
     off = sum(float((found[k].double() - w.double()).square().sum()) for k, w in wanted.items())
-    went = sum(float((w.double() - start[k].double()).square().sum()) for k, w in wanted.items())
+    went = sum(
+        float((w.double() - start[k.removeprefix(oracle.AVERAGED)].double()).square().sum()) for k, w in wanted.items()
+    )
     return float((off / went) ** 0.5) if went else float("inf" if off else 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -45,8 +45,15 @@ _COUNTED = ("calls", "half_outputs", "gradient_norm")  # while a step runs
 class Observer:
     """Quantities of the steps of one run. Call `before` and `after` around each step."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
-        self._model, self._device = model, device
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        averaged: Callable[[], AbstractContextManager[None]] | None = None,
+    ):
+        """averaged: inside it the model has averaged parameters, if there are any."""
+        self._model, self._device, self._averaged = model, device, averaged
         self._number = 0
         self._collectives = _Collectives()
         self._counts = dict.fromkeys(_COUNTED, 0.0)
@@ -99,5 +106,15 @@ class Observer:
                 "distance": moved,
                 "bytes_held": float(sum(p.nbytes for p in new)),
                 "checksum": sum(float(p.double().abs().sum()) for p in new),
+                "behind": self._behind(),
             }
         )
+
+    def _behind(self) -> float:
+        """How far the average of the parameters is from them."""
+        if self._averaged is None:
+            return 0.0
+        now = [local(p.detach()).clone() for p in self._params()]
+        with self._averaged():
+            pairs = zip(now, self._params(), strict=True)
+            return sum(float((a - local(b.detach())).double().square().sum()) for a, b in pairs) ** 0.5

@@ -28,6 +28,7 @@ NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduc
 READS = {
     "adaptive_localsgd": {"init_k_steps", "begin_step", "max_k_steps", "overlap_share", "allow_single"},
     "clip": {"clip_norm"},
+    "ema": {"decay", "power"},
     "gradient_merge": {"k_steps", "avg"},
     "lamb": {"lamb_weight_decay"},
     "lars": {"lars_coeff", "lars_weight_decay", "epsilon"},
@@ -40,6 +41,7 @@ READS = {
     "sync_batch_norm": set[str](),
 }  # fmt: skip
 KNOWN = NEUTRAL | set(READS)
+AVERAGED = "averaged."  # what the names of averaged parameters begin with
 
 
 def train(
@@ -53,7 +55,7 @@ def train(
     flush: bool = False,
     schedule: Callable[[Optimizer], LRScheduler] | None = None,
 ) -> dict[str, Tensor]:
-    """The state of rank 0's model after training on all batches.
+    """The state of rank 0's model after training on all batches, and of its average if there is one.
 
     flush: at the end, update with what is left in the merge window, and average the ranks.
     schedule: makes a scheduler that is stepped after every batch.
@@ -65,6 +67,7 @@ def train(
     rules = [_rule(m, optimizer, settings) for m, optimizer in zip(models, optimizers, strict=True)]
     merge = settings.get("gradient_merge", {})
     average = _Average(settings)
+    followers = [_Follower(m, settings["ema"]) for m in models] if "ema" in settings else []
     window, losses = 0, [0.0]
 
     def update() -> None:
@@ -77,6 +80,8 @@ def train(
             m.zero_grad()
         if local:
             average(models, losses)
+        for follower in followers:
+            follower.follow()
 
     for batch in batches:
         losses = _backward(models, batch, loss_fn, settings, replicas)
@@ -90,7 +95,11 @@ def train(
         update()
     if local and flush:
         average.now(models)
-    return models[0].state_dict()
+    means = {
+        AVERAGED + name: torch.stack([follower.kept[name] for follower in followers]).mean(0)
+        for name in (followers[0].kept if followers else ())
+    }
+    return models[0].state_dict() | means
 
 
 def _backward(
@@ -225,6 +234,22 @@ def _lars(p: Tensor, g: Tensor, velocity: Tensor, _: Tensor, group: Any, setting
 
 def _ratio(p: Tensor, u: Tensor) -> float:
     return float(p.norm() / u.norm()) if p.norm() > 0 and u.norm() > 0 else 1.0
+
+
+class _Follower:
+    """A moving average of a model's parameters."""
+
+    def __init__(self, model: nn.Module, ema: Mapping[str, Any]):
+        self._model, self._ema, self._updates = model, ema, 0
+        self.kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def follow(self) -> None:
+        self._updates += 1
+        share = self._ema["decay"]
+        if self._ema["power"] is not None:
+            share = min(share, (1 - 1 / self._updates) ** (self._ema["power"] + 1))
+        for name, p in self._model.named_parameters():
+            self.kept[name] = share * self.kept[name] + (1 - share) * p.detach()
 
 
 class _Average:

@@ -15,6 +15,7 @@ from fleetx import fleet
 from fleetx.comm.session import current, reset
 from fleetx.errors import StrategyError
 from fleetx.strategy import DistributedStrategy
+from fleetx.verify import oracle
 from fleetx.verify.observe import Observer
 
 STEPS, SAMPLES, WIDTH = 8, 16, 128  # a weight of 128 * 128 elements is large enough for dgc
@@ -73,7 +74,8 @@ def train(
     except StrategyError as error:
         return {"refused": error.problems}
     replicas = current().find(model).layout.replica_group
-    observer = Observer(model, optimizer, replicas.device)
+    averaged = fleet.averaged if "ema" in declared else None
+    observer = Observer(model, optimizer, replicas.device, averaged)
     scheduled = "pipeline" in declared
     with observer.observing():
         for batch in data:
@@ -87,8 +89,14 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             observer.after()
+    state = {name: whole(t).double().cpu() for name, t in model.state_dict().items()}
+    if averaged is not None:
+        names = [name for name, _ in model.named_parameters() if name in state]
+        with averaged():
+            now = model.state_dict()
+            state |= {oracle.AVERAGED + name: whole(now[name]).double().cpu() for name in names}
     return {
-        "state": {name: whole(t).double().cpu() for name, t in model.state_dict().items()},
+        "state": state,
         "steps": observer.steps,
         "replica": replicas.rank,
     }

@@ -33,9 +33,10 @@ from fleetx.engine.checkpoint.manifest import (
     WindowStart,
     rank_json,
 )
-from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras, held, layout, params, piece
+from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras, held, layout, params, per_parameter, piece
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.checkpoint.write import replaced
+from fleetx.engine.dtensors import local
 from fleetx.engine.engine import Engine
 from fleetx.engine.run import key_of
 from fleetx.errors import CheckpointError, FleetxError, UsageError
@@ -104,6 +105,7 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     with _said(folder / rank_json(rank)):
         saved = engine_state.checked(engine, state["fleetx"], own=same)
     _check_model(engine, chunks)
+    _check_parts(engine, chunks)
     with _said(folder / TRAINING):
         _check_groups(engine, training)
     for name in ("scheduler", "loader"):
@@ -204,6 +206,14 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
             )
 
 
+def _check_parts(engine: Engine, chunks: Chunks) -> None:
+    for name, p in params(engine).items():
+        for start in per_parameter(engine):
+            whole = piece(p).whole
+            if start + name in chunks and chunks.described(start + name)[1] != whole:
+                raise UsageError(f"{start + name} in the checkpoint does not have the shape {list(whole)} of {name}")
+
+
 def _check_groups(engine: Engine, training: SavedTraining) -> None:
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
     if [g.params for g in training.groups] != here:
@@ -224,6 +234,7 @@ def _restore(engine: Engine, found: Checked, extras: Extras) -> None:
         _copy(found.chunks, f"model.{name}", t, rank, mean)
     _restore_optimizer(engine, found, rank)
     engine_state.load(engine, found.saved)
+    _restore_parts(engine, found, rank)
     state = found.state
     for owner, saved in ((extras.scheduler, state["scheduler"]), (extras.loader, state["loader"])):
         if owner is not None:
@@ -258,6 +269,13 @@ def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None
     for name, p in params(engine).items():
         if values := {_plain(key): _value(chunks, f"optimizer.{name}.{key}", p, rank) for key in keys.get(name, [])}:
             optimizer.state[p] = values
+
+
+def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
+    """What parts keep for each parameter."""
+    for start, (part, key) in per_parameter(engine).items():
+        saved = {n: p for n, p in params(engine).items() if start + n in found.chunks}
+        engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, rank)) for n, p in saved.items()}
 
 
 def _plain(key: str) -> str:

@@ -15,8 +15,9 @@ from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import random_states, tree
-from fleetx.engine.dtensors import local
+from fleetx.engine.dtensors import local, shard_of
 from fleetx.engine.engine import Engine
+from fleetx.engine.run import key_of
 from fleetx.errors import UsageError
 
 NUMBER, NONE = "#number", "#none"  # suffixes of keys of the optimizer whose values are not tensors
@@ -85,9 +86,12 @@ def take(
     """References, not copies: valid until the next step. boundary: step and loader at the start of a merge window."""
     engine.drain(last=False)
     made = Snapshot(engine.world.rank, pieces(engine), frozenset(f"model.{name}" for name in params(engine)))
+    saved = engine_state.save(engine)
+    for part, key in per_parameter(engine).values():  # they are among the pieces
+        saved["parts"][part].pop(key)
     document = {
         "rank": engine.world.rank,
-        "fleetx": engine_state.save(engine),
+        "fleetx": saved,
         "scheduler": None if extras.scheduler is None else extras.scheduler.state_dict(),
         "loader": None if extras.loader is None else extras.loader.state_dict(),
         "extra": _json(extras.extra),
@@ -147,7 +151,16 @@ def pieces(engine: Engine) -> dict[str, Piece]:
                     f"{type(engine.optimizer).__name__} keeps a {type(value).__name__} ({key}) per parameter, which "
                     "fleet.save cannot write: use torch.save"
                 )
+    for start, (part, key) in per_parameter(engine).items():
+        kept = engine.state[part][key]
+        found |= {start + n: piece(shard_of(p, kept[n])) for n, p in params(engine).items() if n in kept}
     return found
+
+
+def per_parameter(engine: Engine) -> dict[str, tuple[str, str]]:
+    """How the names begin of what parts keep for each parameter, with the part's key and that of its state."""
+    found = [(key_of(part), key) for part in engine.plan.parts for key in part.per_parameter]
+    return {f"part.{part}.{key}.": (part, key) for part, key in found}
 
 
 def piece(t: Tensor) -> Piece:
