@@ -416,3 +416,64 @@ def test_inside_sequential_lr_the_warmup_starts_at_its_first_rate():
         return out
 
     assert rates("updates") == rates("steps") == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+# --- what each rule for the rate keeps ------------------------------------------------------------
+def test_the_noise_rule_is_the_best_rate_of_one_step_on_a_noisy_quadratic():
+    """The loss is h |w|^2 / 2, the noise of the gradient has the variance s^2 per sample and coordinate."""
+    h, s, w = 0.7, 3.0, torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    noise = len(w) * s**2 / float((h * w).square().sum())  # tr(covariance) / |gradient|^2
+
+    def best(batch):
+        gradient, trace = float((h * w).square().sum()), len(w) * s**2 / batch
+        return gradient / (h * (gradient + trace))  # the minimum of |w|^2 - 2 lr w.g + lr^2 (|g|^2 + trace)
+
+    for batch in (1, 4, 64, 4096):
+        assert schedule.noise_scaling(best(16), batch, 16, noise) == pytest.approx(best(batch))
+
+
+def test_the_noise_rule_is_linear_for_small_batches_and_constant_for_large_ones():
+    assert schedule.noise_scaling(0.1, 64, 16, 1e12) == pytest.approx(schedule.linear_scaling(0.1, 64, 16))
+    assert schedule.noise_scaling(0.1, 64, 16, 0) == 0.1
+    gains = [schedule.noise_scaling(1.0, 64, 16, noise) for noise in (1, 10, 100, 1000)]
+    assert gains == sorted(gains)
+    assert 1 < gains[0] < gains[-1] < 4
+
+
+def test_the_square_root_keeps_the_covariance_of_an_update_and_the_linear_rule_its_mean():
+    """An update is lr times the mean of B gradients: its covariance is lr^2 C / B, an epoch adds up to lr g n / B."""
+    root = schedule.sqrt_scaling(0.1, 64, 16)
+    assert root**2 / 64 == pytest.approx(0.1**2 / 16)
+    linear = schedule.linear_scaling(0.1, 64, 16)
+    assert linear * (1024 / 64) == pytest.approx(0.1 * (1024 / 16))
+
+
+def test_the_noise_rule_needs_the_noise_scale():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(StrategyError, match="needs the noise scale"):
+        schedule.large_batch(optimizer, updates=2, batch=4, base_batch=2, scaling="noise")
+    with pytest.raises(StrategyError, match="noise has no effect"):
+        schedule.large_batch(optimizer, updates=2, batch=4, base_batch=2, scaling="sqrt", noise=3.0)
+    schedule.large_batch(optimizer, updates=2, batch=4, base_batch=2, scaling="noise", noise=2.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 2 / 1.5)
+
+
+def test_samples_can_be_counted_over_a_change_of_the_number_of_workers():
+    def made(step_samples):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        return optimizer, schedule.large_batch(
+            optimizer, updates=64, warmup=16, decay="linear", by="samples", step_samples=step_samples
+        )
+
+    optimizer, scheduler = made(8)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    other, resumed = made(4)
+    resumed.load_state_dict(scheduler.state_dict())
+    assert resumed.samples == 32
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(1 - 16 / 48)
+    with pytest.raises(StrategyError, match="step_samples"):
+        schedule.large_batch(other, updates=64, by="samples")
+    with pytest.raises(StrategyError, match="step_samples has no effect"):
+        schedule.large_batch(other, updates=64, step_samples=3)

@@ -199,10 +199,13 @@ class _Context:
     def __init__(self, state):
         self.state, self.divisor, self.device = state, 4.0, torch.device("cpu")
         self.round, self.clock, self.notes, self.trained = 0, (0, 0), {}, {}
+        self.step_square = None
 
     def withhold_if(self, found, then):
         assert not found
         then(False)
+
+    def scale_rate(self, factor): ...
 
     def norm(self, grads):
         return nn.utils.get_total_norm(grads)

@@ -232,6 +232,10 @@ class SetupContext(Context):
             "find_unused_parameters": find_unused_parameters,
         }
 
+    def measure_steps(self, every: int) -> None:
+        """Have `StepContext.step_square` measured, in every so many rounds."""
+        self._run.step_norm.every = every
+
     def on_release(self, undo: Callable[[], None]) -> None:
         """Have `fleet.release` call this. Wrapped modules and hooks of the engine are undone automatically."""
         self._run.undo.append(undo)
@@ -255,6 +259,15 @@ class StepContext(Context):
     def lr(self) -> float:
         """The learning rate of the first group."""
         return float(self._run.optimizer.param_groups[0]["lr"])
+
+    @property
+    def step_square(self) -> Tensor | None:
+        """The squared norm of one step's gradient on this rank, not yet merged or reduced; None: not measured."""
+        return self._run.step_norm.square
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiply the learning rates of all groups in this update only."""
+        self._run.rates.scale(factor)
 
     def loss(self) -> float:
         """The last step's loss, averaged over the replica group. A collective: every rank must call it."""

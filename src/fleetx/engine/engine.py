@@ -127,7 +127,7 @@ class Engine(Windows):
         if alone or self.reducer_settings is None or not self.names:
             return None
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
-        hook = self._reduce if ours else None
+        hook = self._reduce if ours or self.step_norm.every else None
         moved = self.gradients.look_again
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
@@ -245,6 +245,8 @@ class Engine(Windows):
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""
         self.check_not_lent()
+        if self.merged == 0:
+            self.step_norm.begin_backward()
         self.step.tapped = True
         if self.reducer is not None and self._opens():
             self.reducer.agree()
@@ -289,6 +291,7 @@ class Engine(Windows):
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self.check_not_lent()
+        self.rates.restore()  # the step before has raised an error
         self._session.stepped = weakref.ref(self)
         self._session.begin_step()
         self._scaler.check(self.optimizer)
@@ -307,6 +310,8 @@ class Engine(Windows):
         if opens and self.reducer is not None and step.tapped and not step.flushing:
             self.reducer.check_finished(self._places)
         self.updated = opens and self._finish_gradient()
+        if not opens and self.merged == 1:
+            self._measure_step(self.gradients.present())
         if (self._owns_grad or not self.finite) and not self.updated:
             self.gradients.take_away(keep=not opens)
             self.gradients.begin_idle_step()
@@ -319,6 +324,7 @@ class Engine(Windows):
             self.gradients.take_away(keep=False)
 
     def _after_step(self) -> None:
+        self.rates.restore()
         self.gradients.end_step()
         self.weights.end_step(opened=self._opens(), steps=self.merged)
         if self._opens():
@@ -327,6 +333,7 @@ class Engine(Windows):
             for call, ctx in self._calls[Stage.PARAMETER]:
                 call(params, ctx)
             self.merged = 0
+            self.step_norm.end_round()
             if self._compares and self.round % self._compares == 0 and not self.layout.reduced:  # shards all differ
                 compare(self.names, params, self.layout.replica_group, round=self.round)
         self._session.mark("", run=self)

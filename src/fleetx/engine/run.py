@@ -20,6 +20,8 @@ from fleetx.engine import layout
 from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.loss_weights import LossWeights
+from fleetx.engine.rates import Rates
+from fleetx.engine.step_norm import StepNorm
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
 
@@ -79,6 +81,7 @@ class Run:
         self.modules = weakref.WeakSet(model.modules())  # parts may wrap them; the user may replace some
         self.released = False
         self.lent = ""  # to what, while the parameters are not those of the training
+        self.rates, self.step_norm = Rates(optimizer), StepNorm()
         self.gradients: Gradients  # made when the optimizer is final
         self.layout = layout.of(plan.parts, model, world)
         self.weights = LossWeights(plan, self.layout.replica_group)

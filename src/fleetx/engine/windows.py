@@ -43,7 +43,13 @@ class Windows(Run):
         """What a script that ends now leaves undone."""
         return [(text, self._line) for text in state.unfinished(self)]
 
+    def _measure_step(self, grads: list[Tensor]) -> None:
+        if self.step_norm.due(self.round) and not self.weights.used:
+            self.step_norm.add(grads, self.loss_scale())
+
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        if self.merged == 0 and not self.step.collected and self.step_norm.backwards == 1:
+            self._measure_step([bucket.buffer])
         for call, ctx in self._calls[Stage.REDUCE]:
             return call(bucket, ctx)
         factor = self.loss_scale() * self.weights.divisor(self.step.collected or self.merged + 1)

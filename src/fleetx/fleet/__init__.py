@@ -26,6 +26,7 @@ from fleetx.fleet.agreement import check_strategy, check_training, check_version
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.averaging import averaged
 from fleetx.fleet.join import join as _join
+from fleetx.fleet.noise import NoiseScale, noise_scale, trust_ratios
 from fleetx.fleet.recording import attach, log, metrics, progress, record
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checks",
     "DistributedStrategy",
+    "NoiseScale",
     "PaddleCloudRoleMaker",
     "UserDefinedRoleMaker",
     "averaged",
@@ -79,12 +81,14 @@ __all__ = [
     "local_rank",
     "log",
     "metrics",
+    "noise_scale",
     "progress",
     "record",
     "release",
     "replica_index",
     "replica_num",
     "save",
+    "trust_ratios",
     "updated",
     "weight",
     "worker_endpoints",

@@ -80,7 +80,7 @@ def latest(root: str | Path) -> Path | None:
 
 
 def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedStrategy:
-    """The strategy with `gradient_merge` set so that an update has as many samples as in the newest checkpoint.
+    """The strategy with `gradient_merge` set so that an update has as many samples as in the newest checkpoint's run.
 
     For a resume with another number of workers that feed batches of the same size. Every worker must call it, before
     `fleet.distribute`. Without a checkpoint, the strategy stays as it is.
@@ -93,14 +93,23 @@ def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedSt
         return strategy
     saved = checkpoint.described(found)
     share = saved.ranks // saved.replicas  # ranks that hold one copy of the model
-    merged, rest = divmod(saved.replicas * saved.window * share, world.size)
-    if rest or not merged:
-        raise StrategyError(
-            f"{saved.replicas} replicas with {saved.window} merged steps cannot become {world.size // share} replicas "
-            "with the same samples per update: choose a number of workers that divides them"
-        )
+
+    def merged(steps: int) -> int:
+        found, rest = divmod(saved.replicas * steps * share, world.size)
+        if rest or not found:
+            raise StrategyError(
+                f"{saved.replicas} replicas with {steps} merged steps cannot become {world.size // share} replicas "
+                "with the same samples per update: choose a number of workers that divides them"
+            )
+        return found
+
     made = copy.deepcopy(strategy)
-    made.gradient_merge = {**made.gradient_merge_configs, "k_steps": merged}
+    before = saved.strategy.get("gradient_merge_configs", {})
+    rampup = [[end, merged(k)] for end, k in before.get("rampup", [])]
+    steps = before.get("k_steps", 1) if rampup else saved.window
+    made.gradient_merge = {**made.gradient_merge_configs, "k_steps": merged(steps)} | (
+        {"rampup": rampup} if rampup else {}
+    )
     return made
 
 

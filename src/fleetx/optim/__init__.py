@@ -12,5 +12,6 @@ For Lars and Lamb, `dispatch` chooses, per tensor, one of three implementations 
 from fleetx.optim.lamb import Lamb
 from fleetx.optim.lars import Lars
 from fleetx.optim.muon import Muon, adamw_names
+from fleetx.optim.trust_ratios import TrustRatios
 
-__all__ = ["Lamb", "Lars", "Muon", "adamw_names"]
+__all__ = ["Lamb", "Lars", "Muon", "TrustRatios", "adamw_names"]

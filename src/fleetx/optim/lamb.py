@@ -81,7 +81,7 @@ class Lamb(Layerwise):
                 adapts=call.pick(adapts),
                 steps=call.pick(numbers),
                 maximize=group["maximize"],
-                reduce=call.reduce,
+                reduce=self._noted(call, params, decays, adapts, lambda p, u, decay: p / u),
             )
 
     def _step(self, p: Tensor) -> Tensor:

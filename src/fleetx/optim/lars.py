@@ -71,17 +71,23 @@ class Lars(Layerwise):
         if lr == 0 and any("momentum_buffer" in self.state.get(p, {}) for p in params):
             return self._decay_momentum(group, params)
         velocities = [self._velocity(p, lr) for p in params]
+        coeff, epsilon = float(group["lars_coeff"]), float(group["epsilon"])
+
+        def ratio(p: float, g: float, decay: float) -> float:
+            return coeff * p / (g + decay * p + epsilon)
+
+        adapted = [decay > 0 for decay in decays]
         for call in kernel_calls(params, gradients(params), velocities):
             call.kernels.lars(
                 *call.tensors,
                 lr=lr,
-                coeff=float(group["lars_coeff"]),
+                coeff=coeff,
                 decays=call.pick(decays),
-                epsilon=float(group["epsilon"]),
+                epsilon=epsilon,
                 momentum=float(group["momentum"]),
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
-                reduce=call.reduce,
+                reduce=self._noted(call, params, decays, adapted, ratio),
             )
 
     def _decay_momentum(self, group: Group, params: list[Tensor]) -> None:

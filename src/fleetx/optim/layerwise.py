@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fleetx.optim.dispatch import KernelCall
+from fleetx.optim.foreach import Reduce
+
 Group = dict[str, Any]
+Formula = Callable[[float, float, float], float]  # the trust ratio, of |p|, |g| or |u|, and the decay
 
 
 class Layerwise(Optimizer):
@@ -26,6 +30,7 @@ class Layerwise(Optimizer):
     decide: Callable[[Group], Group] | None = None  # returns them for a group
     declared: list[Group] | None = None  # what it returned, per group
     _patterns: Sequence[str] = ()  # names to exclude, without a strategy
+    recorder: Any = None  # records what each tensor's rate is multiplied by: TrustRatios
 
     def __init__(self, params: Any, defaults: Group, *, exclude: Sequence[str], differentiable: bool):
         if differentiable:
@@ -90,6 +95,8 @@ class Layerwise(Optimizer):
                     f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
                     f"{tuple(p.shape)} has one: create the embedding with sparse=False"
                 )
+        if self.recorder is not None:
+            self.recorder.begin()
         for group in self.param_groups:
             chosen = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if chosen:
@@ -112,6 +119,15 @@ class Layerwise(Optimizer):
         for group, own in zip(self.param_groups, self.declared or (), strict=False):
             group.update(own)
         self._widen(state_dict)
+
+    def _noted(
+        self, call: KernelCall, params: list[Tensor], decays: list[float], adapted: list[bool], formula: Formula
+    ) -> Reduce | None:
+        """What a kernel calls with its squared norms."""
+        if self.recorder is None:
+            return call.reduce
+        noting: Reduce = self.recorder.noting(call, params, decays, adapted, formula)
+        return noting
 
     def _widen(self, state_dict: Mapping[str, Any]) -> None:
         """Restore fp32 state of 16-bit parameters, which torch rounds to the dtype of the parameter."""

@@ -27,31 +27,41 @@ from fleetx.base.user_line import warn
 from fleetx.comm.session import current
 from fleetx.errors import StrategyError
 
-__all__ = ["large_batch", "linear_scaling", "linear_warmup_decay", "sqrt_scaling"]
+__all__ = ["large_batch", "linear_scaling", "linear_warmup_decay", "noise_scaling", "sqrt_scaling"]
 
 Decay = Literal["polynomial", "linear", "cosine", "none"]
-Scaling = Literal["linear", "sqrt"]
-By = Literal["steps", "updates"]
+Scaling = Literal["linear", "sqrt", "noise"]
+By = Literal["steps", "updates", "samples"]
 
 _DECAYS = ("polynomial", "linear", "cosine", "none")
-_SCALINGS = ("linear", "sqrt")
-_BY = ("steps", "updates")
+_SCALINGS = ("linear", "sqrt", "noise")
+_BY = ("steps", "updates", "samples")
 
 
 # --- scaling by the batch size --------------------------------------------------------------------
 def linear_scaling(lr: float, batch: float, base_batch: float) -> float:
     """lr * batch / base_batch: for SGD, as long as the batch is not very large."""
-    return lr * _ratio("linear", batch, base_batch)
+    return lr * batch_ratio("linear", batch, base_batch)
 
 
 def sqrt_scaling(lr: float, batch: float, base_batch: float) -> float:
     """lr * sqrt(batch / base_batch): for Adam and LAMB, or if linear scaling diverges."""
-    return lr * _ratio("sqrt", batch, base_batch)
+    return lr * batch_ratio("sqrt", batch, base_batch)
 
 
-def _ratio(scaling: str | None, batch: float | None, base_batch: float | None) -> float:
+def noise_scaling(lr: float, batch: float, base_batch: float, noise: float) -> float:
+    """lr * (1 + noise / base_batch) / (1 + noise / batch): AdaScale's gain. noise: the gradient noise scale.
+
+    Nearly linear while both batches are small against the noise scale; nearly constant once both are large.
+    """
+    return lr * batch_ratio("noise", batch, base_batch, noise)
+
+
+def batch_ratio(
+    scaling: str | None, batch: float | None, base_batch: float | None, noise: float | None = None
+) -> float:
     """The factor by which the rate grows. Divides the batches first: exact if one is a multiple of the other."""
-    if scaling is None and batch is None and base_batch is None:
+    if scaling is None and batch is None and base_batch is None and noise is None:
         return 1.0
     problems = []
     if scaling is None:
@@ -63,8 +73,14 @@ def _ratio(scaling: str | None, batch: float | None, base_batch: float | None) -
             problems.append(f"{name} is missing: scaling needs the batch of this run and the base_batch of lr")
         elif not _is_real(value) or value <= 0:
             problems.append(f"{name} = {value!r}: must be a number of samples above 0")
+    if scaling == "noise" and (noise is None or not _is_real(noise) or noise < 0):
+        problems.append(f"noise = {noise!r}: scaling='noise' needs the noise scale, a number of samples of at least 0")
+    elif scaling != "noise" and noise is not None:
+        problems.append("noise has no effect without scaling='noise': remove it or change the rule")
     if problems or batch is None or base_batch is None:
         raise StrategyError(problems)
+    if scaling == "noise" and noise is not None:
+        return (1 + noise / base_batch) / (1 + noise / batch)
     quotient = batch / base_batch
     return math.sqrt(quotient) if scaling == "sqrt" else quotient
 
@@ -78,9 +94,10 @@ class _WarmupDecay:
     power: float
     end: float
 
-    def __call__(self, t: int) -> float:
+    def __call__(self, t: int, step: int = 1) -> float:
+        """step: what the next update adds to t."""
         if t < self.warmup:
-            return (t + 1) / self.warmup  # t / warmup would waste an update at rate 0
+            return min((t + step) / self.warmup, 1.0)  # t / warmup would waste an update at rate 0
         if self.decay == "none":
             return 1.0
         if t >= self.updates:
@@ -100,18 +117,22 @@ class _LegacyWarmupDecay:
     warmup_steps: int
     num_train_steps: int
 
-    def __call__(self, t: int) -> float:
+    def __call__(self, t: int, step: int = 1) -> float:
         if t < self.warmup_steps:
             return t / self.warmup_steps
         return 1 - min(t, self.num_train_steps) / self.num_train_steps
 
 
+_OWN = ("_curve", "_ratio", "_by", "_counts", "_step_samples")  # not in a state: the new run's are used
+
+
 # --- the scheduler --------------------------------------------------------------------------------
 class _Schedule(LRScheduler):
-    """rate = rate of the group * ratio of the batches * curve(updates so far)."""
+    """rate = rate of the group * ratio of the batches * curve(updates or samples so far)."""
 
-    def __init__(self, optimizer: Optimizer, curve: Any, ratio: float = 1.0, by: str = "steps"):
-        self._curve, self._ratio, self._by = curve, ratio, by
+    def __init__(self, optimizer: Optimizer, curve: Any, ratio: float = 1.0, by: str = "steps", step_samples: int = 1):
+        self._curve, self._ratio, self._by, self._counts, self._step_samples = curve, ratio, by, by, step_samples
+        self.samples = 0  # so far, if they are what is counted
         super().__init__(optimizer)
 
     def _initial_step(self) -> None:
@@ -121,11 +142,14 @@ class _Schedule(LRScheduler):
         self._by = by
 
     def step(self, epoch: int | None = None) -> None:
-        if self._by == "steps" or epoch is not None or current().updated(self.optimizer):
+        if self._by == "samples":
+            self.samples += self._step_samples
+        if self._by != "updates" or epoch is not None or current().updated(self.optimizer):
             super().step(epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        factor = self._curve(self.last_epoch)
+        by_samples = self._counts == "samples"
+        factor = self._curve(self.samples if by_samples else self.last_epoch, self._step_samples)
         return [base * self._ratio * factor for base in self.base_lrs]
 
     @property
@@ -134,7 +158,7 @@ class _Schedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Contains only numbers and strings, so `torch.load(weights_only=True)` can read it."""
-        state = {k: v for k, v in super().state_dict().items() if k not in ("_curve", "_ratio", "_by")}
+        state = {k: v for k, v in super().state_dict().items() if k not in _OWN}
         return state | {"settings": self._settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,7 +201,9 @@ def large_batch(
     batch: float | None = None,
     base_batch: float | None = None,
     scaling: Scaling | None = None,
+    noise: float | None = None,
     by: By = "steps",
+    step_samples: int | None = None,
 ) -> LRScheduler:
     """Scale the rate of each group by the batch size, warm it up to that peak, and decay it until `updates`.
 
@@ -186,9 +212,11 @@ def large_batch(
     decay, power        "polynomial": (1 - s) ** power, 2 by default; "linear": power 1; "cosine"; "none"
     end                 final rate as a fraction of the peak
     batch, base_batch   samples per update, over all ranks and merged steps; and the batch size that lr was chosen for
-    scaling             "linear" or "sqrt"
+    scaling             "linear", "sqrt", or "noise" with the noise scale in `noise`
     by                  "steps": count every scheduler.step(). "updates": count only those after an optimizer.step()
-                        that applied an update, so merged and overflowed steps do not change the rate
+                        that applied an update, so merged and overflowed steps do not change the rate. "samples":
+                        count step_samples in every scheduler.step(); updates and warmup are then samples too
+    step_samples        samples of a step, over all ranks
     """
     problems = _bad_count("updates", updates, least=1)
     problems += _bad_warmup(warmup, None if problems else updates)
@@ -201,15 +229,20 @@ def large_batch(
         problems.append(f"end = {end!r}: must be a fraction of the peak rate, from 0 to 1")
     elif end and decay == "none":
         problems.append("end has no effect with decay='none': remove it or choose a decay")
+    if by == "samples":
+        problems += _bad_count("step_samples", step_samples, least=1)
+    elif step_samples is not None:
+        problems.append(f"step_samples has no effect with by={by!r}: remove it or use by='samples'")
     try:
-        ratio = _ratio(scaling, batch, base_batch)
+        ratio = batch_ratio(scaling, batch, base_batch, noise)
     except StrategyError as error:
         problems += error.problems
     if problems:
         raise StrategyError(problems)
     first = round(warmup * updates) if isinstance(warmup, float) else int(warmup)
     exponent = 1.0 if decay == "linear" else 2.0 if power is None else float(power)
-    return _Schedule(optimizer, _WarmupDecay(int(updates), first, decay, exponent, float(end)), ratio, by)
+    curve = _WarmupDecay(int(updates), first, decay, exponent, float(end))
+    return _Schedule(optimizer, curve, ratio, by, int(step_samples or 1))
 
 
 def linear_warmup_decay(learning_rate: float, warmup_steps: int, num_train_steps: int) -> UnboundSchedule:
@@ -243,7 +276,7 @@ class UnboundSchedule:
 
     def bind(self, optimizer: Optimizer, *, by: By = "steps") -> LRScheduler:
         """Return an ordinary scheduler, which replaces the optimizer's own rate with this one."""
-        problems = _unknown("by", by, _BY)
+        problems = _unknown("by", by, ("steps", "updates"))
         if len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             problems.append("the parameter groups have different rates, but this schedule sets one rate for all")
         if problems:

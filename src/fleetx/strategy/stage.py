@@ -85,6 +85,7 @@ class Fact(Enum):
     PARTED = "parameters sharded across ranks"
     STAGED = "a model split into pipeline stages"
     ROUTED = "gradients sent over several process groups"
+    CLIPPED = "gradients whose norm was limited"
     SPREAD = "gradients of shared weights not yet summed over the pipeline stages"
 
 

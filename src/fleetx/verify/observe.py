@@ -51,9 +51,10 @@ class Observer:
         optimizer: Optimizer,
         device: torch.device,
         averaged: Callable[[], AbstractContextManager[None]] | None = None,
+        measured: Callable[[], int] | None = None,
     ):
-        """averaged: inside it the model has averaged parameters, if there are any."""
-        self._model, self._device, self._averaged = model, device, averaged
+        """averaged: inside it the model has averaged parameters. measured: how often norms have been measured."""
+        self._model, self._device, self._averaged, self._measured = model, device, averaged, measured
         self._number = 0
         self._collectives = _Collectives()
         self._counts = dict.fromkeys(_COUNTED, 0.0)
@@ -90,6 +91,7 @@ class Observer:
         self._counts = dict.fromkeys(_COUNTED, 0.0)
         self._before = kernel.bytes_sent() if self._device.type == "cpu" else {}
         self._collectives.total = 0
+        self._before_it = self._measurements()
 
     def after(self) -> None:
         sent = sent_since(self._before) if self._device.type == "cpu" else self._collectives.total
@@ -107,8 +109,12 @@ class Observer:
                 "bytes_held": float(sum(p.nbytes for p in new)),
                 "checksum": sum(float(p.double().abs().sum()) for p in new),
                 "behind": self._behind(),
+                "measured": float(self._measurements() - self._before_it),
             }
         )
+
+    def _measurements(self) -> int:
+        return 0 if self._measured is None else self._measured()
 
     def _behind(self) -> float:
         """How far the average of the parameters is from them."""

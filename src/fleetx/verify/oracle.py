@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,13 +24,16 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with all its settings
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
-NEUTRAL = {"recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "quantized_allreduce", "amp", "dgc"}
+NEUTRAL = {
+    "recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "quantized_allreduce", "amp", "dgc",
+    "noise_scale",
+}  # fmt: skip
 # Of the others, the settings that are computed here, or that change no number.
 READS = {
     "adaptive_localsgd": {"init_k_steps", "begin_step", "max_k_steps", "overlap_share", "allow_single"},
     "clip": {"clip_norm"},
     "ema": {"decay", "power"},
-    "gradient_merge": {"k_steps", "avg"},
+    "gradient_merge": {"k_steps", "avg", "rampup", "rampup_unit", "rampup_feed", "rampup_lr"},
     "lamb": {"lamb_weight_decay"},
     "lars": {"lars_coeff", "lars_weight_decay", "epsilon"},
     "localsgd": {"k_steps", "begin_step", "overlap_share", "allow_single"},
@@ -68,15 +72,20 @@ def train(
     merge = settings.get("gradient_merge", {})
     average = _Average(settings)
     followers = [_Follower(m, settings["ema"]) for m in models] if "ema" in settings else []
-    window, losses = 0, [0.0]
+    window, waiting, rounds, samples, losses = 0, 0, 0, 0, [0.0]
+
+    def merged() -> int:
+        done = samples if merge.get("rampup_unit") == "samples" else rounds
+        return next((k for end, k in merge.get("rampup", ()) if done < end), merge.get("k_steps", 1))
 
     def update() -> None:
-        for m, rule in zip(models, rules, strict=True):
+        for m, rule, optimizer in zip(models, rules, optimizers, strict=True):
             divisor = window if merge.get("avg", True) else 1
             grads = {name: p.grad / divisor for name, p in m.named_parameters() if p.grad is not None}
             if "clip" in settings:
                 _clip(grads, settings["clip"]["clip_norm"])
-            rule(grads)
+            with _rates_scaled(optimizer, merge, merged()):
+                rule(grads)
             m.zero_grad()
         if local:
             average(models, losses)
@@ -85,10 +94,10 @@ def train(
 
     for batch in batches:
         losses = _backward(models, batch, loss_fn, settings, replicas)
-        window += 1
-        if window == merge.get("k_steps", 1):
+        window, waiting = window + 1, waiting + len(batch[0])
+        if window == merged():
             update()
-            window = 0
+            window, rounds, samples, waiting = 0, rounds + 1, samples + waiting, 0
         for scheduler in schedulers:
             scheduler.step()
     if flush and window:
@@ -100,6 +109,19 @@ def train(
         for name in (followers[0].kept if followers else ())
     }
     return models[0].state_dict() | means
+
+
+@contextmanager
+def _rates_scaled(optimizer: Optimizer, merge: Mapping[str, Any], merged: int) -> Iterator[None]:
+    """In a ramp-up, the rate may follow the batch."""
+    share = merged / merge.get("k_steps", 1)
+    factor = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[merge.get("rampup_lr", "none")]
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    yield
+    for group, rate in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = rate
 
 
 def _backward(

@@ -73,9 +73,11 @@ def train(
         model, optimizer = fleet.distribute(model, optimizer_for(model, switches), DistributedStrategy(**declared))
     except StrategyError as error:
         return {"refused": error.problems}
-    replicas = current().find(model).layout.replica_group
+    engine = current().find(model)
+    replicas = engine.layout.replica_group
     averaged = fleet.averaged if "ema" in declared else None
-    observer = Observer(model, optimizer, replicas.device, averaged)
+    measured = (lambda: engine.state["NoiseScale"]["count"]) if "noise_scale" in declared else None
+    observer = Observer(model, optimizer, replicas.device, averaged, measured)
     scheduled = "pipeline" in declared
     with observer.observing():
         for batch in data:

@@ -1,0 +1,125 @@
+"""`fleet.noise_scale`, from norms that `strategy.noise_scale` has kept, and `fleet.trust_ratios`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+from torch import nn
+
+from fleetx.comm import peers
+from fleetx.comm.session import current
+from fleetx.engine.engine import Engine
+from fleetx.errors import UsageError
+from fleetx.optim import Lamb, Lars, TrustRatios
+from fleetx.parts.noise_scale import NoiseScale as Part
+from fleetx.strategy.stage import Stage
+
+LEAST = 8  # measurements
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The batch at which the noise of the gradient is as large as the gradient. Print it."""
+
+    samples: float  # tr(C) / |G|^2; inf if the gradient cannot be told from the noise
+    low: float  # 95 % confidence interval
+    high: float
+    gradient: float  # |G|^2, the square of the gradient without noise
+    noise: float  # tr(C), the variance of the gradient of one sample
+    measurements: int
+    feed: int  # samples of a step on one rank
+    confidence: float = 0.95
+
+    def __str__(self) -> str:
+        high = "no upper bound: measure more updates" if math.isinf(self.high) else f"{self.high:.3g}"
+        return (
+            f"gradient noise scale: {self.samples:.3g} samples ({self.confidence:.0%} confidence: {self.low:.3g} to "
+            f"{high}), from {self.measurements} updates"
+        )
+
+
+def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> NoiseScale:
+    """The gradient noise scale over the last updates that `strategy.noise_scale` has measured, in samples.
+
+    Below it, a batch twice as large needs about half as many updates; far above it, larger batches hardly help. It
+    grows during training, and it is known to mislead for adaptive optimizers: `fleetx batch` measures the critical
+    batch itself. Every worker must call it.
+
+    feed: samples of a step on one worker; by default those of the last forward, counted by the first dimension.
+    """
+    engine: Engine = current().find(model)
+    part = next((p for p in engine.plan.parts if isinstance(p, Part)), None)
+    if part is None:
+        raise UsageError("fleet.noise_scale() needs norms of gradients: turn strategy.noise_scale on")
+    ctx = engine.context_of(part)
+    group, state = ctx.replica_group, ctx.state
+    if group.size == 1 and not ctx.plan.at(Stage.GATE):
+        raise UsageError(
+            "the noise scale cannot be known here: it takes gradients of two batch sizes, but there is one replica "
+            "of the model and no gradient_merge. Start more workers, or set gradient_merge with k_steps of 2 or more"
+        )
+    if state["count"] < LEAST:
+        weighted = " (fleet.weight with noise_scale is not built yet)" if engine.weights.used else ""
+        raise UsageError(
+            f"the noise scale needs {LEAST} measured updates, and there are {state['count']}{weighted}: it is measured "
+            f"in every {part.every} rounds (noise_scale_configs['every'])"
+        )
+    peers.meet("fleet.noise_scale")
+    squares = state["squares"][: len(state["steps"])].clone()
+    if group.size > 1:
+        group.sum(squares)
+    feed = feed if feed is not None else ctx.notes.get("feed") or 1
+    return estimate((squares / group.size).cpu().tolist(), state["steps"], feed)
+
+
+def estimate(squares: Sequence[Sequence[float]], steps: Sequence[int], feed: int = 1) -> NoiseScale:
+    """squares: of the gradient of one step's batch, and of the batch of `steps` such steps, for each measured update.
+
+    Each pair gives an unbiased estimate of |G|^2 and of tr(C) (McCandlish et al. 2018, appendix A.1); the ratio of
+    their means has Fieller's interval, which is unbounded where |G|^2 cannot be told from 0.
+    """
+    gradients = [(n * big - small) / (n - 1) for (small, big), n in zip(squares, steps, strict=True)]
+    noises = [feed * (small - big) / (1 - 1 / n) for (small, big), n in zip(squares, steps, strict=True)]
+    n = len(steps)
+    g, s = fmean(gradients), fmean(noises)
+    gg = sum((x - g) ** 2 for x in gradients) / (n - 1) / n  # variances of the means
+    ss = sum((x - s) ** 2 for x in noises) / (n - 1) / n
+    gs = sum((x - g) * (y - s) for x, y in zip(gradients, noises, strict=True)) / (n - 1) / n
+    low, high = _fieller(s, g, ss, gg, gs, _student(0.975, n - 1))
+    return NoiseScale(max(s, 0.0) / g if g > 0 else math.inf, low, high, g, s, n, feed)
+
+
+def _fieller(s: float, g: float, ss: float, gg: float, gs: float, t: float) -> tuple[float, float]:
+    """All r >= 0 for which s - r g is within t standard errors of 0."""
+    a, b, c = g * g - t * t * gg, s * g - t * t * gs, s * s - t * t * ss
+    inside = b * b - a * c
+    if a > 0:  # |G|^2 is certainly above 0
+        root = math.sqrt(max(inside, 0.0))
+        return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+    if inside <= 0 or c <= 0:  # nothing is certain
+        return 0.0, math.inf
+    return max((b - math.sqrt(inside)) / a, (b + math.sqrt(inside)) / a, 0.0), math.inf
+
+
+def _student(share: float, freedom: int) -> float:
+    """The quantile of Student's distribution, by its expansion around the normal one: to 1 % from 7 degrees on."""
+    z = NormalDist().inv_cdf(share)
+    terms = [(z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
+    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+
+
+def trust_ratios(*, model: nn.Module | None = None) -> TrustRatios:
+    """Record the trust ratios of `lars` or `lamb` from now on: by how much each tensor's rate differs from `lr`.
+
+    Print the result after an update for a histogram, or call its `values()`; `close()` ends the recording. What only
+    other workers hold, as in a pipeline, is missing. Nothing waits for the device before you ask.
+    """
+    engine: Engine = current().find(model)
+    if not isinstance(engine.optimizer, Lars | Lamb):
+        raise UsageError("fleet.trust_ratios() needs LARS or LAMB: turn strategy.lars or strategy.lamb on")
+    made = TrustRatios(engine.optimizer, engine.names)
+    engine.undo.append(made.close)
+    return made

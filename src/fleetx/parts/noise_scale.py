@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleetx.base.module_names import sparse_modules
+from fleetx.base.trees import samples_in
+from fleetx.comm.world import World
+from fleetx.engine.context import SetupContext, StepContext
+from fleetx.errors import NOT_BUILT
+from fleetx.strategy.cost_model import CostTerms
+from fleetx.strategy.effect import Effect, more
+from fleetx.strategy.part import Part, settings
+from fleetx.strategy.stage import Fact, Stage, at
+
+
+@settings
+class NoiseScale(Part):
+    """Measure the gradient noise scale, for `fleet.noise_scale()`: how large a batch still pays. Training is the same.
+
+    tr(C) / |G|^2, where G is the gradient and C the covariance of a single sample's (McCandlish et al. 2018), from the
+    norms of one step's gradient on a rank and of the update's. Neutral: any setting.
+    """
+
+    every: Annotated[int, Field(ge=1)] = 8
+    """Measure in every so many rounds."""
+    window: Annotated[int, Field(ge=8)] = 256
+    """How many measurements are kept: the last ones."""
+
+    neutral: ClassVar[dict[str, int]] = {}
+    effect: ClassVar[Effect] = more("measured", "norms are measured")
+    example: ClassVar[dict[str, int]] = {"every": 1}
+    costs: ClassVar[str] = "time: two norms of the gradients, in every so many rounds"
+
+    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
+        if sparse := sparse_modules(model):
+            yield f"noise_scale with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
+
+    def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        return {"count": 0, "steps": [], "squares": None}
+
+    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self.init({})  # other ranks, other batches
+
+    def cost(self, terms: CostTerms) -> None:
+        terms.streamed += 2 * terms.gradients / self.every
+
+    def remarks(self, ctx: StepContext | None) -> Iterator[str]:
+        if ctx is not None and ctx.replica_group.size == 1 and not ctx.plan.at(Stage.GATE):
+            yield "cannot be known here: there is one replica and no gradient_merge, so every batch has the same size"
+
+    # --- acts -------------------------------------------------------------------------------------
+    @at(Stage.MODEL)
+    def watch(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
+        """have the gradient of a single step measured before it is merged or reduced"""
+        ctx.measure_steps(self.every)
+        return model
+
+    @at(Stage.FORWARD, replay=False)
+    def see(self, ctx: StepContext) -> AbstractContextManager[None]:
+        """note how many samples a step has"""
+        if torch.is_grad_enabled():
+            ctx.notes["feed"] = samples_in(ctx.inputs)
+        return nullcontext()
+
+    @at(
+        Stage.GRADIENT,
+        bars={Fact.SCALED, Fact.SUMMED, Fact.CLIPPED},
+        because="their norm is not that of the gradient",
+        unbuilt={Fact.LOCAL, Fact.PARTED, Fact.STAGED, Fact.MOMENTUM, Fact.RESIDUAL},
+    )
+    def measure(self, grads: list[Tensor], ctx: StepContext) -> None:
+        """measure the gradient of the update"""
+        small = ctx.step_square
+        if small is not None:
+            ctx.in_progress["squares"] = torch.stack([small, ctx.norm(grads).to(small.device).double().square()])
+
+    @at(Stage.PARAMETER)
+    def record(self, params: list[Tensor], ctx: StepContext) -> None:
+        """keep both norms, if the update was applied and they belong to different batches"""
+        squares = ctx.in_progress.pop("squares", None)
+        steps = ctx.clock[1] * ctx.replica_group.size  # in the batch of the update
+        if squares is None or not ctx.updated or steps == 1:
+            return
+        state = ctx.state
+        if state["squares"] is None:
+            state["squares"] = torch.zeros(self.window, 2, dtype=torch.float64, device=squares.device)
+        place = state["count"] % self.window
+        state["squares"][place].copy_(squares)
+        state["steps"][place : place + 1] = [steps]
+        state["count"] += 1
