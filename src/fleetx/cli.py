@@ -118,6 +118,52 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
         raise click.ClickException(str(error)) from None
 
 
+@main.command(context_settings={"allow_interspersed_args": True})
+@click.option("--nproc_per_node", type=_positive, help="Number of workers.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device to train on.")
+@click.option(
+    "--merges", default="1,2,4,8", show_default=True, help="Batches to try, as multiples of the script's own."
+)
+@click.option(
+    "--rates", default="1", show_default=True, help="Rates to try for each batch, as multiples of the rule's."
+)
+@click.option(
+    "--rule",
+    type=click.Choice(["none", "linear", "sqrt"]),
+    default="sqrt",
+    show_default=True,
+    help="How the rate follows the batch.",
+)
+@click.option("--steps", type=_positive, default=200, show_default=True, help="Steps of the smallest batch.")
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=1),
+    default=3.0,
+    show_default=True,
+    help="How many times as many steps a larger batch may take.",
+)
+@click.option("--minutes", type=click.FloatRange(min=0), help="Start no branch after so many. Run again to continue.")
+@click.option("--output", type=_output_file, default="batch.json", show_default=True, help="Where to keep the losses.")
+@click.option("--plot", type=_output_file, help="Plot updates and samples against the batch to this PNG file.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Measure how large the batch of SCRIPT should be, and recommend batch, merge and rate.
+
+    Runs SCRIPT several times for a few steps, each time from the newest checkpoint of its fleet.checkpoints, with more
+    and more merged steps. The target is the loss that the script's own batch reaches after --steps. Nothing is saved
+    but the losses, in --output, from which the same command continues. Put the script's own options after `--`.
+    """
+    from fleetx.errors import FleetxError
+    from fleetx.launch.options import main as fleetrun
+    from fleetx.planner import branches
+
+    try:
+        click.echo(branches.measure(script, arguments, options, fleetrun, click.echo))
+    except FleetxError as error:
+        raise click.ClickException(str(error)) from None
+
+
 @main.command()
 @click.option("--output", type=_output_file, help="The file to write. [default: report.html in the first RUN]")
 @click.option("--live", is_flag=True, help="Write it again every few seconds, until the runs have ended.")

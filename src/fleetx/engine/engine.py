@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
+from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors, samples_in
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
@@ -163,6 +163,8 @@ class Engine(Windows):
         finish: list[Any] = []
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs = args, kwargs
+        if self.counts_feed and outermost and self.taps:
+            self.feed = samples_in((args, kwargs))
         self._session.mark("forward", run=self if outermost and self.taps else None)
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))
@@ -345,6 +347,8 @@ class Engine(Windows):
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         if not self.gradients.any and self.layout.shard_group is None:
             return False
+        if self.rates.factor != 1:
+            self.rates.scale(self.rates.factor)
         for call, ctx in self._calls[Stage.GRADIENT]:
             call(self.gradients.present(), ctx)  # looked up again: an act may add what another rank has
         self._session.gradient(self)

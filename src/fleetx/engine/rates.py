@@ -14,6 +14,7 @@ class Rates:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
         self._before: list[tuple[dict[str, Any], float | Tensor]] = []
+        self.factor = 1.0  # of every update
 
     def scale(self, factor: float) -> None:
         """Until `restore`, which the engine calls after the update."""

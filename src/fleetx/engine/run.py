@@ -80,6 +80,8 @@ class Run:
         self.undo: list[Callable[[], None]] = []  # what `release` calls, last first
         self.modules = weakref.WeakSet(model.modules())  # parts may wrap them; the user may replace some
         self.released = False
+        self.counts_feed = False  # does somebody want to know `feed`?
+        self.feed = 0  # samples of the last step on this rank
         self.lent = ""  # to what, while the parameters are not those of the training
         self.rates, self.step_norm = Rates(optimizer), StepNorm()
         self.gradients: Gradients  # made when the optimizer is final

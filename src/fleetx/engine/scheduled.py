@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetx.base.trees import LossFn
+from fleetx.base.trees import LossFn, samples_in
 from fleetx.engine.context import StepInput
 from fleetx.engine.engine import Engine
 from fleetx.engine.hooks import Hook
@@ -31,6 +31,8 @@ class ScheduledEngine(Engine):
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
         """Under `torch.no_grad()`, the forward alone."""
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
+        if self.counts_feed:
+            self.feed = samples_in(inputs)
         if not torch.is_grad_enabled():
             self.layout.meet_to_evaluate()
             with self._run():

@@ -25,6 +25,7 @@ from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training, check_versions
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.averaging import averaged
+from fleetx.fleet.branching import branched
 from fleetx.fleet.join import join as _join
 from fleetx.fleet.noise import NoiseScale, noise_scale, trust_ratios
 from fleetx.fleet.recording import attach, log, metrics, progress, record
@@ -162,7 +163,7 @@ def distribute(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    strategy = _checked(strategy or current().strategy or DistributedStrategy())
+    strategy = branched(_checked(strategy or current().strategy or DistributedStrategy()))
     plan = strategy.plan()
     current().check_not_distributed(model, optimizer)
     peers.start(_here())

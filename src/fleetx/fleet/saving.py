@@ -20,7 +20,7 @@ from fleetx.fleet import averaging
 from fleetx.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
-    from fleetx.engine.checkpoint import Checkpoints
+    from fleetx.engine.checkpoint import Branch, Checkpoints
 
 
 def save(
@@ -125,7 +125,7 @@ def checkpoints(
     extra: dict[str, Any] | None = None,
     asynchronous: bool = False,
     when_busy: str = "wait",
-) -> Checkpoints:
+) -> Checkpoints | Branch:
     """`for step in fleet.checkpoints("run", every=100)`: resume from the newest good checkpoint, save as training runs.
 
     It resumes when it is called, after `fleet.distribute`, on every worker. It saves every `every` steps, after `steps`
@@ -140,9 +140,12 @@ def checkpoints(
     from fleetx.engine import checkpoint
 
     engine = current().find(model)
+    extras = checkpoint.Extras(0, scheduler, loader, extra)
+    if (order := checkpoint.ordered()) is not None:  # a short run of `fleetx batch`
+        return checkpoint.Branch(engine, Path(root), extras, order)
     return checkpoint.Checkpoints(
         engine, Path(root), current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,
-        extras=checkpoint.Extras(0, scheduler, loader, extra), asynchronous=asynchronous, when_busy=when_busy,
+        extras=extras, asynchronous=asynchronous, when_busy=when_busy,
     )  # fmt: skip
 
 

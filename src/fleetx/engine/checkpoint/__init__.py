@@ -5,6 +5,7 @@ snapshot.py        what a rank has to save
 write.py, read.py  a checkpoint, written and read by all ranks together
 chunks.py          any region of a tensor, from the pieces it was saved in
 loop.py            `fleet.checkpoints`
+branch.py          the same for a short run of `fleetx batch`
 folders.py         the checkpoints under a root
 back.py            back to the last checkpoint when the numbers went wrong
 background.py      saving in another thread
@@ -15,6 +16,7 @@ tree.py            nested plain data as JSON
 
 from __future__ import annotations
 
+from fleetx.engine.checkpoint.branch import Branch, ordered
 from fleetx.engine.checkpoint.export import export
 from fleetx.engine.checkpoint.folders import latest
 from fleetx.engine.checkpoint.loop import Checkpoints
@@ -23,4 +25,4 @@ from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, take
 from fleetx.engine.checkpoint.write import write
 
-__all__ = ["Checkpoints", "Extras", "described", "export", "latest", "load", "take", "write"]
+__all__ = ["Branch", "Checkpoints", "Extras", "described", "export", "latest", "load", "ordered", "take", "write"]
