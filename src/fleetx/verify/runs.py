@@ -96,7 +96,7 @@ def train(
         names = [name for name, _ in model.named_parameters() if name in state]
         with averaged():
             now = model.state_dict()
-            state |= {oracle.AVERAGED + name: whole(now[name]).double().cpu() for name in names}
+            state |= {oracle.AVERAGED + name: whole(now[name]).double().cpu().clone() for name in names}
     return {
         "state": state,
         "steps": observer.steps,
