@@ -201,3 +201,18 @@ def test_declared_parts_are_kept_and_conflicting_ones_are_not_offered():
         assert plan.terms.merged == 3
         assert not {"amp", "sharding"} & set(plan.chosen)
         assert len({"dgc", "fp16_allreduce", "quantized_allreduce"} & set(plan.chosen)) <= 1
+
+
+def test_replicas_divide_the_orthogonalization_of_muon_and_gather_its_result():
+    # 0.5 s of update: 7 passes over 200 MB at 14000 MB/s are 0.1 s on each rank; the rest is divided
+    cluster = replace(CLUSTER, bandwidth=14000 * MB)
+    alone, muon, whole = (cost(cluster, **s) for s in ({}, {"muon": True}, {"muon": {"divide": False}}))
+    assert alone.update == whole.update == 0.5
+    assert muon.update == pytest.approx(0.1 + 0.4 / 2)
+    assert muon.network == pytest.approx(alone.network + 2.0), "an all-gather of 200 MB"
+    assert whole.network == pytest.approx(alone.network)
+
+
+def test_an_average_of_the_parameters_costs_a_pass_over_both():
+    cluster = replace(CLUSTER, bandwidth=600 * MB)
+    assert cost(cluster, ema=True).overhead == pytest.approx(cost(cluster).overhead + 1.0)

@@ -101,6 +101,7 @@ class MUON(Part):
 
     def cost(self, terms: CostTerms) -> None:
         if self.divide:
+            terms.divides_update = True
             terms.gathered += terms.parameters * (2 if terms.shards > 1 else 1)
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:

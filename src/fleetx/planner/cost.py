@@ -85,8 +85,21 @@ def step_cost(
         peak = _peak(terms, profile, variant, n, stages) + kept + terms.extra_bytes
     return StepCost(
         compute=compute, recompute=terms.merged * terms.micro_batches * recompute, bubble=bubble, network=network,
-        update=profile.update / max(terms.shards, terms.stages), overhead=streamed / terms.cluster.bandwidth, peak=peak,
+        update=_update(terms, profile), overhead=streamed / terms.cluster.bandwidth, peak=peak,
     )  # fmt: skip
+
+
+def _update(terms: CostTerms, profile: ModelProfile) -> float:
+    """The optimizer's own time, measured on one rank that holds everything.
+
+    Where replicas divide its arithmetic, each still reads and writes all it holds: as AdamW, 7 times the parameters.
+    """
+    split = max(terms.shards, terms.stages)
+    mine = profile.update / split
+    if not terms.divides_update or terms.shards > 1:
+        return mine
+    passes = min(7 * profile.parameters / terms.cluster.bandwidth / split, mine)
+    return passes + (mine - passes) / terms.replicas
 
 
 def _bucket_copies(terms: CostTerms) -> float:

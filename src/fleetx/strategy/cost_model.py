@@ -77,6 +77,7 @@ class CostTerms:
     dtype: str = ""  # the 16-bit dtype of the reduction
     bucket: float = 0.0  # bytes per reduction while backward runs
     segment: float = 0.0  # bytes of sharded parameters per all-gather
+    divides_update: bool = False  # replicas divide the arithmetic of the update between them
     gathered: float = 0.0  # bytes of updates that ranks send each other before they apply them
     bucket_copies: float = 0.0  # bytes read and written to copy gradients into buckets
     streamed: float = 0.0  # other bytes read and written per update
