@@ -25,7 +25,7 @@ PEERS = {"timm": "timm", "pytorch_optimizer": "pytorch_optimizer", "paddle": "Pa
 FIVE_TIMES_FASTER = 0.2
 
 
-def in_units(run: Run, side: str, optimizer: str, model: str) -> Sides:
+def in_units(run: Run, side: str, optimizer: str, model: str, warm_up: int = 2) -> Sides:
     import torch
 
     from benchmarks.optimizer_steps import sides
@@ -34,7 +34,7 @@ def in_units(run: Run, side: str, optimizer: str, model: str) -> Sides:
 
     elements = sum(p.numel() for p in (torch.empty(s, device="meta") for s in shapes(model)))
     step, unit = run.both(lambda: getattr(sides, side)(optimizer, shapes(model))[1].step, lambda: stream(elements))
-    times = run.compare(step, unit, parameters=elements, threads=torch.get_num_threads())
+    times = run.compare(step, unit, warm_up=warm_up, parameters=elements, threads=torch.get_num_threads())
     times.notes["stream_gb_per_second"] = BYTES * elements / min(times.theirs) / 1e9
     return times
 
@@ -66,7 +66,7 @@ def against_paddle(run: Run, optimizer: str, model: str) -> Sides:
     return Sides(a, b, notes={"paddle": paddle.version, "paddle_in_units_of_its_process": in_units})
 
 
-def declare(name: str, meaning: str, function, *arguments: str, **options) -> None:
+def declare(name: str, meaning: str, function, *arguments: object, **options) -> None:
     """Add a benchmark to this module under a name by which other processes can find it."""
 
     def measure(run: Run) -> Sides:
@@ -94,6 +94,30 @@ for optimizer, model, peer, malloc in product(("lamb", "lars"), MODELS, PEERS, M
         ours="fleetx", theirs=PEERS[peer], goal=FIVE_TIMES_FASTER, rounds=8, starts=1,
         environment={"FLEETX_KERNELS": "compiled", **MALLOCS[malloc]},
     )  # fmt: skip
+
+
+def muon_against_torch(run: Run, optimizer: str) -> Sides:
+    from benchmarks.optimizer_steps import sides
+    from benchmarks.optimizer_steps.models import shapes
+
+    (_, a), (_, b) = run.both(
+        lambda: sides.muon(optimizer, shapes("bert")), lambda: sides.torch_muon(optimizer, shapes("bert"))
+    )
+    return run.compare(a.step, b.step, warm_up=1)
+
+
+MUONS = {"muon": "float32", "muon_bf16": "bfloat16"}
+for optimizer, word in MUONS.items():  # a step takes seconds, so there are few rounds
+    declare(
+        f"{optimizer}_bert_stream", f"Muon in {word} on BERT-base, one rank, one thread, in units of the stream.",
+        in_units, "muon", optimizer, "bert", 1, ours="fleetx", theirs="stream", rounds=2, starts=1,
+    )  # fmt: skip
+    for ranks in (1, 2):
+        declare(
+            f"{optimizer}_bert_torch_{ranks}",
+            f"Muon in {word} on BERT-base against torch's Muon (bfloat16) with AdamW, one thread each, ranks: {ranks}.",
+            muon_against_torch, optimizer, ours="fleetx", theirs="torch", rounds=2, starts=1, ranks=ranks,
+        )  # fmt: skip
 
 for model, threads in product(MODELS, (1, 2)):
     declare(

@@ -54,10 +54,18 @@ class Run:
             return ours(), second
         return ours(), theirs()
 
-    def compare(self, ours: Callable[[], Any], theirs: Callable[[], Any], *, steps: int = 1, **notes: Any) -> Sides:
+    def compare(
+        self,
+        ours: Callable[[], Any],
+        theirs: Callable[[], Any],
+        *,
+        steps: int = 1,
+        warm_up: int = WARM_UP,
+        **notes: Any,
+    ) -> Sides:
         """Time two pieces of work against each other. Every rank must call it; each begins a sample together."""
         wait = _barrier if self.size > 1 else _nothing
-        a, b = interleave(clocked(ours, wait=wait), clocked(theirs, wait=wait), rounds=self.rounds)
+        a, b = interleave(clocked(ours, wait=wait), clocked(theirs, wait=wait), rounds=self.rounds, warm_up=warm_up)
         calls = (count_calls(ours) / steps, count_calls(theirs) / steps)
         return Sides(a, b, steps=steps, counts={"calls a step": calls}, notes=notes)
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from benchmarks.__main__ import OUT
-from benchmarks.optimizers import GOALS, KERNELS, MALLOCS, MODELS, PEERS
+from benchmarks.optimizers import GOALS, KERNELS, MALLOCS, MODELS, MUONS, PEERS
 
 MALLOC_WORDS = {"": "default", "_arena": "arena"}
 BEGIN, END = "<!-- the tables -->", "<!-- end of the tables -->"
@@ -48,6 +48,10 @@ def text(out: Path) -> Iterator[str]:
     for optimizer, model, malloc in ((o, m, a) for o in ("lamb", "lars") for m in MODELS for a in MALLOCS):
         cells = [_cell(out, f"{optimizer}_{model}_{peer}{malloc}") for peer in PEERS]
         yield _row(optimizer.upper(), MODELS[model], MALLOC_WORDS[malloc], *cells)
+    yield ""
+    yield from _heading("Muon on BERT-base, one thread", "units", "ours / torch, 1 rank", "ours / torch, 2 ranks")
+    for optimizer, word in MUONS.items():
+        yield _row(word, *(_cell(out, f"{optimizer}_bert_{what}") for what in ("stream", "torch_1", "torch_2")))
     yield ""
     yield from _heading("torch's fused AdamW", *(f"threads: {threads}" for threads in (1, 2)))
     for model in MODELS:

@@ -62,6 +62,44 @@ def torch_adamw(optimizer: str, shapes: list[Shape]) -> Made:
     return params, torch.optim.AdamW(groups(params), **LAMB, weight_decay=LAMB_DECAY, fused=True)
 
 
+MUON = {"lr": 1e-4, "weight_decay": LAMB_DECAY, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+HIDDEN = {(768, 768), (3072, 768), (768, 3072)}  # of BERT: what Muon updates
+
+
+class Both:
+    """torch's Muon takes matrices only, so AdamW updates the rest."""
+
+    def __init__(self, *optimizers: Optimizer):
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def muon(optimizer: str, shapes: list[Shape]) -> Made:
+    """fleetx's, which divides the matrices between the ranks if there are several. optimizer: "muon" or "muon_bf16"."""
+    import torch.distributed as dist
+
+    from fleetx.optim import Muon
+
+    params = parameters(shapes)
+    named = [(f"{i}.{'hidden' if tuple(p.shape) in HIDDEN else 'other'}", p) for i, p in enumerate(params)]
+    made = Muon(named, **MUON, bf16=optimizer == "muon_bf16", adamw=["other"])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        made.replicas = dist.group.WORLD
+    return params, made
+
+
+def torch_muon(optimizer: str, shapes: list[Shape]) -> tuple[list[nn.Parameter], Both]:
+    """In bfloat16, and every rank orthogonalizes every matrix: torch's own has no other way."""
+    params = parameters(shapes)
+    hidden = [p for p in params if tuple(p.shape) in HIDDEN]
+    others = [p for p in params if tuple(p.shape) not in HIDDEN]
+    matrices = torch.optim.Muon(hidden, **MUON, adjust_lr_fn="match_rms_adamw")
+    return params, Both(matrices, torch.optim.AdamW(others, lr=1e-4, weight_decay=LAMB_DECAY, fused=True))
+
+
 def timm(optimizer: str, shapes: list[Shape]) -> Made:
     """The same formulas as ours: a group without decay is not scaled either."""
     params = parameters(shapes)
