@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,87 +17,112 @@ from rich.console import Console
 
 from benchmarks.frame import machine
 from benchmarks.large_batch import data, report
-from benchmarks.large_batch.recipe import RECIPES, SMALLEST, WORKERS
+from benchmarks.large_batch.recipe import RECIPES
 from benchmarks.large_batch.runs import Kept
 from benchmarks.large_batch.summary import summarised
 from benchmarks.large_batch.sweep import Plan, left
+from benchmarks.large_batch.tasks import SHARES, TASKS, WORKERS
 
 ROOT = Path(__file__).parents[2]
 OUT = Path(__file__).parents[1] / "out" / "large_batch"
-HELD = 10_000
-FULL = Plan(optimizers=[*RECIPES], batches=[256, 1024, 4096, 16384, 32768], epochs=16, seeds=3, hold_out=HELD)
-QUICK = Plan(
-    optimizers=[*RECIPES], batches=[256, 4096, 32768], epochs=4, seeds=1, hold_out=HELD, steps=[0], extensions=0
-)
+KEPT = ROOT / "docs" / "results" / "large_batch_runs.jsonl"  # committed, so that any machine can continue
+SEEDS = 5
 
 
-def numbers(context: click.Context, option: click.Parameter, value: str | None) -> list[int] | None:
+def shares(context: click.Context, option: click.Parameter, value: str | None) -> list[float] | None:
     try:
-        batches = [int(x) for x in value.split(",")] if value else None
+        found = [float(x) / 100 for x in value.split(",")] if value else None
     except ValueError:
-        raise click.BadParameter("must be integers separated by commas") from None
-    if batches and any(x < SMALLEST or x % SMALLEST for x in batches):
-        raise click.BadParameter(f"each batch must be a multiple of {SMALLEST}, the samples in one step of the workers")
-    return sorted(batches) if batches else None
+        raise click.BadParameter("must be numbers separated by commas") from None
+    if found and not all(0 < x <= 1 for x in found):
+        raise click.BadParameter("each share must be above 0 and at most 100 %")
+    return sorted(found) if found else None
 
 
 def names(context: click.Context, option: click.Parameter, value: str | None) -> list[str] | None:
-    optimizers = value.split(",") if value else None
-    if optimizers and (unknown := [x for x in optimizers if x not in RECIPES]):
-        raise click.BadParameter(f"unknown optimizer {unknown[0]!r}: must be one of {', '.join(RECIPES)}")
-    return optimizers
+    known = TASKS if option.name == "tasks" else RECIPES
+    found = value.split(",") if value else None
+    if found and (unknown := [x for x in found if x not in known]):
+        raise click.BadParameter(f"unknown {str(option.name)[:-1]} {unknown[0]!r}: must be one of {', '.join(known)}")
+    return found
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--quick", is_flag=True, help="Takes a few minutes: one rate, one seed, a quarter of the epochs.")
+@click.option("--quick", is_flag=True, help="Takes minutes: one rate, one decay, one seed, two epochs, two shares.")
+@click.option("--tasks", callback=names, help=f"A subset of {','.join(TASKS)}.")
 @click.option("--optimizers", callback=names, help=f"A subset of {','.join(RECIPES)}, in the order to run them.")
-@click.option("--batches", callback=numbers, help="For example 256,4096,32768.")
+@click.option("--shares", callback=shares, help="Percent of the data per update, for example 0.5,2.5,5.")
 @click.option("--epochs", type=click.IntRange(min=1))
-@click.option("--seeds", type=click.IntRange(min=1), help="Runs per optimizer and batch at the chosen rate.")
-@click.option("--hold-out", type=click.IntRange(min=1), default=HELD, show_default=True,
-              help="Training images to hold out for choosing the rates.")  # fmt: skip
+@click.option("--samples", type=click.IntRange(min=1), help="How many samples to train with.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Runs per optimizer and share with the chosen settings.")
 @click.option("--minutes", type=float, default=110, show_default=True, help="Start no run after this time.")
 @click.option("--data", "folder", type=click.Path(path_type=Path), default=data.FOLDER, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="The folder for all files.  [default: benchmarks/out/large_batch, or quick/ in it]",
-)
-@click.option("--report", "only_report", is_flag=True, help="Do not train; show the results in the folder.")
+@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False),
+              help="The file of finished runs.  [default: the committed one; with --quick, OUT/runs.jsonl]",
+              )  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path),
+              help="The folder for tables and the plot.  [default: benchmarks/out/large_batch, or quick/ in it]",
+              )  # fmt: skip
+@click.option("--report", "only_report", is_flag=True, help="Do not train; show what the file of runs has.")
 def main(
     quick: bool,
+    tasks: list[str] | None,
     optimizers: list[str] | None,
-    batches: list[int] | None,
+    shares: list[float] | None,
     epochs: int | None,
+    samples: int | None,
     seeds: int | None,
-    hold_out: int,
     minutes: float,
     folder: Path,
+    runs: Path | None,
     out: Path | None,
     only_report: bool,
 ) -> None:
-    """Accuracy against batch size at the same number of epochs: SGD, AdamW, LARS and LAMB, each with a tuned rate.
+    """Accuracy and perplexity against the share of the data per update, at equal epochs, for five optimizers.
 
-    Uses two workers on the CPU, and gradient merge for the batch. Finished runs are stored in OUT and not repeated.
+    Rate and decay are tuned for each, with the same budget. Uses two workers on the CPU, and gradient merge for the
+    batch. Finished runs are appended to a file and not repeated: the study can be run in pieces.
     """
-    if not only_report and (reason := data.missing(folder)):
-        raise click.ClickException(reason)
-    base = QUICK if quick else FULL
-    plan = Plan(optimizers or base.optimizers, batches or base.batches, epochs or base.epochs, seeds or base.seeds,
-                hold_out, base.steps, base.extensions)  # fmt: skip
+    chosen = tasks or [*TASKS]
+    for name in chosen:
+        if not only_report and (reason := TASKS[name].missing(folder)):
+            raise click.ClickException(reason)
+    plans = [plan(name, optimizers, shares, epochs, samples, seeds, quick=quick) for name in chosen]
     out = out or (OUT / "quick" if quick else OUT)
     out.mkdir(parents=True, exist_ok=True)
-    results = out / "results.jsonl"
+    runs = runs or (out / "runs.jsonl" if quick else KEPT)
     asked = {
-        "plan": asdict(plan),
+        "plans": [asdict(p) for p in plans],
         "data": str(folder.absolute()),
-        "results": str(results.absolute()),
+        "results": str(runs.absolute()),
         "minutes": minutes,
     }
     before = machine.load()
     code = 0 if only_report else start(asked, out)
-    show(plan, results, out, notes(before, quick=quick), quick=quick)
+    show(plans, runs, out, notes(before, quick=quick), quick=quick)
     sys.exit(code)
+
+
+def plan(
+    name: str,
+    optimizers: list[str] | None,
+    shares: list[float] | None,
+    epochs: int | None,
+    samples: int | None,
+    seeds: int | None,
+    *,
+    quick: bool,
+) -> Plan:
+    task = TASKS[name]
+    full = Plan(
+        name, optimizers or [*RECIPES], shares or SHARES, epochs or task.epochs, seeds or SEEDS, samples or task.samples
+    )
+    if not quick:
+        return full
+    return replace(
+        full, shares=shares or [SHARES[0], SHARES[2]], epochs=epochs or 2, seeds=seeds or 1, steps=[0], extensions=0,
+        decays=[],
+    )  # fmt: skip
 
 
 def start(asked: dict[str, object], out: Path) -> int:
@@ -121,22 +147,26 @@ def notes(load_before: list[float], *, quick: bool) -> dict[str, object]:
     }
 
 
-def show(plan: Plan, results: Path, out: Path, notes: dict[str, object], *, quick: bool) -> None:
+def show(plans: Sequence[Plan], runs: Path, out: Path, notes: dict[str, object], *, quick: bool) -> None:
     console = Console()
-    kept = Kept(results)
-    summary = summarised(plan, kept.outcomes)
-    mark = " (quick: one untuned rate, not a result)" if quick else ""
-    if missing := left(plan, kept.outcomes):
+    kept = Kept(runs)
+    mark = " (quick: untuned, not a result)" if quick else ""
+    studies = [(plan, summarised(plan, kept.outcomes)) for plan in plans]
+    missing = sum(left(plan, kept.outcomes) for plan in plans)
+    if missing:
         mark += f" (incomplete: at least {missing} runs are missing)"
-    console.print(report.as_table(f"test accuracy after {plan.epochs} epochs{mark}", report.rows(plan, summary)))
-    console.print(report.as_table("the largest batch", report.largest_rows(plan, summary)))
-    console.print(report.as_table("rates", report.rate_rows(plan, summary)))
-    report.write(out, plan, summary, notes | {"incomplete": bool(missing)})
+    for plan, summary in studies:
+        title = f"{summary.task.title}: test {summary.task.measure} after {plan.epochs} epochs{mark}"
+        console.print(report.as_table(title, report.rows(plan, summary)))
+        console.print(report.as_table("the largest share", report.largest_rows(plan, summary)))
+        console.print(report.as_table("rates and decays", report.tried_rows(plan, summary)))
+    spent = sum(outcome.seconds for outcome in kept.outcomes.values())
+    report.write(out, studies, notes | {"incomplete": bool(missing), "hours": round(spent / 3600, 2)})
     try:
-        report.plot(out / "large_batch.png", plan, summary, f"Fashion-MNIST, {plan.epochs} epochs{mark}")
+        report.plot(out / "large_batch.png", studies, mark)
     except ImportError:
         console.print("no plot, because matplotlib is not installed (pip install matplotlib)")
-    console.print(f"all files are in {out}", highlight=False)
+    console.print(f"{spent / 3600:.1f} hours of two workers so far; all files are in {out}", highlight=False)
 
 
 if __name__ == "__main__":

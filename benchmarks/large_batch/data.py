@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ class Images:
 
 @dataclass(frozen=True)
 class Split:
-    """Rates are chosen on held-out training images, never on the test set."""
+    """Samples of any kind. Rates and decays are chosen on held-out ones, never on the test set."""
 
-    train: Images
-    choose: Images
-    test: Images
+    train: Any
+    choose: Any
+    test: Any
 
 
 def missing(folder: Path) -> str:
@@ -56,12 +57,12 @@ def missing(folder: Path) -> str:
     )
 
 
-def load(folder: Path, *, hold_out: int) -> Split:
+def load(folder: Path, *, train: int) -> Split:
     if reason := missing(folder):
         raise CannotRunError(reason)
     everything, test = (Images(_idx(folder / x).unsqueeze(1), _idx(folder / y).long()) for x, y in FILES.values())
     # The file is already shuffled, so hold out the last ones.
-    return Split(everything[: len(everything) - hold_out], everything[len(everything) - hold_out :], test)
+    return Split(everything[:train], everything[train:], test)
 
 
 def _idx(path: Path) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,48 +11,58 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.large_batch.recipe import RECIPES
-from benchmarks.large_batch.summary import TOLERANCE, Cell, Summary
+from benchmarks.large_batch.summary import Cell, Summary
 from benchmarks.large_batch.sweep import Plan
 
-POINTS = f"{100 * TOLERANCE:g} points"
-NEAR = 4  # points below the baseline in the right half of the plot
-_MARKS = {"sgd": "o", "adamw": "s", "lars": "^", "lamb": "D"}
+_MARKS = {"sgd": "o", "adamw": "s", "lars": "^", "lamb": "D", "muon": "v"}
+Study = tuple[Plan, Summary]  # of one task
 
 
 def rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
-    """Accuracy against batch: mean, minimum and maximum over the seeds."""
-    yield ["batch", "updates", *(RECIPES[name].title for name in plan.optimizers)]
-    for batch in plan.batches:
-        cells = [summary.at(name, batch) for name in plan.optimizers]
+    """Score against share: mean, worst and best over the seeds."""
+    yield ["share", "batch", "updates", *(RECIPES[name].title for name in plan.optimizers)]
+    for share in plan.shares:
+        cells = [summary.at(name, share) for name in plan.optimizers]
         updates = next((str(cell.updates) for cell in cells if cell), "")
-        yield [f"{batch:,}", updates, *(_accuracy(cell) if cell else "" for cell in cells)]
+        shown = [_score(summary, cell) if cell else "" for cell in cells]
+        yield [f"{100 * share:g} %", f"{summary.task.batch(share):,}", updates, *shown]
 
 
 def largest_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
-    """The largest batch that keeps the baseline's accuracy with the same number of epochs."""
-    yield ["", "batch", "epochs", "top1"]
-    base = summary.baseline
+    """The largest share that keeps the baseline's score in equal epochs, and the rows that Paddle's table left open."""
+    task, base = summary.task, summary.baseline
+    yield ["", "largest share", task.measure, "at 2.5 %", "at 5 %"]
     if base:
-        yield [f"baseline: {RECIPES[base.optimizer].title}", f"{base.batch:,}", str(plan.epochs), f"{base.test:.2%}"]
+        yield [f"baseline: {RECIPES[base.optimizer].title}", f"{100 * base.share:g} %", task.shown(base.test), "", ""]
     for name in plan.optimizers:
         best = summary.largest(name)
-        figures = [f"{best.batch:,}", str(plan.epochs), f"{best.test:.2%}"] if best else ["none", str(plan.epochs), ""]
-        yield [f"{RECIPES[name].title}, largest within {POINTS}", *figures]
+        figures = [f"{100 * best.share:g} %", task.shown(best.test)] if best else ["none", ""]
+        rows_of_paddle = (_reached(summary, name, share) for share in (0.025, 0.05))
+        yield [f"{RECIPES[name].title}, within {task.kept}", *figures, *rows_of_paddle]
 
 
-def rate_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
-    """Every rate tried, with its accuracy on the held-out images, and the chosen one."""
-    yield ["optimizer", "batch", "rates tried: held-out accuracy of seed 0", "chosen"]
+def _reached(summary: Summary, name: str, share: float) -> str:
+    cell = summary.at(name, share)
+    if cell is None or summary.baseline is None:
+        return ""
+    return summary.task.shown(cell.test) + ("" if summary.keeps(cell) else " (not reached)")
+
+
+def tried_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
+    """Everything tried, with its score on the held-out samples, and what was chosen."""
+    yield ["optimizer", "share", "rate, decay: held-out score of seed 0", "chosen"]
     for name in plan.optimizers:
         for cell in summary.of(name):
-            tried = ", ".join(f"{rate:g}: {accuracy:.2%}" for rate, accuracy in cell.tried.items())
-            yield [RECIPES[name].title, f"{cell.batch:,}", tried, f"{cell.rate:g}" + " (edge)" * cell.at_edge]
+            tried = "; ".join(f"{rate:g}, {decay:g}: {summary.task.shown(s)}" for rate, decay, s in cell.tried)
+            chosen = f"{cell.rate:g}, {cell.decay:g}" + " (edge)" * cell.at_edge
+            yield [RECIPES[name].title, f"{100 * cell.share:g} %", tried, chosen]
 
 
-def _accuracy(cell: Cell) -> str:
+def _score(summary: Summary, cell: Cell) -> str:
+    shown = summary.task.shown
     if len(cell.tests) == 1:
-        return f"{cell.test:.2%}"
-    return f"{cell.test:.2%} ({100 * min(cell.tests):.2f}-{100 * max(cell.tests):.2f})"
+        return shown(cell.test)
+    return f"{shown(cell.test)} ({shown(min(cell.tests))} to {shown(max(cell.tests))})"
 
 
 def as_table(title: str, lines: Iterator[list[str]]) -> Table:
@@ -69,45 +79,55 @@ def as_markdown(lines: Iterator[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest]) + "\n"
 
 
-def write(out: Path, plan: Plan, summary: Summary, notes: dict[str, Any]) -> None:
-    cells = [asdict(cell) | {"tried": [*cell.tried.items()], "test": cell.test} for cell in summary.cells]
-    largest = {name: best.batch if (best := summary.largest(name)) else None for name in plan.optimizers}
-    content = notes | {"plan": asdict(plan), "tolerance": TOLERANCE, "largest_batch": largest, "cells": cells}
+def write(out: Path, studies: Sequence[Study], notes: dict[str, Any]) -> None:
+    content = notes | {"tasks": {plan.task: _json(plan, summary) for plan, summary in studies}}
     (out / "large_batch.json").write_text(json.dumps(content, indent=1) + "\n")
-    parts = [as_markdown(lines(plan, summary)) for lines in (rows, largest_rows, rate_rows)]
+    parts = [f"## {summary.task.title}\n" for _, summary in studies]
+    for i, (plan, summary) in enumerate(studies):
+        parts[i] += "\n" + "\n".join(as_markdown(lines(plan, summary)) for lines in (rows, largest_rows, tried_rows))
     (out / "large_batch.md").write_text("\n".join(parts))
 
 
-def plot(path: Path, plan: Plan, summary: Summary, title: str) -> None:
-    """All results on the left, those near the baseline on the right. Raises ImportError without matplotlib."""
+def _json(plan: Plan, summary: Summary) -> dict[str, Any]:
+    largest = {name: best.share if (best := summary.largest(name)) else None for name in plan.optimizers}
+    cells = [asdict(cell) | {"test": cell.test} for cell in summary.cells]
+    return {"plan": asdict(plan), "tolerance": summary.task.tolerance, "largest_share": largest, "cells": cells}
+
+
+def plot(path: Path, studies: Sequence[Study], mark: str) -> None:
+    """One half per task. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (full, near) = pyplot.subplots(1, 2, figsize=(12, 5))
-    for axes in (full, near):
-        for name in plan.optimizers:
-            _line(axes, name, summary.of(name))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(plan.batches), [f"{batch}" for batch in plan.batches])
-        axes.set(xlabel="batch", ylabel="test accuracy, %")
-        axes.grid(alpha=0.3)
-    if summary.baseline:
-        base = 100 * summary.baseline.test
-        band = near.axhspan(base - 100 * TOLERANCE, base, color="grey", alpha=0.2, linewidth=0)
-        near.legend([band], [f"within {POINTS} of the baseline"], loc="lower left")
-        near.set_ylim(base - NEAR, base + NEAR / 4)
-    full.legend(loc="lower left")
-    figure.suptitle(f"{title}; mean, minimum and maximum over the seeds")
+    figure, axes = pyplot.subplots(1, len(studies), figsize=(6 * len(studies), 5), squeeze=False)
+    for half, (plan, summary) in zip(axes[0], studies, strict=True):
+        _half(half, plan, summary)
+    figure.suptitle(f"equal epochs; mean, worst and best over the seeds{mark}")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
-def _line(axes: Any, name: str, cells: list[Cell]) -> None:
-    means = [100 * cell.test for cell in cells]
-    below = [mean - 100 * min(cell.tests) for mean, cell in zip(means, cells, strict=True)]
-    above = [100 * max(cell.tests) - mean for mean, cell in zip(means, cells, strict=True)]
-    axes.errorbar([cell.batch for cell in cells], means, yerr=[below, above], label=RECIPES[name].title,
-                  marker=_MARKS[name], capsize=3, linewidth=1.2)  # fmt: skip
+def _half(axes: Any, plan: Plan, summary: Summary) -> None:
+    task = summary.task
+    scale = 100.0 if task.measure == "accuracy" else 1.0
+    value = (lambda s: scale * s) if task.measure == "accuracy" else (lambda s: float(task.shown(s)))
+    for name in plan.optimizers:
+        cells = summary.of(name)
+        means = [value(cell.test) for cell in cells]
+        limits = [sorted((value(min(cell.tests)), value(max(cell.tests)))) for cell in cells]
+        below = [max(mean - low, 0.0) for mean, (low, _) in zip(means, limits, strict=True)]
+        above = [max(high - mean, 0.0) for mean, (_, high) in zip(means, limits, strict=True)]
+        axes.errorbar([100 * cell.share for cell in cells], means, yerr=[below, above], label=RECIPES[name].title,
+                      marker=_MARKS[name], capsize=3, linewidth=1.2)  # fmt: skip
+    if summary.baseline:
+        edges = [value(summary.baseline.test - task.tolerance), value(summary.baseline.test)]
+        axes.axhspan(*edges, color="grey", alpha=0.2, linewidth=0, label=f"within {task.kept}")
+    axes.set_xscale("log")
+    axes.set_xticks([100 * share for share in plan.shares], [f"{100 * share:g}" for share in plan.shares])
+    unit = ", %" if task.measure == "accuracy" else ""
+    axes.set(xlabel="share of the data per update, %", ylabel=f"test {task.measure}{unit}", title=task.title)
+    axes.grid(alpha=0.3)
+    axes.legend()

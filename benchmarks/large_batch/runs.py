@@ -9,21 +9,24 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Run:
+    task: str
     optimizer: str
-    batch: int
+    share: float  # of the data, per update
     rate: float
+    decay: float
     seed: int
     epochs: int
-    hold_out: int  # training images held out to choose the rate
+    samples: int  # to train with
 
     def __str__(self) -> str:
-        return f"{self.optimizer:5} batch {self.batch:5} rate {self.rate:<7g} seed {self.seed}"
+        settings = f"rate {self.rate:<7g} decay {self.decay:<7g} seed {self.seed}"
+        return f"{self.task:6} {self.optimizer:5} share {self.share:6.2%} {settings}"
 
 
 @dataclass(frozen=True)
 class Outcome:
     updates: int
-    chosen_on: float  # accuracy on the held-out images
+    chosen_on: float  # score on the held-out samples
     test: float
     loss: float | None  # of the last update; None if the run diverged
     seconds: float
@@ -32,7 +35,7 @@ class Outcome:
 class Kept:
     """The finished runs, in order. A study that is started again resumes after them.
 
-    A run does not record the recipe: after changing it, start with an empty folder.
+    A run does not record the recipe: after changing it, start with an empty file.
     """
 
     def __init__(self, path: Path):

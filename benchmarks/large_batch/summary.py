@@ -1,28 +1,28 @@
-"""One accuracy per optimizer and batch, and the largest batch that keeps the baseline's accuracy."""
+"""One score per optimizer and share, and the largest share that keeps the baseline's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from benchmarks.large_batch.runs import Outcome, Run
-from benchmarks.large_batch.sweep import Plan, chosen
+from benchmarks.large_batch.sweep import Cell as Key
+from benchmarks.large_batch.sweep import Done, Plan, chosen
+from benchmarks.large_batch.tasks import TASKS, Task
 
-TOLERANCE = 0.003
-BASELINE = "sgd"  # at the smallest batch
+BASELINE = {"images": "sgd", "text": "adamw"}  # at the smallest share: what is usual for the task
 
 
 @dataclass(frozen=True)
 class Cell:
-    """An optimizer at a batch."""
+    """An optimizer at a share."""
 
     optimizer: str
-    batch: int
+    share: float
     updates: int
     rate: float  # the chosen one
-    tried: dict[float, float]  # the accuracy on the held-out images by rate
-    tests: list[float]  # by seed, at the chosen rate
+    decay: float
+    tried: list[tuple[float, float, float]]  # rate, decay and score on the held-out samples, with the first seed
+    tests: list[float]  # by seed, with the chosen settings
 
     @property
     def test(self) -> float:
@@ -31,39 +31,43 @@ class Cell:
     @property
     def at_edge(self) -> bool:
         """Whether the best rate is the smallest or largest tried, so that a better one may lie beyond."""
-        return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
+        rates = {rate for rate, _, _ in self.tried}
+        return len(rates) > 1 and self.rate in (min(rates), max(rates))
 
 
 @dataclass(frozen=True)
 class Summary:
+    task: Task
     cells: list[Cell]
     baseline: Cell | None
 
     def of(self, optimizer: str) -> list[Cell]:
-        return sorted((cell for cell in self.cells if cell.optimizer == optimizer), key=lambda cell: cell.batch)
+        return sorted((cell for cell in self.cells if cell.optimizer == optimizer), key=lambda cell: cell.share)
 
-    def at(self, optimizer: str, batch: int) -> Cell | None:
-        return next((cell for cell in self.of(optimizer) if cell.batch == batch), None)
+    def at(self, optimizer: str, share: float) -> Cell | None:
+        return next((cell for cell in self.of(optimizer) if cell.share == share), None)
+
+    def keeps(self, cell: Cell) -> bool:
+        """Is the mean at most the tolerance below the baseline?"""
+        return self.baseline is not None and cell.test >= self.baseline.test - self.task.tolerance - 1e-9
 
     def largest(self, optimizer: str) -> Cell | None:
-        """The cell with the largest batch whose mean is at most the tolerance below the baseline."""
-        if self.baseline is None:
-            return None
-        kept = [cell for cell in self.of(optimizer) if cell.test >= self.baseline.test - TOLERANCE - 1e-9]
+        kept = [cell for cell in self.of(optimizer) if self.keeps(cell)]
         return kept[-1] if kept else None
 
 
-def summarised(plan: Plan, done: Mapping[Run, Outcome]) -> Summary:
+def summarised(plan: Plan, done: Done) -> Summary:
     cells = [cell for key in plan.cells if (cell := _cell(plan, key, done)) is not None]
-    smallest = min(plan.batches)
-    baseline = [cell for cell in cells if (cell.optimizer, cell.batch) == (BASELINE, smallest)]
-    return Summary(cells, baseline[0] if baseline else None)
+    wanted = (BASELINE[plan.task], min(plan.shares))
+    baseline = [cell for cell in cells if (cell.optimizer, cell.share) == wanted]
+    return Summary(TASKS[plan.task], cells, baseline[0] if baseline else None)
 
 
-def _cell(plan: Plan, key: tuple[str, int], done: Mapping[Run, Outcome]) -> Cell | None:
+def _cell(plan: Plan, key: Key, done: Done) -> Cell | None:
     best = chosen(plan, key, done)
     if best is None:
         return None
     runs = plan.tried(key, done)
-    tried = {run.rate: done[run].chosen_on for run in runs if run.seed == 0}
-    return Cell(*key, done[best].updates, best.rate, tried, [done[run].test for run in runs if run.rate == best.rate])
+    tried = [(run.rate, run.decay, done[run].chosen_on) for run in runs if run.seed == 0]
+    tests = [done[run].test for run in runs if (run.rate, run.decay) == (best.rate, best.decay)]
+    return Cell(*key, done[best].updates, best.rate, best.decay, tried, tests)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from benchmarks.large_batch.data import Images, Split
-from benchmarks.large_batch.model import ResNet
-from benchmarks.large_batch.recipe import MICRO, RECIPES, SMOOTHING, warmup
+from benchmarks.large_batch.data import Split
+from benchmarks.large_batch.recipe import RECIPES, warmup
 from benchmarks.large_batch.runs import Outcome, Run
+from benchmarks.large_batch.tasks import TASKS, Task
 from fleetx import fleet
 from fleetx.optim import schedule
 
@@ -21,23 +21,25 @@ EVAL_BATCH = 1000
 
 def train(run: Run, data: Split) -> Outcome:
     began = time.monotonic()
-    recipe = RECIPES[run.optimizer]
+    recipe, task = RECIPES[run.optimizer], TASKS[run.task]
     torch.manual_seed(run.seed)
-    model = ResNet().to(memory_format=torch.channels_last)
-    optimizer = recipe.make(model, run.rate)
-    model, optimizer = fleet.distribute(model, optimizer, recipe.strategy(run.batch))
+    model = task.model()
+    optimizer = recipe.make(model, run.rate, run.decay)
+    strategy = recipe.strategy(task, run.share, model, run.decay)
+    model, optimizer = fleet.distribute(model, optimizer, strategy)
     order = stream(len(data.train), epochs=run.epochs, seed=run.seed)
-    updates = len(order) // run.batch  # a batch may span epochs; the last incomplete one is dropped
+    batch = task.batch(run.share)
+    updates = len(order) // batch  # a batch may span epochs; the last incomplete one is dropped
     if not updates:
-        raise ValueError(f"{len(order)} samples in {run.epochs} epochs are less than one batch of {run.batch}")
-    scheduler = schedule.large_batch(optimizer, updates=updates, warmup=warmup(run.batch), by="updates")
+        raise ValueError(f"{len(order)} samples in {run.epochs} epochs are less than one batch of {batch}")
+    scheduler = schedule.large_batch(optimizer, updates=updates, warmup=warmup(run.share), by="updates")
 
     # Runs differ in the batch only: the order of the samples is the same.
-    mine = order[: updates * run.batch].view(-1, fleet.worker_num(), MICRO)[:, fleet.worker_index()]
+    micro = task.step // fleet.worker_num()
+    mine = order[: updates * batch].view(-1, fleet.worker_num(), micro)[:, fleet.worker_index()]
     loss = torch.tensor(float("inf"))
     for step, which in enumerate(mine):
-        batch = data.train[which]
-        loss = cross_entropy(model(batch.normalised()), batch.labels, label_smoothing=SMOOTHING)
+        loss = task.loss(model, data.train[which])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -47,17 +49,17 @@ def train(run: Run, data: Split) -> Outcome:
     last = summed(loss.detach()) / fleet.worker_num()
     return Outcome(
         updates=updates,
-        chosen_on=accuracy(model, data.choose),
-        test=accuracy(model, data.test),
+        chosen_on=score(task, model, data.choose),
+        test=score(task, model, data.test),
         loss=last.item() if last.isfinite() and not diverged(model) else None,
         seconds=time.monotonic() - began,
     )
 
 
-def stream(images: int, *, epochs: int, seed: int) -> Tensor:
-    """The order of the images over all epochs, which depends only on the seed."""
+def stream(samples: int, *, epochs: int, seed: int) -> Tensor:
+    """The order of the samples over all epochs, which depends only on the seed."""
     generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch) for epoch in range(epochs))
-    return torch.cat([torch.randperm(images, generator=g) for g in generators])
+    return torch.cat([torch.randperm(samples, generator=g) for g in generators])
 
 
 def diverged(model: nn.Module) -> bool:
@@ -66,16 +68,16 @@ def diverged(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, images: Images) -> float:
-    """Each worker evaluates its share."""
+def score(task: Task, model: nn.Module, samples: Any) -> float:
+    """Each worker evaluates its share. A model that diverged gets the score of knowing nothing, or less."""
     model.eval()
-    share = images[slice(fleet.worker_index(), None, fleet.worker_num())]
-    right = torch.zeros(())
+    share = samples[slice(fleet.worker_index(), None, fleet.worker_num())]
+    total = torch.zeros(2, dtype=torch.float64)
     for start in range(0, len(share), EVAL_BATCH):
-        some = share[slice(start, start + EVAL_BATCH)]
-        right += (model(some.normalised()).argmax(1) == some.labels).sum()
+        total += task.score(model, share[slice(start, start + EVAL_BATCH)])
     model.train()
-    return int(summed(right)) / len(images)
+    found = float(summed(total)[0] / total[1])
+    return found if found > -20 else -20.0  # nan, too: JSON has neither nan nor inf
 
 
 def summed(value: Tensor) -> Tensor:

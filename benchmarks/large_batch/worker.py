@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.large_batch.data import load
 from benchmarks.large_batch.runs import Kept, Outcome, Run
 from benchmarks.large_batch.sweep import Plan, following, left
+from benchmarks.large_batch.tasks import TASKS
 from benchmarks.large_batch.train import train
 from fleetx import fleet
 
@@ -26,17 +26,20 @@ def main(request: Path) -> None:
     asked = json.loads(request.read_text())
     torch.set_num_threads(1)
     fleet.init(is_collective=True)
-    study(Plan(**asked["plan"]), asked)
+    end = agreed(time.monotonic()) + 60 * asked["minutes"]
+    for plan in asked["plans"]:
+        study(Plan(**plan), asked, end)
     fleet.barrier_worker()
 
 
-def study(plan: Plan, asked: Mapping[str, Any]) -> None:
-    data = load(Path(asked["data"]), hold_out=plan.hold_out)
+def study(plan: Plan, asked: Mapping[str, Any], end: float) -> None:
+    """end: when no further run may begin, on the clock of the first worker."""
+    task = TASKS[plan.task]
+    data = task.load(Path(asked["data"]), plan.samples)
     kept = Kept(Path(asked["results"]))
-    done = agreed(kept.outcomes)
-    began, spent = time.monotonic(), []
+    done, spent = agreed(kept.outcomes), list[float]()
     while (run := following(plan, done)) is not None:
-        if agreed(time.monotonic() - began) > 60 * asked["minutes"]:
+        if agreed(time.monotonic()) > end:
             log(f"the {asked['minutes']:g} minutes are over; the same command resumes from here")
             return
         outcome = agreed(train(run, data))  # only the seconds differ
@@ -51,8 +54,9 @@ def progress(run: Run, outcome: Outcome, spent: list[float], remaining: int) -> 
     recent = spent[-20:]
     minutes = remaining * sum(recent) / len(recent) / 60
     note = "" if outcome.loss is not None else " (diverged)"
-    accuracy = f"held out {outcome.chosen_on:.2%}, test {outcome.test:.2%}{note}"
-    return f"{run}: {accuracy}; {outcome.seconds:.0f} s; about {remaining} runs, {minutes:.0f} min left"
+    shown = TASKS[run.task].shown
+    scores = f"held out {shown(outcome.chosen_on)}, test {shown(outcome.test)}{note}"
+    return f"{run}: {scores}; {outcome.seconds:.0f} s; about {remaining} runs, {minutes:.0f} min left"
 
 
 def agreed(value: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import json
+import math
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +22,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # `benchmarks` is not instal
 
 from benchmarks.frame import CannotRunError
 from benchmarks.large_batch import __main__ as command
-from benchmarks.large_batch import report, worker
+from benchmarks.large_batch import report, text, worker
 from benchmarks.large_batch.data import FILES, load
 from benchmarks.large_batch.model import ResNet
 from benchmarks.large_batch.recipe import RECIPES, groups
 from benchmarks.large_batch.runs import Kept, Outcome, Run
 from benchmarks.large_batch.summary import summarised
 from benchmarks.large_batch.sweep import Plan, chosen, following, left
+from benchmarks.large_batch.tasks import SHARES, TASKS
 from benchmarks.large_batch.train import stream
 
 from fleetx import fleet
+from fleetx.comm.session import reset
 
 ROOT = Path(__file__).parents[1]
-HELD, TRAINED = 100, 512
-TINY = Plan(["sgd", "lars"], [256, 512], epochs=1, seeds=1, hold_out=HELD, steps=[0], extensions=0)
-PLAN = Plan(["sgd", "lamb"], [256, 512], epochs=1, seeds=3, hold_out=HELD)
+HELD, TRAINED = 100, 480
+QUICK = {"epochs": 1, "seeds": 1, "steps": [0], "extensions": 0, "decays": []}
+TINY = Plan("images", ["sgd", "lars"], [0.005, 0.01], samples=TRAINED, **QUICK)
+PLAN = Plan("images", ["sgd", "lamb"], [0.005, 0.01], epochs=1, seeds=3, samples=TRAINED)
 
 
 @pytest.fixture
@@ -68,7 +74,7 @@ def played(plan: Plan, accuracy) -> dict[Run, Outcome]:
 
 # --- data ------------------------------------------------------------------------------------------
 def test_the_images_that_choose_are_not_among_those_that_train(images):
-    split = load(images, hold_out=HELD)
+    split = load(images, train=TRAINED)
     assert (len(split.train), len(split.choose), len(split.test)) == (TRAINED, HELD, 200)
     assert split.train.pixels.shape == (TRAINED, 1, 28, 28)
     row = split.test.pixels[0, 0].float().mean(1).argmax().item()
@@ -87,7 +93,7 @@ def test_a_missing_data_set_is_named_with_its_package(tmp_path):
 def test_a_file_of_another_format_is_refused(images):
     (images / FILES["test"][0]).write_bytes(gzip.compress(b"\x89PNG rubbish"))
     with pytest.raises(CannotRunError, match="not an idx file of unsigned bytes"):
-        load(images, hold_out=HELD)
+        load(images, train=TRAINED)
 
 
 def test_the_order_of_the_images_depends_on_seed_and_epoch_alone():
@@ -107,32 +113,105 @@ def test_bias_and_batch_norm_are_not_decayed():
     assert len(decayed) + len(plain) == len(list(model.parameters()))
 
 
-def test_neighbouring_rates_are_a_factor_of_two_apart():
-    assert [RECIPES["sgd"].rate(256, step) for step in (-1, 0, 1)] == [0.4, 0.8, 1.6]
-    assert RECIPES["lamb"].rate(4096, 0) == pytest.approx(4 * RECIPES["lamb"].rate(256, 0))
+def test_neighbouring_rates_are_a_factor_of_two_apart_and_decays_of_four():
+    images = TASKS["images"]
+    assert [RECIPES["sgd"].rate(images, 0.005, step) for step in (-1, 0, 1)] == [0.4, 0.8, 1.6]
+    assert RECIPES["lamb"].rate(images, 0.1, 0) == pytest.approx(
+        20**0.5 * RECIPES["lamb"].rate(images, 0.005, 0), rel=0.02
+    )
+    assert [RECIPES["adamw"].decay_at(images, step) for step in (-1, 0, 1)] == [0.025, 0.1, 0.4]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_every_share_is_a_whole_number_of_steps(task):
+    for share in SHARES:
+        assert task.batch(share) == pytest.approx(share * task.samples)
+        assert task.batch(share) % task.step == 0
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_optimizer_fits_every_task(name, task):
+    reset()
+    fleet.init()
+    model, recipe = task.model(), RECIPES[name]
+    optimizer = recipe.make(model, 0.01, 0.1)
+    fleet.distribute(model, optimizer, recipe.strategy(task, SHARES[0], model, 0.1))
+
+
+def test_the_text_is_divided_into_blocks_and_can_be_learned():
+    split = TASKS["text"].load(Path(), 4800)
+    assert len(split.train) == 4800
+    assert min(len(split.choose), len(split.test)) > 500
+    torch.manual_seed(0)
+    model = text.LanguageModel()
+    assert sum(p.numel() for p in model.parameters()) < 150_000
+    some = split.train[:16]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    for _ in range(10):
+        loss = TASKS["text"].loss(model, some)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[0] == pytest.approx(math.log(97), rel=0.1)
+    assert losses[-1] < 0.8 * losses[0]
+    total, count = TASKS["text"].score(model, some)
+    assert TASKS["text"].shown(total / count) == f"{math.exp(TASKS['text'].loss(model, some).item()):.3f}"
+
+
+def test_a_character_sees_only_those_before_it():
+    model = text.LanguageModel().eval()
+    characters = torch.randint(0, 97, (2, text.LENGTH))
+    changed = characters.clone()
+    changed[:, 40:] = 0
+    torch.testing.assert_close(model(characters)[:, :40], model(changed)[:, :40])
 
 
 # --- the search ------------------------------------------------------------------------------------
-def test_a_best_rate_in_the_middle_ends_the_search():
-    done = played(PLAN, lambda run: -abs(run.rate - RECIPES[run.optimizer].rate(run.batch, 0)))
-    assert len(done) == 4 * (3 + 2), "three rates with the first seed, two more seeds with the best of them"
-    best = chosen(PLAN, ("sgd", 512), done)
-    assert best == PLAN.run("sgd", 512, 0, 0)
-    assert [PLAN.at("sgd", 512, best.rate, seed) in done for seed in range(4)] == [True, True, True, False]
+def best_at(rate, decay):
+    """Scores that are best at these steps from the centre."""
+
+    def score(run):
+        recipe = RECIPES[run.optimizer]
+        task = TASKS[run.task]
+        off = abs(math.log2(run.rate / recipe.rate(task, run.share, rate)))
+        return -off - abs(math.log2(run.decay / recipe.decay_at(task, decay)))
+
+    return score
 
 
-@pytest.mark.parametrize(("sign", "edge"), [(1, 2), (-1, -2)])
-def test_a_best_rate_at_an_edge_calls_for_one_beyond_it(sign, edge):
-    done = played(PLAN, lambda run: sign * run.rate)
-    assert len(done) == 4 * (4 + 2)
-    assert chosen(PLAN, ("lamb", 256), done) == PLAN.run("lamb", 256, edge, 0)
+def test_a_best_rate_in_the_middle_ends_the_search_for_it():
+    done = played(PLAN, best_at(0, 0))
+    assert len(done) == 4 * (3 + 2 + 2), "three rates, two more decays, two more seeds with the best of them"
+    best = chosen(PLAN, ("sgd", 0.01), done)
+    assert best == PLAN.first(("sgd", 0.01), 0)
+    found = [PLAN.at(("sgd", 0.01), best.rate, best.decay, seed) in done for seed in range(4)]
+    assert found == [True, True, True, False]
+
+
+@pytest.mark.parametrize("edge", [2, -2])
+def test_a_best_rate_at_an_edge_calls_for_one_beyond_it(edge):
+    done = played(PLAN, best_at(edge, 0))
+    assert len(done) == 4 * (4 + 2 + 2)
+    assert chosen(PLAN, ("lamb", 0.005), done) == PLAN.first(("lamb", 0.005), edge)
     assert all(cell.at_edge for cell in summarised(PLAN, done).cells)
+
+
+def test_another_decay_is_chosen_at_the_best_rate():
+    done = played(PLAN, best_at(1, 1))
+    for cell in summarised(PLAN, done).cells:
+        recipe = RECIPES[cell.optimizer]
+        assert cell.rate == recipe.rate(TASKS["images"], cell.share, 1)
+        assert cell.decay == recipe.decay_at(TASKS["images"], 1)
+        assert len(cell.tests) == 3
 
 
 # --- what is kept ----------------------------------------------------------------------------------
 def test_a_line_that_was_torn_by_a_stop_costs_one_run_and_no_more(tmp_path):
     path = tmp_path / "results.jsonl"
-    runs = [PLAN.run("sgd", 256, step, 0) for step in range(3)]
+    runs = [PLAN.first(("sgd", 0.005), step) for step in range(3)]
     for run in runs[:2]:
         Kept(path).add(run, outcome(0.5))
     path.write_text(path.read_text()[:-20])
@@ -142,42 +221,51 @@ def test_a_line_that_was_torn_by_a_stop_costs_one_run_and_no_more(tmp_path):
 
 
 # --- what is found ---------------------------------------------------------------------------------
-def test_the_largest_batch_is_the_last_within_three_tenths_of_a_point():
-    tests = {("sgd", 256): 0.9, ("sgd", 512): 0.89, ("lamb", 256): 0.85, ("lamb", 512): 0.8971}
-    found = summarised(PLAN, played(PLAN, lambda run: tests[run.optimizer, run.batch] + 1e-5 * run.seed))
+def test_the_largest_share_is_the_last_within_three_tenths_of_a_point():
+    tests = {("sgd", 0.005): 0.9, ("sgd", 0.01): 0.89, ("lamb", 0.005): 0.85, ("lamb", 0.01): 0.8971}
+    found = summarised(PLAN, played(PLAN, lambda run: tests[run.optimizer, run.share] + 1e-5 * run.seed))
     assert found.baseline.test == pytest.approx(0.90001)
-    assert found.largest("sgd").batch == 256
-    assert found.largest("lamb").batch == 512
+    assert found.largest("sgd").share == 0.005
+    assert found.largest("lamb").share == 0.01
     lines = list(report.largest_rows(PLAN, found))
-    assert lines[1] == ["baseline: Nesterov SGD", "256", "1", "90.00%"]
-    assert lines[3] == ["LAMB, largest within 0.3 points", "512", "1", "89.71%"]
-    assert "90.00% (90.00-90.00)" in report.as_markdown(report.rows(PLAN, found))
+    assert lines[1] == ["baseline: Nesterov SGD", "0.5 %", "90.00%", "", ""]
+    assert lines[3][:3] == ["LAMB, within 0.3 points", "1 %", "89.71%"]
+    assert "90.00% (90.00% to 90.00%)" in report.as_markdown(report.rows(PLAN, found))
 
 
-def test_none_is_the_largest_batch_where_none_is_good_enough():
-    found = summarised(PLAN, played(PLAN, lambda run: 0.9 if run.optimizer == "sgd" else 0.8))
-    assert list(report.largest_rows(PLAN, found))[-1] == ["LAMB, largest within 0.3 points", "none", "1", ""]
+def test_what_was_not_reached_at_the_open_rows_is_said():
+    plan = dataclasses.replace(PLAN, shares=[0.005, 0.025, 0.05])
+    found = summarised(plan, played(plan, lambda run: 0.9 if run.share < 0.05 else 0.8))
+    assert list(report.largest_rows(plan, found))[2][-2:] == ["90.00%", "80.00% (not reached)"]
+
+
+def test_perplexities_are_compared_with_adamw():
+    plan = dataclasses.replace(PLAN, task="text", optimizers=["sgd", "adamw"], samples=4800)
+    found = summarised(plan, played(plan, lambda run: -1.5 if run.optimizer == "adamw" else -1.53))
+    lines = list(report.largest_rows(plan, found))
+    assert lines[1][:3] == ["baseline: AdamW", "0.5 %", "4.482"]
+    assert lines[2][:2] == ["Nesterov SGD, within 2 % of the perplexity", "none"]
 
 
 # --- the whole -------------------------------------------------------------------------------------
-def job(plan: Plan, asked: dict[str, object]) -> None:
+def job(plan: Plan, asked: dict[str, object], minutes: float) -> None:
     fleet.init(is_collective=True)
-    worker.study(plan, asked)
+    worker.study(plan, asked, worker.agreed(time.monotonic()) + 60 * minutes)
 
 
 def test_a_study_goes_on_where_it_was_stopped(ranks, images, tmp_path):
     results = tmp_path / "results.jsonl"
-    asked = {"data": str(images), "results": str(results), "minutes": -1}
-    ranks.run(job, TINY, asked)
+    asked = {"data": str(images), "results": str(results), "minutes": 0}
+    ranks.run(job, TINY, asked, -1)
     assert not results.exists(), "there was no time"
-    ranks.run(job, TINY, asked | {"minutes": 5})
+    ranks.run(job, TINY, asked, 5)
     lines = results.read_text().splitlines(keepends=True)
-    assert [json.loads(line)["run"]["batch"] for line in lines] == [256, 256, 512, 512]
+    assert [json.loads(line)["run"]["share"] for line in lines] == [0.005, 0.005, 0.01, 0.01]
     assert [json.loads(line)["outcome"]["updates"] for line in lines] == [2, 2, 1, 1]
     assert all(json.loads(line)["outcome"]["loss"] for line in lines)
 
     results.write_text("".join(lines[:3]))
-    ranks.run(job, TINY, asked | {"minutes": 5})
+    ranks.run(job, TINY, asked, 5)
     again = results.read_text().splitlines(keepends=True)
     assert again[:3] == lines[:3]
     first, second = (json.loads(line)["outcome"] | {"seconds": 0} for line in (lines[3], again[3]))
@@ -185,8 +273,8 @@ def test_a_study_goes_on_where_it_was_stopped(ranks, images, tmp_path):
 
 
 def test_the_command_trains_and_reports(images, tmp_path):
-    arguments = ["--quick", "--optimizers", "sgd,lamb", "--batches", "256", "--epochs", "1", "--hold-out", str(HELD)]
-    arguments += ["--data", str(images), "--out", str(tmp_path / "out")]
+    arguments = ["--quick", "--tasks", "images", "--optimizers", "sgd,lamb", "--shares", "0.5", "--epochs", "1"]
+    arguments += ["--samples", str(TRAINED), "--data", str(images), "--out", str(tmp_path / "out")]
     made = subprocess.run(
         [sys.executable, "-m", "benchmarks.large_batch", *arguments], cwd=ROOT, capture_output=True, text=True
     )
@@ -196,9 +284,9 @@ def test_the_command_trains_and_reports(images, tmp_path):
     written = json.loads((tmp_path / "out" / "large_batch.json").read_text())
     assert written["quick"] is True
     assert written["incomplete"] is False
-    assert [cell["optimizer"] for cell in written["cells"]] == ["sgd", "lamb"]
+    assert [cell["optimizer"] for cell in written["tasks"]["images"]["cells"]] == ["sgd", "lamb"]
     assert {"cpu", "cores", "torch"} <= set(written["machine"])
-    assert "| batch | updates | Nesterov SGD | LAMB |" in (tmp_path / "out" / "large_batch.md").read_text()
+    assert "| share | batch | updates | Nesterov SGD | LAMB |" in (tmp_path / "out" / "large_batch.md").read_text()
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "out" / "large_batch.png").read_bytes()[:4] == b"\x89PNG"
     else:
@@ -206,9 +294,10 @@ def test_the_command_trains_and_reports(images, tmp_path):
 
 
 @pytest.mark.parametrize(("option", "value", "words"), [
-    ("--batches", "256,300", "a multiple of 256"),
-    ("--batches", "many", "numbers with commas"),
+    ("--shares", "0.5,200", "at most 100 %"),
+    ("--shares", "many", "separated by commas"),
     ("--optimizers", "sgd,lion", "unknown optimizer 'lion'"),
+    ("--tasks", "sound", "unknown task 'sound'"),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_is_a_usage_error(option, value, words):
     out = CliRunner().invoke(command.main, [option, value])
