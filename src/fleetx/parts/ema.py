@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -12,6 +12,7 @@ from fleetx.base import seams
 from fleetx.base.trees import as_real
 from fleetx.comm.averaging import average
 from fleetx.engine.context import StepContext
+from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
@@ -51,10 +52,10 @@ class EMA(Part):
         """In torch's own state_dict it is what this rank holds. `fleet.save` divides it as it does the parameters."""
         return bool(state.get("divided"))
 
-    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state | {"divided": False}
+    def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return states[0] | {"divided": False}
 
-    def keeps(self, params: Iterable[Tensor], *, scaled: bool) -> int:
+    def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
         return sum(p.numel() * _kept_in(p).itemsize for p in params if p.requires_grad)
 
     def cost(self, terms: CostTerms) -> None:

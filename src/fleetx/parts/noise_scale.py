@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, ClassVar
 
@@ -45,7 +45,7 @@ class NoiseScale(Part):
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"count": 0, "steps": [], "squares": None}
 
-    def for_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+    def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.init({})  # other ranks, other batches
 
     def cost(self, terms: CostTerms) -> None:
