@@ -113,6 +113,19 @@ def test_half_precision_parameters_have_an_average_in_float32():
     assert_equal(kept, before)
 
 
+def test_parameters_that_join_the_optimizer_later_have_an_average_from_then_on():
+    def head_only(model):
+        return torch.optim.SGD(model[4].parameters(), lr=0.1)
+
+    model, o = build(EMA, optimizer=head_only)
+    x, y = batches()[0]
+    with_fleet_backward(model, o, x, y)
+    o.add_param_group({"params": model[0].parameters()})
+    start = weights(model)["0.weight"]
+    with_fleet_backward(model, o, x, y)
+    torch.testing.assert_close(averaged(model)["0.weight"], 0.8 * start + 0.2 * weights(model)["0.weight"])
+
+
 def test_complex_parameters_are_averaged():
     class Turn(nn.Module):
         def __init__(self):

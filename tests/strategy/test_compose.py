@@ -199,7 +199,7 @@ class _Context:
     def __init__(self, state):
         self.state, self.divisor, self.device = state, 4.0, torch.device("cpu")
         self.round, self.clock, self.notes, self.trained = 0, (0, 0), {}, {}
-        self.step_square = None
+        self.step_square, self.params, self.in_progress, self.parted = None, [], {}, False
 
     def withhold_if(self, found, then):
         assert not found

@@ -250,6 +250,11 @@ class StepContext(Context):
         return self._run.step.inputs
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of the optimizer that this rank holds; the same list until there are others."""
+        return self._run.gradients.params()
+
+    @property
     def trained(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter of the optimizer, by name, to be changed in place."""
         run = self._run

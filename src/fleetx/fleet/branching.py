@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 
+from fleetx.base.branch_order import ordered
 from fleetx.errors import UsageError
 from fleetx.strategy import DistributedStrategy
 
 
 def branched(strategy: DistributedStrategy) -> DistributedStrategy:
-    if "FLEETX_BRANCH" not in os.environ:  # what reads it takes time to import
-        return strategy
-    from fleetx.engine.checkpoint import ordered
-
     order = ordered()
     if order is None:
         return strategy

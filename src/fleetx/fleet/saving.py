@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fleetx.base.branch_order import ordered
 from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.roles import Place
@@ -141,7 +142,7 @@ def checkpoints(
 
     engine = current().find(model)
     extras = checkpoint.Extras(0, scheduler, loader, extra)
-    if (order := checkpoint.ordered()) is not None:  # a short run of `fleetx batch`
+    if (order := ordered()) is not None:  # a short run of `fleetx batch`
         return checkpoint.Branch(engine, Path(root), extras, order)
     return checkpoint.Checkpoints(
         engine, Path(root), current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,

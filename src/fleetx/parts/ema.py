@@ -69,10 +69,11 @@ class EMA(Part):
     @at(Stage.GRADIENT)
     def begin(self, grads: list[Tensor], ctx: StepContext) -> None:
         """begin the average with the parameters before their first update"""
-        kept, params = ctx.state["average"], ctx.trained
-        if len(kept) < len(params):
-            kept |= {name: _copy(p) for name, p in params.items() if name not in kept}
+        if ctx.in_progress.get("begun") is not ctx.params:  # it is another list when parameters join the optimizer
+            kept = ctx.state["average"]
+            kept |= {name: _copy(p) for name, p in ctx.trained.items() if name not in kept}
             ctx.state["divided"] = ctx.parted
+            ctx.in_progress["begun"] = ctx.params
 
     @at(
         Stage.PARAMETER,

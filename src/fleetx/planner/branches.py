@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fleetx.base.branch_order import BRANCH, Order
 from fleetx.base.files import write_atomic
-from fleetx.engine.checkpoint.branch import BRANCH, Order
 from fleetx.errors import UsageError
 from fleetx.optim.schedule import batch_ratio
 from fleetx.planner import critical_batch

@@ -16,7 +16,7 @@ tree.py            nested plain data as JSON
 
 from __future__ import annotations
 
-from fleetx.engine.checkpoint.branch import Branch, ordered
+from fleetx.engine.checkpoint.branch import Branch
 from fleetx.engine.checkpoint.export import export
 from fleetx.engine.checkpoint.folders import latest
 from fleetx.engine.checkpoint.loop import Checkpoints
@@ -25,4 +25,4 @@ from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, take
 from fleetx.engine.checkpoint.write import write
 
-__all__ = ["Branch", "Checkpoints", "Extras", "described", "export", "latest", "load", "ordered", "take", "write"]
+__all__ = ["Branch", "Checkpoints", "Extras", "described", "export", "latest", "load", "take", "write"]

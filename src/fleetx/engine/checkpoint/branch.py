@@ -6,14 +6,13 @@ It loads the newest checkpoint and saves none, records the loss of each step, an
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fleetx.base.branch_order import Order
 from fleetx.base.files import write_atomic
 from fleetx.comm import peers
 from fleetx.engine.checkpoint.folders import latest
@@ -21,26 +20,6 @@ from fleetx.engine.checkpoint.read import read
 from fleetx.engine.checkpoint.snapshot import Extras
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
-
-BRANCH = "FLEETX_BRANCH"  # set by `fleetx batch`: an Order, as JSON
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a branch shall do."""
-
-    merge: int  # merge so many times the steps of the script's own strategy
-    rate: float  # times the script's own rate
-    steps: int
-    output: str  # the file for the losses
-
-    def json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def ordered() -> Order | None:
-    text = os.environ.get(BRANCH)
-    return None if text is None else Order(**json.loads(text))
 
 
 class Branch:
