@@ -352,6 +352,34 @@ def test_local_averages_become_one_on_another_number_of_ranks(ranks, tmp_path):
     torch.testing.assert_close(averaged(model), want)
 
 
+def outputs_match(split):
+    """Do forwards inside the context, and after it, use the values that the parameters have there?"""
+    declared = {**EMA, **split}
+    model, o = build(declared)
+    data = shared(declared, batches(4))
+    x = batches()[0][0]
+
+    def is_plain():
+        plain = net()
+        plain.load_state_dict(whole(model))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+
+    for some, target in data:
+        step(model, o, some, target, declared)
+        with fleet.averaged():
+            is_plain()
+        is_plain()
+    return True
+
+
+@pytest.mark.parametrize(
+    "split", [s for s in SPLITS if "pipeline" not in s], ids=lambda split: "-".join(split) or "plain"
+)
+def test_a_forward_in_the_context_computes_with_the_average_and_after_it_with_the_parameters(split, ranks):
+    assert ranks.run(outputs_match, split) == [True, True]
+
+
 def one_rank_alone():
     model, o = build(EMA)
     for x, y in share(batches(3), fleet.worker_index(), 2):
