@@ -154,9 +154,15 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     and more merged steps. The target is the loss that the script's own batch reaches after --steps. Nothing is saved
     but the losses, in --output, from which the same command continues. Put the script's own options after `--`.
     """
+    import subprocess
+    import sys
+
     from fleetx.errors import FleetxError
-    from fleetx.launch.options import main as fleetrun
     from fleetx.planner import branches
+
+    def fleetrun(given: list[str]) -> int:
+        """In a process of its own: one fleetrun keeps its folder of logs until its process ends."""
+        return subprocess.run([sys.executable, "-m", "fleetx.launch", *given]).returncode
 
     try:
         click.echo(branches.measure(script, arguments, options, fleetrun, click.echo))

@@ -63,6 +63,7 @@ def _run(
     order: Order, script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetrun: Callable[[list[str]], int]
 ) -> BranchResult:
     options = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
+    options.append(f"--log_dir={Path(given['output']).with_suffix('.log')}")  # not where the training has its own
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "branch.json"
         os.environ[BRANCH] = Order(order.merge, order.rate, order.steps, str(result)).json()
