@@ -34,6 +34,8 @@ def measure(
     merges, rates = numbers("merges", given["merges"], int), numbers("rates", given["rates"], float)
     if 1 not in merges or len(merges) < 2:
         raise UsageError("--merges must have 1, the script's own batch, and at least one more: such as 1,2,4,8")
+    if given["plot"] is not None:
+        critical_batch.check_plot()  # before anything is started
     steps = math.ceil(given["steps"] / max(merges)) * max(merges)  # whole updates of every batch
     output = Path(given["output"])
     settings = {key: list(arguments) if key == "arguments" else given.get(key) for key in _SAME} | {"script": script}

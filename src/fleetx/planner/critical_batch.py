@@ -6,6 +6,7 @@ are twice their least (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,11 +142,15 @@ def text(found: Study) -> str:
     return "\n".join(lines)
 
 
+def check_plot() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+
+
 def plot(found: Study, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from None
+    check_plot()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
