@@ -113,6 +113,25 @@ def test_half_precision_parameters_have_an_average_in_float32():
     assert_equal(kept, before)
 
 
+def test_parameters_that_join_the_optimizer_later_have_an_average_from_then_on():
+    def frozen():
+        model = net()
+        model[0].requires_grad_(False)
+        return model
+
+    def of_the_rest(model):
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    model, o = build(EMA, make=frozen, optimizer=of_the_rest)
+    x, y = batches()[0]
+    with_fleet_backward(model, o, x, y)
+    model[0].requires_grad_(True)
+    o.add_param_group({"params": list(model[0].parameters())})
+    start = weights(model)["0.weight"]
+    with_fleet_backward(model, o, x, y)
+    torch.testing.assert_close(averaged(model)["0.weight"], 0.8 * start + 0.2 * weights(model)["0.weight"])
+
+
 def test_complex_parameters_are_averaged():
     class Turn(nn.Module):
         def __init__(self):
@@ -337,6 +356,34 @@ def test_local_averages_become_one_on_another_number_of_ranks(ranks, tmp_path):
     with pytest.warns(UserWarning, match="it is ignored"):
         fleet.load(tmp_path / "saved")
     torch.testing.assert_close(averaged(model), want)
+
+
+def outputs_match(split):
+    """Do forwards inside the context, and after it, use the values that the parameters have there?"""
+    declared = {**EMA, **split}
+    model, o = build(declared)
+    data = shared(declared, batches(4))
+    x = batches()[0][0]
+
+    def is_plain():
+        plain = net()
+        plain.load_state_dict(whole(model))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+
+    for some, target in data:
+        step(model, o, some, target, declared)
+        with fleet.averaged():
+            is_plain()
+        is_plain()
+    return True
+
+
+@pytest.mark.parametrize(
+    "split", [s for s in SPLITS if "pipeline" not in s], ids=lambda split: "-".join(split) or "plain"
+)
+def test_a_forward_in_the_context_computes_with_the_average_and_after_it_with_the_parameters(split, ranks):
+    assert ranks.run(outputs_match, split) == [True, True]
 
 
 def one_rank_alone():
