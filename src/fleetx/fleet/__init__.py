@@ -27,7 +27,7 @@ from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.averaging import averaged
 from fleetx.fleet.branching import branched
 from fleetx.fleet.join import join as _join
-from fleetx.fleet.noise import NoiseScale, noise_scale, trust_ratios
+from fleetx.fleet.noise import NoiseEstimate, noise_scale, trust_ratios
 from fleetx.fleet.recording import attach, log, metrics, progress, record
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checks",
     "DistributedStrategy",
-    "NoiseScale",
+    "NoiseEstimate",
     "PaddleCloudRoleMaker",
     "UserDefinedRoleMaker",
     "averaged",

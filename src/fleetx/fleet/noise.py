@@ -14,14 +14,14 @@ from fleetx.comm.session import current
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 from fleetx.optim import Lamb, Lars, TrustRatios
-from fleetx.parts.noise_scale import NoiseScale as Part
+from fleetx.parts.noise_scale import NoiseScale
 from fleetx.strategy.stage import Stage
 
 LEAST = 8  # measurements
 
 
 @dataclass(frozen=True)
-class NoiseScale:
+class NoiseEstimate:
     """The batch at which the noise of the gradient is as large as the gradient. Print it."""
 
     samples: float  # tr(C) / |G|^2; inf if the gradient cannot be told from the noise
@@ -41,7 +41,7 @@ class NoiseScale:
         )
 
 
-def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> NoiseScale:
+def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> NoiseEstimate:
     """The gradient noise scale over the last updates that `strategy.noise_scale` has measured, in samples.
 
     Below it, a batch twice as large needs about half as many updates; far above it, larger batches hardly help. It
@@ -51,7 +51,7 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     feed: samples of a step on one worker; by default those of the last forward, counted by the first dimension.
     """
     engine: Engine = current().find(model)
-    part = next((p for p in engine.plan.parts if isinstance(p, Part)), None)
+    part = next((p for p in engine.plan.parts if isinstance(p, NoiseScale)), None)
     if part is None:
         raise UsageError("fleet.noise_scale() needs norms of gradients: turn strategy.noise_scale on")
     ctx = engine.context_of(part)
@@ -75,7 +75,7 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     return estimate((squares / group.size).cpu().tolist(), state["steps"], feed)
 
 
-def estimate(squares: Sequence[Sequence[float]], steps: Sequence[int], feed: int = 1) -> NoiseScale:
+def estimate(squares: Sequence[Sequence[float]], steps: Sequence[int], feed: int = 1) -> NoiseEstimate:
     """squares: of the gradient of one step's batch, and of the batch of `steps` such steps, for each measured update.
 
     Each pair gives an unbiased estimate of |G|^2 and of tr(C) (McCandlish et al. 2018, appendix A.1); the ratio of
@@ -89,7 +89,7 @@ def estimate(squares: Sequence[Sequence[float]], steps: Sequence[int], feed: int
     ss = sum((x - s) ** 2 for x in noises) / (n - 1) / n
     gs = sum((x - g) * (y - s) for x, y in zip(gradients, noises, strict=True)) / (n - 1) / n
     low, high = _fieller(s, g, ss, gg, gs, _student(0.975, n - 1))
-    return NoiseScale(max(s, 0.0) / g if g > 0 else math.inf, low, high, g, s, n, feed)
+    return NoiseEstimate(max(s, 0.0) / g if g > 0 else math.inf, low, high, g, s, n, feed)
 
 
 def _fieller(s: float, g: float, ss: float, gg: float, gs: float, t: float) -> tuple[float, float]:
