@@ -14,8 +14,6 @@ neither a parameter without a gradient nor its state. So the user's optimizer ke
 
 from __future__ import annotations
 
-import itertools
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -132,10 +130,6 @@ class Engine(Windows):
         self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
 
-    def window(self) -> int:
-        """Steps per round."""
-        return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
-
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed
             self._session.unfinished += self.unfinished()
@@ -240,9 +234,6 @@ class Engine(Windows):
     @property
     def _factor(self) -> float:
         return self.loss_scale() * self.weights.factor
-
-    def loss_scale(self) -> float:
-        return math.prod(call(ctx) for call, ctx in self._calls[Stage.LOSS])
 
     def _begin_backward(self) -> None:
         """Once per backward that enters through the output and reaches parameters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +44,13 @@ class Windows(Run):
     def unfinished(self) -> list[Undone]:
         """What a script that ends now leaves undone."""
         return [(text, self._line) for text in state.unfinished(self)]
+
+    def window(self) -> int:
+        """Steps per round."""
+        return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
+
+    def loss_scale(self) -> float:
+        return math.prod(call(ctx) for call, ctx in self._calls[Stage.LOSS])
 
     def _measure_step(self, grads: list[Tensor]) -> None:
         if self.step_norm.due(self.round) and not self.weights.used:
