@@ -37,6 +37,7 @@ SLOW = (
     "test_odd_gradients", "test_complex_parameters", "test_dgc", "test_payload", "test_kernels", "test_data_loader",
     "test_cuda_paths", "test_wide_worlds", "integrations/",
     "test_loops", "test_lost_ranks", "test_numbers", "test_unfreezing", "test_alone", "test_user_line",
+    "test_torch_checkpoint", "test_compile", "test_metrics",
 )  # fmt: skip
 NIGHTLY = ("bench/",)
 

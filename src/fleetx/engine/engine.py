@@ -28,7 +28,7 @@ from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors, samples_in
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.engine import acts, state
+from fleetx.engine import acts, dcp, state
 from fleetx.engine.checks import check
 from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
@@ -107,12 +107,13 @@ class Engine(Windows):
             self.optimizer.register_state_dict_post_hook(saving.save),
             self.optimizer.register_load_state_dict_pre_hook(saving.check),
             self.optimizer.register_load_state_dict_post_hook(saving.load),
+            self.model.register_load_state_dict_post_hook(Hook(saving.after_model)),
         ]
         for optimizer in (self.optimizer, *inner_optimizers(self.optimizer)):  # the outermost step() counts
             self.handles.append(optimizer.register_step_pre_hook(steps.enter))
             self.handles.append(optimizer.register_step_post_hook(steps.leave))
+        self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
         if self.layout.reduced:
-            self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
             before = Hook(self._before_gathering)
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
             readers = [(p, WholeReader(p)) for p in self.names]
@@ -285,6 +286,8 @@ class Engine(Windows):
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self.check_not_lent()
         self.rates.restore()  # the step before has raised an error
+        if dcp.makes_state(self):
+            return None
         self._session.stepped = weakref.ref(self)
         self._session.begin_step()
         self._scaler.check(self.optimizer)
@@ -293,9 +296,8 @@ class Engine(Windows):
         changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
         step, self.updated, self.finite = self.step, False, True
         watching = self._watching or (self.weights.used and self._tapping)
-        if watching and not self.gradients.check_before_step(tapped=step.tapped):
-            step.opens = False  # this step does not count: see check_before_step
-            return changed
+        if watching:
+            self.gradients.check_before_step(tapped=step.tapped)
         opens = self._opens()
         self.merged += not step.flushing
         if opens and not step.tapped and self._calls[Stage.GATE]:
@@ -318,6 +320,8 @@ class Engine(Windows):
 
     def _after_step(self) -> None:
         self.rates.restore()
+        if dcp.made_state(self):
+            return
         self.gradients.end_step()
         self.weights.end_step(opened=self._opens(), steps=self.merged)
         if self._opens():

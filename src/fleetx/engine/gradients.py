@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -141,17 +139,14 @@ class Gradients:
         pairs = ((p.grad, seen) for p, *seen in self._seen)
         return [g for g, seen in pairs if g is not None and [id(g), seams.version(g)] != seen]
 
-    def check_before_step(self, *, tapped: bool) -> bool:
+    def check_before_step(self, *, tapped: bool) -> None:
         """Reject gradients that bypassed the hooks: they would be used unscaled, unreduced or instead of withheld ones.
 
-        tapped: did a backward come through the model's output? Returns False for a step that must not count:
-        torch.distributed.checkpoint makes one with zero gradients, to create the optimizer's state.
+        tapped: did a backward come through the model's output?
         """
         self.check_restored()
         grads = [] if tapped else self.present()
         nothing = not any(g.any() for g in grads)  # zeros from zero_grad(set_to_none=False): a skipped batch
-        if grads and nothing and _in_torch_checkpoint():
-            return False
         if not nothing and self._loaded:
             raise UsageError(
                 "optimizer.load_state_dict() was called between backward() and step(), so these gradients belong to "
@@ -166,7 +161,6 @@ class Gradients:
         self.check_untouched()
         self.check_known()
         self._loaded = False
-        return True
 
     def check_untouched(self) -> None:
         """Before a step."""
@@ -243,16 +237,6 @@ class Gradients:
         copies = {n: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
         self._withheld = [(params[n], shard_of(params[n], g)) for n, g in copies.items()]
         self._restored, self._seen, self._loaded = [], [], self.any
-
-
-def _in_torch_checkpoint() -> bool:
-    """Is torch.distributed.checkpoint calling? Its step looks like that of a batch that was skipped at the rate 0."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

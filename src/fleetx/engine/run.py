@@ -51,6 +51,8 @@ class Step:
     inputs: Any = None  # of the forward that is running
     norm: Tensor | None = None  # of the gradient, if an act has computed it
     overflowed: bool = False  # was the update withheld because of the loss scale?
+    made_by_torch: bool = False  # does torch.distributed.checkpoint make the optimizer's state? Not a step
+    own: dict[str, Tensor] | None = None  # what was loaded of the model for this rank alone, to be given back once more
     doubts: list[Doubt] = field(default_factory=list)  # what GRADIENT found; read together, after the last act
 
     def next(self) -> Step:
@@ -68,6 +70,7 @@ class Run:
         self.round = 0  # rounds that have ended, whether or not they applied an update
         self.merged = 0  # steps in the current round, the current one included once it has stepped
         self.saved_at: tuple[int, int] | None = None  # the clock when a checkpoint was last made
+        self.blank_state = False  # has torch.distributed.checkpoint made the optimizer's state, before any update?
         self.updated = False  # did the last optimizer.step() apply an update?
         self.step = Step()
         self.state: dict[str, dict[str, Any]] = self.initial_state()  # of each part: saved and loaded
@@ -95,6 +98,12 @@ class Run:
     def clock(self) -> tuple[int, int]:
         """(round, steps in it so far)."""
         return self.round, self.merged
+
+    def drop_blank_state(self) -> None:
+        """Updates begin with the state that the optimizer makes itself: in torch's, Adam has already made a step."""
+        if self.blank_state:
+            self.optimizer.state.clear()
+            self.blank_state = False
 
     def initial_state(self) -> dict[str, dict[str, Any]]:
         return {key_of(part): self.initial(part) for part in self.plan.parts}

@@ -1,6 +1,6 @@
 """What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts},
 `weights` where `fleet.weight` is used, `order` of the parameters in the buckets of the reduction, and `extra` of a
-front end.
+front end. torch.distributed.checkpoint gets it in another form: see `dcp.py`.
 
 Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.user_line import warn
+from fleetx.engine import dcp
 from fleetx.engine.dtensors import refuse_pickling
 from fleetx.engine.run import Step, key_of
 from fleetx.errors import UsageError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-_MARK = "fleetx"  # an option of the first group in a checkpoint from inside a merge window
+_MARK = "fleetx"  # an option of the first group: of what `dcp` makes, and in a checkpoint from inside a merge window
 
 
 def mark(state_dict: dict[str, Any], merged: int) -> None:
@@ -43,12 +44,16 @@ def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_not_loaded(optimizer: Optimizer) -> None:
     """A plain optimizer that is about to be armed."""
-    if merged := optimizer.param_groups[0].get(_MARK, 0):
+    left = [group[_MARK] for group in optimizer.param_groups if _MARK in group]
+    merged = sum(dcp.merged_in(found) if isinstance(found, Mapping) else found for found in left)
+    if merged:
         raise UsageError(
             f"the optimizer was loaded before fleet.distribute, so {merged} step{'s' if merged > 1 else ''} of a merge "
             "window in the checkpoint would be lost: make the optimizer again and call optimizer.load_state_dict() "
             "after fleet.distribute, or call fleet.flush() before saving"
         )
+    for group in optimizer.param_groups:
+        group.pop(_MARK, None)
 
 
 def save(engine: Engine) -> dict[str, Any]:
@@ -146,23 +151,41 @@ class Hooks:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._loading: Mapping[str, Any] = {}
+        self._from_torch: dict[str, Any] | None = None  # what `dcp` has found besides
 
     def save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._engine.drain(last=False)
-        state_dict["fleetx"] = save(self._engine)
-        mark(state_dict, self._engine.merged)
+        engine = self._engine
+        engine.drain(last=False)
+        if dcp.calls():
+            state_dict["param_groups"][0][_MARK] = dcp.encoded(engine, save(engine))
+            dcp.complete(state_dict)
+        else:
+            state_dict["fleetx"] = save(engine)
+            mark(state_dict, engine.merged)
         refuse_pickling(v for values in state_dict["state"].values() for v in values.values())
 
-    @staticmethod
-    def guard(model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def guard(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """torch.save on rank 0 would write its shards as if they were the model."""
-        refuse_pickling(state_dict.values())
+        if dcp.calls():
+            dcp.refuse_stages(self._engine)
+        if self._engine.layout.reduced:
+            refuse_pickling(state_dict.values())
 
     def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch looks at the rest: nothing may be changed yet."""
+        found = dcp.found_in(state_dict, _MARK)
         state_dict = unmarked(state_dict)
-        self._loading = checked(self._engine, state_dict.pop("fleetx", None))
+        self._from_torch = None if found is None else dcp.decoded(self._engine, found)
+        saved = state_dict.pop("fleetx", None) if self._from_torch is None else self._from_torch["state"]
+        self._loading = checked(self._engine, saved)
         return state_dict
 
     def load(self, optimizer: Optimizer) -> None:
         load(self._engine, self._loading)
+        self._engine.blank_state = False
+        if self._from_torch is not None:
+            dcp.give_back(self._engine, self._from_torch)
+
+    def after_model(self, model: nn.Module, keys: Any) -> None:
+        if dcp.calls():
+            dcp.give_model_back(self._engine)

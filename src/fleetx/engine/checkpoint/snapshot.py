@@ -85,6 +85,7 @@ def take(
 ) -> Snapshot:
     """References, not copies: valid until the next step. boundary: step and loader at the start of a merge window."""
     engine.drain(last=False)
+    engine.drop_blank_state()
     made = Snapshot(engine.world.rank, pieces(engine), frozenset(f"model.{name}" for name in params(engine)))
     saved = engine_state.save(engine)
     for part, key in per_parameter(engine).values():  # they are among the pieces
