@@ -1,0 +1,203 @@
+"""`fleet.metrics` and `fleet.all_reduce`: numbers of all ranks, reduced to one result that every rank gets.
+
+All leaves of one call travel together, as 64-bit integers and as the bits of float64, in one gather. Each rank then
+reduces them in the order of the ranks: exactly for integers, and with the same rounding everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fleetx.base.suggest import did_you_mean
+from fleetx.comm import peers
+from fleetx.comm.session import current
+from fleetx.comm.world import World
+from fleetx.errors import UsageError
+
+_AT_ONCE = 2**23  # numbers in one gather, counted over all ranks
+_MODES = ("sum", "max", "min")
+
+
+class Metrics:
+    """Reductions of numbers over ranks. Every rank must call them, with values of the same form.
+
+    A value is a number, a tensor or an array, or a dict, list or tuple of them; the result has the same form. In
+    `mean` and `sum` each replica of the model counts once: the stages of a pipeline see the same batches.
+    """
+
+    def mean(self, value: Any, *, model: nn.Module | None = None) -> Any:
+        """The mean over the replicas. The mean of integers is a float, or a tensor of float64."""
+        return _reduced("mean", value, model)
+
+    def sum(self, value: Any, *, model: nn.Module | None = None) -> Any:
+        """The sum over the replicas. The sum of integers or booleans is an int, or a tensor of int64."""
+        return _reduced("sum", value, model)
+
+    def max(self, value: Any) -> Any:
+        """The largest value of any rank, element by element; nan if there is one."""
+        return _reduced("max", value, None)
+
+    def min(self, value: Any) -> Any:
+        """The smallest value of any rank, element by element; nan if there is one."""
+        return _reduced("min", value, None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in a list by rank."""
+        every: list[Any] = _reduced("gather", value, None)
+        return every
+
+
+metrics = Metrics()
+
+
+def all_reduce(value: Any, mode: str = "sum") -> Any:
+    """Paddle's `fleet.util.all_reduce`: "sum", "max" or "min" of a value over the ranks. Every rank must call it."""
+    if mode not in _MODES:
+        raise UsageError(f"mode={mode!r}: {did_you_mean(mode, _MODES, otherwise='it must be sum, max or min')}")
+    return getattr(metrics, mode)(value)
+
+
+# --- the values of one call -----------------------------------------------------------------------
+class _Leaf:
+    """A number or tensor of a call."""
+
+    def __init__(self, value: Any, path: str, device: torch.device):
+        self.value, self.path = value, path
+        self.flat = _tensor(value, path).reshape(-1).to(device)
+        self.is_int = not self.flat.is_floating_point()
+        self.described = f"{str(_tensor(value, path).dtype).removeprefix('torch.')}{_shape(value)}"
+        self.bits = self.flat.long() if self.is_int else self.flat.double().view(torch.int64)
+
+    def result(self, how: str, bits: Tensor, count: int) -> Any:
+        """The reduced numbers in the form of the value."""
+        found = bits if self.is_int else bits.view(torch.float64)
+        if how == "mean":
+            found = found.double() / count if isinstance(self.value, Tensor | np.ndarray) or not self.is_int else found
+        if isinstance(self.value, Tensor | np.ndarray):
+            keep = not self.is_int or how not in ("sum", "mean")
+            found = found.reshape(_shape(self.value)).clone()  # not a view of all the others
+            if isinstance(self.value, Tensor):
+                return found.to(self.value.device, self.value.dtype if keep else found.dtype)
+            array = found.cpu().numpy()
+            return array.astype(self.value.dtype) if keep else array
+        number = found.item()
+        if self.is_int and how == "mean":
+            return number / count  # of two integers, which rounds once
+        return bool(number) if isinstance(self.value, bool | np.bool_) and how != "sum" else number
+
+
+def _tensor(value: Any, path: str) -> Tensor:
+    if isinstance(value, np.ndarray | np.generic):
+        value = torch.as_tensor(np.asarray(value))
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UsageError(f"{path}is {value}, which does not fit into 64 bits: pass a float")
+    found = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_KINDS.get(type(value)))
+    if type(found) not in (Tensor, nn.Parameter) or found.is_complex() or found.dtype is torch.uint64:
+        raise UsageError(
+            f"{path}is a {type(found).__name__} of {found.dtype}: pass real numbers, and whole tensors, not shards"
+        )
+    return found
+
+
+_KINDS = {float: torch.float64, int: torch.int64, bool: torch.bool}
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else ()
+
+
+def _map(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _map(v, leaf, f"{path}{key}: ") for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map(v, leaf, f"{path}{i}: ") for i, v in enumerate(value))
+    if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
+        raise TypeError(f"{path}a {type(value).__name__} has no {_NUMBERS}")
+    return leaf(value, path)
+
+
+_NUMBERS = "sum or mean: pass numbers, tensors or arrays, or a dict, list or tuple of them"
+
+
+def _reduced(how: str, value: Any, model: nn.Module | None) -> Any:
+    world = current().here()
+    leaves: list[_Leaf] = []
+    _map(value, lambda v, path: leaves.append(_Leaf(v, path, world.device)))
+    _meet(f"fleet.metrics.{how}", leaves)
+    counted = _counted(world, model) if how in ("mean", "sum") else range(world.size)
+    with peers.naming():
+        rows = _rows(how, leaves, world, counted)
+    made = [_results(how, leaves, row, len(counted)) for row in rows]
+    every = [_rebuilt(value, iter(row)) for row in made]
+    return every if how == "gather" else every[0]
+
+
+def _rebuilt(value: Any, results: Iterator[Any]) -> Any:
+    return _map(value, lambda v, path: next(results))
+
+
+def _meet(call: str, leaves: list[_Leaf]) -> None:
+    """The name of the call says what is in it: ranks with other values are told so before they mix up bytes."""
+    text = ", ".join(f"{leaf.path}{leaf.described}" for leaf in leaves)
+    if len(text) > 200:
+        text = f"{text[:180]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    peers.meet(f"{call}({text})", otherwise=f"every rank must call {call}")
+
+
+def _counted(world: World, model: nn.Module | None) -> range:
+    """One rank of each replica, the first."""
+    engines = list(current().entries) if model is None else [current().find(model)]
+    replicas = {engine.layout.replica_group.size for engine in engines}
+    if len(replicas) > 1:
+        raise UsageError("several models are distributed, over different numbers of replicas: pass model=...")
+    return range(0, world.size, world.size // (replicas.pop() if replicas else world.size))
+
+
+def _rows(how: str, leaves: list[_Leaf], world: World, counted: range) -> list[Tensor]:
+    """The bits of the result; of a gather, those of each rank."""
+    bits = torch.cat([leaf.bits for leaf in leaves]) if leaves else torch.empty(0, dtype=torch.int64)
+    ints = torch.cat([torch.full_like(leaf.bits, leaf.is_int, dtype=torch.bool) for leaf in leaves] or [bits.bool()])
+    width = max(1, _AT_ONCE // world.size)
+    parts = []
+    for first in range(0, len(bits), width):
+        every = world.gather(bits[first : first + width])
+        parts.append(every if how == "gather" else _one(how, every, ints[first : first + width], counted))
+    whole = torch.cat(parts, dim=-1) if parts else bits
+    return list(whole) if how == "gather" else [whole]
+
+
+def _one(how: str, every: Tensor, ints: Tensor, counted: range) -> Tensor:
+    out = torch.empty_like(every[0])
+    for kind, mask in ((torch.int64, ints), (torch.float64, ~ints)):
+        found = every[:, mask].view(kind)
+        if how in ("max", "min"):
+            out[mask] = (found.amax(0) if how == "max" else found.amin(0)).view(torch.int64)
+            continue
+        _check_replicas(every[:, mask], counted)
+        found = found[list(counted)]
+        if kind is torch.int64 and found.numel() and found.double().abs().sum(0).max() >= 2**63:
+            raise UsageError("the sum of these integers does not fit into 64 bits: pass floats")
+        out[mask] = found.sum(0).view(torch.int64)
+    return out
+
+
+def _check_replicas(every: Tensor, counted: range) -> None:
+    """The ranks of one replica must have the same numbers, of which one is counted."""
+    shape = (len(counted), counted.step, every.shape[1])
+    by_replica = every.reshape(shape)
+    if not torch.equal(by_replica, by_replica[:, :1].expand(shape)):
+        raise UsageError(
+            "the ranks of one replica of the model have different numbers here, and only one of them can count: pass "
+            "what all of them have, such as the loss that fleet.forward_backward returns, or call fleet.metrics.gather"
+        )
+
+
+def _results(how: str, leaves: list[_Leaf], row: Tensor, count: int) -> list[Any]:
+    sizes = [len(leaf.bits) for leaf in leaves]
+    return [leaf.result(how, bits, count) for leaf, bits in zip(leaves, row.split(sizes), strict=True)]
