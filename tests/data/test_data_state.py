@@ -99,7 +99,7 @@ def test_a_state_of_other_lines_or_samples_is_an_error(tmp_path, change):
     if change == "labels":
         data, _ = in_folder(tmp_path, "b", [*LINES[:-1], LINES[-1][:-1] + "0"])
     loader = load_digital_dataset_from_file(data, vocabulary, 4, **options)
-    with pytest.raises(UsageError, match="other data: other files, vocabulary, max_seq_len or generate_neg_sample"):
+    with pytest.raises(UsageError, match="other data: another dataset or length, other files"):
         loader.load_state_dict(state)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fleetx.base.trees import map_tensors
 from fleetx.data import rank_share, rng
 from fleetx.data.checks import check_choice, check_int
 from fleetx.data.errors import ON_ERROR, RecordErrors
@@ -62,8 +63,11 @@ class Source(Protocol):
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder: ...
 
-    def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
-        """Return the batch of these rows, and a message for each invalid record that it leaves out."""
+    def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Any, list[str]]:
+        """Return the batch of these rows, and a message for each invalid record that it leaves out.
+
+        A batch without valid records is empty.
+        """
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -78,6 +82,7 @@ class LoaderOptions(TypedDict, total=False):
     prefetch_factor: int | None
     pin_memory: bool
     persistent_workers: bool
+    device: torch.device | str | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class _Pass:
 
 
 class Loader:
-    """Batches of named tensors.
+    """Batches of named tensors, or of what a dataset's collate_fn makes.
 
     seed: with the epoch, determines the order and everything random in a sample.
     drop_last: only full batches. Samples at the end of the epoch that do not fill a step of all ranks are dropped.
@@ -105,6 +110,7 @@ class Loader:
     With neither of these two, all ranks must have the same data. They compare it in the first `for`, which every rank
     must therefore run.
     num_workers, prefetch_factor, pin_memory, persistent_workers: passed to torch's DataLoader.
+    device: where to copy the tensors of each batch; with pin_memory, without waiting for the copy.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class Loader:
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         persistent_workers: bool = False,
+        device: torch.device | str | None = None,
     ):
         check_int(least=0, seed=seed)
         check_choice("on_error", on_error, ON_ERROR)
@@ -135,6 +142,7 @@ class Loader:
             raise DataError(f"no records to load{why}")
         self.on_error, self.skipped = on_error, 0
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._device = None if device is None else torch.device(device)
         self._epoch, self._position = 0, 0
         self._source, self._limit, self._share = source, limit, replica if shard else (0, 1)
         self._pending = True  # the next pass starts at (epoch, position), not at the next epoch
@@ -190,7 +198,7 @@ class Loader:
         self._passes += 1
 
     # --- an epoch ---------------------------------------------------------------------------------
-    def __call__(self) -> Iterator[Batch]:
+    def __call__(self) -> Iterator[Any]:
         """Paddle's style: `for batch in loader():`."""
         return iter(self)
 
@@ -198,7 +206,7 @@ class Loader:
         """The number of batches that this rank gets from the running `for`, or from the next one."""
         return len(self._running or self._next())
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         """Start the next epoch, or finish the one of a loaded state."""
         if not self._compared:
             order = (self._seed, self._shuffle, self._drop_last, self._limit, self._epoch, self._position)
@@ -228,7 +236,7 @@ class Loader:
             self._order_of = epoch, self._source.order(self._seed, epoch, shuffle=self._shuffle)
         return self._order_of[1]
 
-    def _run(self, this: _Pass, number: int) -> Iterator[Batch]:
+    def _run(self, this: _Pass, number: int) -> Iterator[Any]:
         self._check_latest(number)
         rows, bounds = self._order(this.epoch).rows, this.bounds
         mine = range(this.rank, len(bounds) - 1, this.ranks)
@@ -239,11 +247,12 @@ class Loader:
             for step, (batch, invalid) in enumerate(self._torch):
                 errors.add(*invalid)
                 self.skipped += len(invalid)
-                if not batch:
+                if invalid and not batch:
                     batch = self._substitute(rows, int(bounds[mine[step] + 1]), this.epoch, invalid[0])
                     replaced += 1
                 self._position = int(bounds[(step + 1) * this.ranks])
-                yield dict(batch)
+                batch = dict(batch) if isinstance(batch, _ByValue) else batch
+                yield batch if self._device is None else map_tensors(self._move_tensor, batch)
                 self._check_latest(number)
         finally:
             if number == self._passes:
@@ -256,7 +265,10 @@ class Loader:
                     f" and replaced {replaced} batches without a valid one" if replaced else "", skipped[0],
                 )  # fmt: skip
 
-    def _substitute(self, rows: np.ndarray, start: int, epoch: int, problem: str) -> Batch:
+    def _move_tensor(self, t: Tensor) -> Tensor:
+        return t.to(self._device, non_blocking=True)
+
+    def _substitute(self, rows: np.ndarray, start: int, epoch: int, problem: str) -> Any:
         """The next valid record, wrapping around. No rank needs to know what the others have read."""
         for place in range(start, start + len(rows)):
             batch, _ = self._source.read(rows[[place % len(rows)]], self._seed, epoch)
@@ -291,7 +303,7 @@ class Loader:
             raise UsageError("not the state of a fleetx loader, or of another version")
         differs = [f"{n} = {state[n]}, but this one has {mine[n]}" for n in ("seed", "shuffle") if state[n] != mine[n]]
         if state["data"] != mine["data"]:
-            differs.append("other data: other files, vocabulary, max_seq_len or generate_neg_sample")
+            differs.append("other data: another dataset or length, other files, vocabulary or options of samples")
         if differs:
             raise UsageError(
                 f"the state belongs to a loader with {differs[0]}. The order would differ, so samples would be lost or "
@@ -306,7 +318,7 @@ class _Dataset:
 
     source: Source
 
-    def __getitem__(self, task: tuple[np.ndarray, int, int]) -> tuple[Batch, list[str]]:
+    def __getitem__(self, task: tuple[np.ndarray, int, int]) -> tuple[Any, list[str]]:
         return self.source.read(*task)
 
 
@@ -326,6 +338,7 @@ def _received(sent: dict[str, Any]) -> Batch:
     return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in sent.items()}
 
 
-def _by_value(item: Any) -> tuple[Batch, list[str]]:
+def _by_value(item: Any) -> tuple[Any, list[str]]:
     batch, invalid = item
-    return _ByValue(batch), invalid
+    named = type(batch) is dict and all(type(t) is Tensor for t in batch.values())
+    return _ByValue(batch) if named else batch, invalid

@@ -295,8 +295,7 @@ class Engine(Windows):
             self._places.check()
         changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
         step, self.updated, self.finite = self.step, False, True
-        watching = self._watching or (self.weights.used and self._tapping)
-        if watching:
+        if self._watching or (self.weights.used and self._tapping):
             self.gradients.check_before_step(tapped=step.tapped)
         opens = self._opens()
         self.merged += not step.flushing

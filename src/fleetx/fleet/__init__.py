@@ -26,9 +26,11 @@ from fleetx.fleet.agreement import check_strategy, check_training, check_version
 from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
 from fleetx.fleet.averaging import averaged
 from fleetx.fleet.branching import branched
-from fleetx.fleet.join import join as _join
+from fleetx.fleet.join import join
+from fleetx.fleet.loading import loader
 from fleetx.fleet.noise import NoiseEstimate, noise_scale, trust_ratios
-from fleetx.fleet.recording import attach, log, metrics, progress, record
+from fleetx.fleet.recording import attach, log, progress, record
+from fleetx.fleet.reductions import all_reduce, metrics
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
     barrier_worker,
@@ -56,6 +58,7 @@ __all__ = [
     "NoiseEstimate",
     "PaddleCloudRoleMaker",
     "UserDefinedRoleMaker",
+    "all_reduce",
     "averaged",
     "backward",
     "barrier_worker",
@@ -79,6 +82,7 @@ __all__ = [
     "largest_batch",
     "latest",
     "load",
+    "loader",
     "local_rank",
     "log",
     "metrics",
@@ -261,15 +265,6 @@ def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
     every step on every rank, or never. 0 means that this batch does not count.
     """
     _engine(optimizer).weights.give(n)
-
-
-def join(loader: Iterable[Any]) -> Iterator[Any]:
-    """`for batch in fleet.join(loader)`: stop all ranks together when the first one runs out of batches.
-
-    Otherwise ranks with different numbers of batches wait for each other until the timeout. A warning names the rank
-    that ran out. Costs one small collective per batch.
-    """
-    return _join(loader, _here())
 
 
 def flush(*, optimizer: Optimizer | None = None) -> bool:

@@ -112,11 +112,8 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     return line if predicted is None else line | {"predicted": predicted}
 
 
-def metrics() -> dict[str, Any]:
-    """The facts of the last round that are known, such as `loss`, `rate`, `seconds` and `time`.
-
-    Needs `fleet.record` or `fleet.progress`. docs/recording.md lists the keys.
-    """
+def facts() -> dict[str, Any]:
+    """`fleet.metrics()`."""
     recorder = current().recorder
     if recorder is None:
         raise UsageError("nothing is recorded: call fleet.record(folder) first, or use fleet.progress(loader)")

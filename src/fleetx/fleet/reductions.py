@@ -19,17 +19,26 @@ from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
+from fleetx.fleet import recording
 
 _AT_ONCE = 2**23  # numbers in one gather, counted over all ranks
 _MODES = ("sum", "max", "min")
 
 
 class Metrics:
-    """Reductions of numbers over ranks. Every rank must call them, with values of the same form.
+    """`fleet.metrics()`: the facts of a recorded run. Its methods: reductions of numbers over ranks.
 
+    Every rank must call them, with values of the same form.
     A value is a number, a tensor or an array, or a dict, list or tuple of them; the result has the same form. In
     `mean` and `sum` each replica of the model counts once: the stages of a pipeline see the same batches.
     """
+
+    def __call__(self) -> dict[str, Any]:
+        """The facts of the last round that are known, such as `loss`, `rate`, `seconds` and `time`.
+
+        Needs `fleet.record` or `fleet.progress`. docs/recording.md lists the keys.
+        """
+        return recording.facts()
 
     def mean(self, value: Any, *, model: nn.Module | None = None) -> Any:
         """The mean over the replicas. The mean of integers is a float, or a tensor of float64."""
