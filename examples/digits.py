@@ -15,7 +15,6 @@ import argparse
 import itertools
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -70,15 +69,14 @@ def on(device: torch.device, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def accuracy(model: nn.Module, test: Loader, device: torch.device) -> float:
     """Accuracy on the test set: each worker evaluates its share, and the counts are summed."""
     model.eval()
-    counts = torch.zeros(2, device=device)
+    right, total = torch.zeros((), dtype=torch.int64, device=device), 0
     for batch in test:
         x, y = on(device, batch)
-        counts[0] += (model(x).argmax(1) == y).sum()
-        counts[1] += len(y)
-    if fleet.worker_num() > 1:
-        dist.all_reduce(counts)
+        right += (model(x).argmax(1) == y).sum()
+        total += len(y)
     model.train()
-    return (counts[0] / counts[1]).item()
+    right, total = fleet.metrics.sum((right, total))
+    return (right / total).item()
 
 
 def main() -> None:
@@ -89,6 +87,7 @@ def main() -> None:
     parser.add_argument("--strategy", help="a YAML file to use instead of the strategy in this script")
     parser.add_argument("--checkpoints", help="a folder to save to and to resume from")
     parser.add_argument("--record", help="a folder for what happens, of which `fleetx report` makes a page")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
@@ -101,6 +100,8 @@ def main() -> None:
     test = load_digits(256, "val")
 
     model = ResNet().to(device)
+    if args.compile:
+        model.compile(backend=args.compile)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
     model, optimizer = fleet.distribute(model, optimizer, strategy)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
