@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
