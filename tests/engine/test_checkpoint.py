@@ -214,3 +214,26 @@ def test_numbers_in_the_state_of_the_optimizer_are_kept(tmp_path):
         else:
             steps(optimizer, [(x, y) for x, y in data()[:2]])
             fleet.save(tmp_path / "one")
+
+
+def images(folder):
+    """Train a convolution whose weights are in channels_last, over three steps of a merge window of two."""
+    fleet.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, (1, 3)), nn.Flatten(), nn.Linear(36, 2)).to(memory_format=torch.channels_last)
+    model, optimizer = fleet.distribute(model, adamw(model), fleet.DistributedStrategy(gradient_merge={"k_steps": 2}))
+    for n, x in enumerate(torch.randn(4, 3, 2, 4, 5, generator=torch.Generator().manual_seed(1))):
+        if n == 3 and folder is not None:
+            fleet.save(folder)
+            fleet.load(folder)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def test_a_window_of_gradients_in_channels_last_is_resumed(tmp_path):
+    expected = images(None)
+    fleet.release()
+    for name, value in images(tmp_path / "one").items():
+        assert torch.equal(value, expected[name])

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from fleetx import FleetxError, fleet
+from fleetx import FleetxError, UsageError, fleet
 from training import batches, net, sgd, share, zero_last
 
 CPU = torch.device("cpu")
@@ -469,3 +469,18 @@ def test_two_models_and_two_optimizers(ranks, declared):
         zero_both(other, first, both, x, y)
     for found in ranks.run(two_models, declared):
         torch.testing.assert_close(found, (whole(first), whole(other)), **SAME)
+
+
+def shared():
+    fleet.init()
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    fleet.distribute(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"'weight' is also in a model that is distributed already.* one nn.Module"):
+        fleet.distribute(second, torch.optim.SGD([second.bias], lr=0.1))
+    fleet.release(first)
+    fleet.distribute(second, torch.optim.SGD(second.parameters(), lr=0.1))
+
+
+def test_two_models_that_share_a_parameter_are_named(ranks):
+    ranks.run(shared)

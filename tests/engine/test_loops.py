@@ -765,6 +765,22 @@ def _of_an_activation(model, x):
     return list(torch.autograd.grad(out, kept))
 
 
+def _of_an_activation_and_an_input(model, x):
+    """In one call."""
+    kept, x = [], x.clone().requires_grad_()
+    handle = model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    out = model(x * 2).square().mean()
+    handle.remove()
+    return list(torch.autograd.grad(out, [*kept, x]))
+
+
+def _of_two_inputs(model, x):
+    """Without the scale, gradients as small as these would vanish in float16."""
+    x = x.clone().requires_grad_()
+    doubled = x * 2
+    return [g * 1e5 for g in torch.autograd.grad(model(doubled).square().mean() * 1e-5, [doubled, x])]
+
+
 def _of_an_input(model, x):
     x = x.clone().requires_grad_()
     return list(torch.autograd.grad(model(x * 2).square().mean(), x))
@@ -779,12 +795,130 @@ def _through_a_frozen_model(model, x):
     return [x.grad * 1e5]
 
 
-@pytest.mark.parametrize("read", [_func_grad, _of_an_activation, _of_an_input, _through_a_frozen_model])
+READS = [
+    _func_grad,
+    _of_an_activation,
+    _of_an_activation_and_an_input,
+    _of_an_input,
+    _of_two_inputs,
+    _through_a_frozen_model,
+]
+
+
+@pytest.mark.parametrize("read", READS)
 def test_a_gradient_that_trains_nothing_is_not_scaled(read):
     model, _ = armed({"amp": {"dtype": "float16"}})
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     for found, want in zip(read(model, x), read(net(), x), strict=True):
         torch.testing.assert_close(found.float(), want, rtol=0.02, atol=1e-3 * want.abs().max().item())
+
+
+# --- what is not scaled or summed like the rest ------------------------------------------------------
+def _penalty_on_weights(model, x):
+    return model(x).square().mean() + sum(p.square().sum() for p in model.parameters())
+
+
+def _activation(model, x):
+    kept = []
+    handle = model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    out = model(x)
+    handle.remove()
+    return out.square().mean() + kept[0].mean()
+
+
+def _module_alone(model, x):
+    return model(x).square().mean() + model[0](x).mean()
+
+
+@pytest.mark.parametrize("loss", [_penalty_on_weights, _activation, _module_alone])
+@pytest.mark.parametrize(("declared", "word"), [({"amp": True}, "scaled"), (MERGE, "weighted")], ids=["fp16", "weight"])
+def test_a_loss_that_would_be_scaled_only_in_part_is_refused(loss, declared, word):
+    model, optimizer = armed(declared)
+    x = batches(1)[0][0]
+    if word == "weighted":
+        fleet.weight(4)
+    computed = loss(model, x)
+    with pytest.raises(UsageError, match=f"past the model's output, and that gradient would not be {word}: call fleet"):
+        computed.backward()
+    optimizer.zero_grad()
+    fleet.backward(loss(model, x))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("call", [lambda model, x: model.forward(x), lambda model, x: model[4](model[:4](x))])
+def test_a_forward_that_the_strategy_cannot_see_is_refused(call):
+    model, optimizer = armed({"amp": {"dtype": "bfloat16"}})
+    x, y = batches(1)[0]
+    mse_loss(call(model, x), y).backward()
+    with pytest.raises(UsageError, match=r"which was never called, so the strategy did not act on the forward: call"):
+        optimizer.step()
+
+
+def test_a_loss_behind_another_model_is_no_loss_in_part():
+    first, _ = armed({"amp": {"dtype": "float16"}})
+    second = nn.Sequential(*(nn.Linear(3, 3) for _ in range(100)))
+    second(first(batches(1)[0][0])).square().mean().backward()
+    assert first[0].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "declared", [{"amp": {"dtype": "float16"}}, {"gradient_merge": {"k_steps": 2}}], ids=["fp16", "merge"]
+)
+def test_gradients_of_the_last_update_that_are_still_there_are_refused(declared):
+    """Plain PyTorch adds to them. Here they would count for less than what is added."""
+    model, optimizer = armed(declared)
+    (x, y), updated = batches(1)[0], False
+    while not updated:
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        updated = fleet.updated
+    mse_loss(model(x), y).backward()
+    with pytest.raises(UsageError, match=r"were not erased.*: call optimizer.zero_grad\(\) after each step"):
+        optimizer.step()
+
+
+def _dgc(change):
+    """A matrix that dgc acts on, whose p.grad contains momentum after a backward."""
+    fleet.init()
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)
+    strategy = fleet.DistributedStrategy(dgc={"sparsity": [0.0], "rampup_begin_step": 0})
+    model, optimizer = fleet.distribute(model, sgd(model), strategy)
+    model(torch.randn(4, 128)).square().mean().backward()
+    optimizer.step()
+    if change == "clip":
+        optimizer.zero_grad()
+    model(torch.randn(4, 128)).square().mean().backward()
+    if change == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=CHANGES[change]):
+        optimizer.step()
+
+
+CHANGES = {"clip": r"or contains momentum \(dgc\)", "no zero_grad": r"were not erased"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_with_momentum_is_not_the_users_to_change(ranks, change):
+    ranks.run(_dgc, change)
+
+
+def test_a_discriminator_may_erase_what_the_generator_added():
+    model, optimizer = armed({"amp": {"dtype": "float16"}})
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        model(x * 2).mean().backward()
+    assert fleet.updated
+
+
+def test_steps_of_one_batch_may_add_up_as_in_plain_pytorch():
+    def loop(model, optimizer, x, y):
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    assert_equal(train_fleet(batches(4), {"gradient_merge": {"k_steps": 1}}, loop=loop), train(batches(4), loop=loop))
 
 
 # --- a closure where no strategy is active --------------------------------------------------------

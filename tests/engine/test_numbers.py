@@ -111,6 +111,41 @@ def test_large_gradients_are_seen_if_asked_for(every):
     assert bool(found) is every
 
 
+def _wide(strategy=None, **checks):
+    """One matrix that is too large to be looked at, with a hook that spoils its gradient once."""
+    fleet.init(checks=fleet.Checks(**checks))
+    model = nn.Sequential(nn.Linear(4, 1100, bias=False), nn.Linear(1100, 2))
+    assert model[0].weight.numel() > numbers.SMALL
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**(strategy or {})))
+
+    def step(value=None):
+        model(torch.ones(3, 4)).square().mean().backward()
+        if value is not None:
+            model[0].weight.grad[0, 0] = value
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+@pytest.mark.filterwarnings("ignore:step .* the gradient of '0.weight' is not finite")
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_clip_sees_every_gradient(value):
+    model, step = _wide({"clip": {"clip_norm": 0.1}})
+    step()
+    before = model[0].weight.clone()
+    step(value)
+    assert not fleet.updated
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_parameter_that_is_not_finite_is_found_later():
+    _, step = _wide(same_parameters=2)
+    step()
+    with pytest.raises(NumbersError, match=r"parameter '0.weight' is not finite after 2 updates.*every_gradient=True"):
+        step(math.nan)
+
+
 def test_a_gradient_whose_square_overflows_is_finite():
     assert not numbers._not_finite([torch.full((4,), 1e30)], CPU)
     assert not numbers._not_finite([], CPU)

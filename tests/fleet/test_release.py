@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import weakref
 
@@ -94,6 +95,33 @@ def job(settings):
 @pytest.mark.parametrize("settings", TWO.values(), ids=list(TWO))
 def test_nothing_stays_behind(ranks, settings):
     ranks.run(job, settings)
+
+
+HIERARCHICAL = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}
+
+
+def forgotten(settings):
+    """Threads and open files after models that were trained and deleted, one after the other."""
+    fleet.init()
+    found = []
+    for _ in range(4):
+        model, optimizer = fleet.distribute(model := make(), sgd(model), fleet.DistributedStrategy(**settings))
+        mse_loss(model(torch.randn(8, 160)), torch.randn(8, 10)).backward()
+        optimizer.step()
+        del model, optimizer
+        gc.collect()
+        found.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [HIERARCHICAL, {"nccl_comm_num": 2}, {"localsgd": {"overlap": True}}],
+    ids=["hierarchical", "communicators", "overlap"],
+)
+def test_models_that_are_deleted_leave_no_threads_and_files_behind(four, settings):
+    for first, *others in four.run(forgotten, settings):
+        assert others[-1] <= others[0], (first, others)
 
 
 def trained(settings):

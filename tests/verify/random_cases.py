@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_loops import HALVES, LOOPS
+from random_loops import HALVES, LOOPS, evaluate
 from random_models import MODELS, OUT, WIDTH
 from torch.nn.functional import mse_loss
 
@@ -46,6 +46,9 @@ ONLY_THERE = {
     "adamw_plain": lambda params: O.AdamW(params, lr=0.01, weight_decay=0.0, betas=(0.8, 0.99)),
 }
 WHOLE_TENSORS = {"adafactor"}  # sharding does not take them
+NO_COMPLEX_THERE = {"adafactor", "nadam", "radam", "adamax", "asgd", "amsgrad", "centered"}
+NO_COMPLEX = {"lars", "lamb", "muon", "adaptive_localsgd", "fp16_allreduce"}
+CLOSURES = {"by_closure", "zero_in_closure"}
 SCHEDULES = {
     "constant": None,
     "step": lambda o: S.StepLR(o, 2, 0.5),
@@ -68,11 +71,14 @@ class Case:
     samples: int
     flush: bool
     resume: int  # before this step; 0: the run is not broken
+    evaluates: bool  # before it is saved, after it is loaded, and before the end?
+    seconds: bool  # has a second optimizer half of the parameters?
     declared: dict[str, Any]
 
     @property
     def name(self):
-        how = f"{self.optimizer}-{self.schedule}-{self.loop}{'-resumed' if self.resume else ''}"
+        flags = "-resumed" * bool(self.resume) + "-evaluated" * self.evaluates + "-two" * self.seconds
+        how = f"{self.optimizer}-{self.schedule}-{self.loop}{flags}"
         return f"{self.seed}-{self.ranks}x-{self.model}-{how}-{'+'.join(self.declared) or 'plain'}"
 
 
@@ -85,14 +91,18 @@ def draw(seed: int) -> Case:
         declared = {switch: make(r, ranks, model) for switch, make in STRATEGIES.items() if r.random() < 0.3}
         chosen = set(declared)
         local = {"localsgd", "adaptive_localsgd"} & chosen
-        if local and "sync_batch_norm" in declared:  # the oracle follows these only in a flat model: see test_verify
+        apart = local or "fp16_allreduce" in chosen
+        if apart and "sync_batch_norm" in declared:  # the oracle follows these only in a flat model: see test_verify
             continue
         if None in declared.values() or ("sharding" in declared and {"hierarchical", "nccl_comm_num"} & chosen):
             continue
         if model.unused:
             declared["find_unused_parameters"] = True
+        if (model.complex and chosen & NO_COMPLEX) or (model.checkpoints_itself and chosen & {"recompute", "pipeline"}):
+            continue
         rule = next((rule for rule in RULES if rule in declared), None)
         fits = set(OPTIMIZERS) - (WHOLE_TENSORS if "sharding" in declared else set())
+        fits -= NO_COMPLEX_THERE if model.complex else set()
         optimizer = r.choice(RULES[rule] if rule else sorted(fits))
         loop = _loop(r, declared, model)
         if declared.pop("hierarchical", None):
@@ -105,7 +115,18 @@ def draw(seed: int) -> Case:
         schedule = "constant" if "adaptive_localsgd" in declared else r.choice(list(SCHEDULES))
         resume = r.choice([0, 0, 0, r.randint(1, steps - 1)])
         samples = ranks * 8 * r.choice([1, 2])
-        return Case(seed, ranks, name, optimizer, schedule, loop, steps, samples, r.random() < 0.8, resume, declared)
+        flush, evaluates = r.random() < 0.8, r.random() < 0.5
+        plain = chosen <= {
+            "recompute",
+            "find_unused_parameters",
+            "nccl_comm_num",
+            "hierarchical",
+            "fuse_grad_size_in_MB",
+        }
+        seconds = plain and not resume and loop not in CLOSURES and r.random() < 0.5
+        return Case(
+            seed, ranks, name, optimizer, schedule, loop, steps, samples, flush, resume, evaluates, seconds, declared
+        )
 
 
 def _loop(r, declared, model):
@@ -114,6 +135,10 @@ def _loop(r, declared, model):
     if "adaptive_localsgd" in declared:
         return "told"
     loops = set(LOOPS) - {"scheduled"}
+    if not declared.get("gradient_merge", {}).get("avg", True) or model.norms or model.unused or "localsgd" in declared:
+        loops -= {"weighted"}  # its oracle is the big batch
+    if "fp16_allreduce" in declared:  # which rounds once per backward
+        loops -= {"weighted", "in_halves"}
     if model.norms or model.counts:  # every forward counts
         loops -= HALVES | {"looking"} if "sync_batch_norm" in declared else HALVES
     if "find_unused_parameters" in declared:  # one backward right after each forward, into all that was used
@@ -141,7 +166,10 @@ def _sharding(r, ranks, model):
 STRATEGIES = {
     "gradient_merge": lambda r, ranks, model: {"k_steps": r.randint(1, 4), "avg": r.random() < 0.8},
     "clip": lambda r, ranks, model: {"clip_norm": r.choice([0.01, 0.3, 10.0])},
-    "recompute": lambda r, ranks, model: {"checkpoints": list(model.checkpoints)},
+    "recompute": lambda r, ranks, model: (
+        {"checkpoints": list(model.checkpoints)} if r.random() < 0.8 or model.unused else {"memory_budget": "min"}
+    ),
+    "fp16_allreduce": lambda r, ranks, model: {"dtype": r.choice(["float16", "bfloat16"])} if ranks == 2 else None,
     "lars": lambda r, ranks, model: {
         "lars_coeff": r.choice([0.001, 0.05]),
         "lars_weight_decay": r.choice([0.001, 0.1]),
@@ -185,34 +213,74 @@ def strategy_of(case: Case) -> DistributedStrategy:
     return DistributedStrategy(**{k: v if v != {} else True for k, v in case.declared.items()})
 
 
+class Both:
+    """Two optimizers that a loop steps one after the other."""
+
+    def __init__(self, *each):
+        self.each = each
+
+    def step(self):
+        for optimizer in self.each:
+            optimizer.step()
+
+    def zero_grad(self, **kwargs):
+        for optimizer in self.each:
+            optimizer.zero_grad(**kwargs)
+
+
 def begin(case: Case):
-    """Model, optimizer and scheduler of a process that starts, or starts again."""
+    """Model, optimizer and schedulers of a process that starts, or starts again."""
     reset()
     fleet.init()
     model = make(case)
-    model, optimizer = fleet.distribute(model, optimizer_for(case, model), strategy_of(case))
-    schedule = SCHEDULES[case.schedule]
-    return model, optimizer, schedule(optimizer) if schedule is not None else None
+    make_optimizer, schedule = (OPTIMIZERS | ONLY_THERE)[case.optimizer], SCHEDULES[case.schedule]
+    params = list(model.parameters())
+    if not case.seconds:
+        model, optimizer = fleet.distribute(model, make_optimizer(params), strategy_of(case))
+        return model, optimizer, [schedule(optimizer)] if schedule is not None else []
+    first, second = make_optimizer(params[::2]), make_optimizer(params[1::2])
+    schedulers = [schedule(o) for o in (first, second)] if schedule is not None else []
+    model, first = fleet.distribute(model, first, strategy_of(case))
+    return model, Both(first, second), schedulers
+
+
+def share_of(case: Case, x: torch.Tensor, group):
+    """This rank's part of a batch. With weights, every rank has another number of samples."""
+    if case.loop != "weighted":
+        return x.chunk(group.size)[group.rank]
+    sizes = [1 + rank for rank in range(group.size)]
+    return x.split([*sizes[:-1], len(x) - sum(sizes[:-1])])[group.rank]
 
 
 def trained(case: Case, folder: str) -> dict[str, torch.Tensor]:
     """On this rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer, scheduler = begin(case)
+        model, optimizer, schedulers = begin(case)
         share = current().find(model).layout.replica_group
         for number, (x, y) in enumerate(batches(case)):
+            mine = share_of(case, x, share), share_of(case, y, share)
             if number and number == case.resume:
+                _evaluate(case, model, mine[0])
+                scheduler = next(iter(schedulers), None)
                 fleet.save(Path(folder) / "here", scheduler=scheduler)
-                model, optimizer, scheduler = begin(case)
+                model, optimizer, schedulers = begin(case)
                 share = current().find(model).layout.replica_group
-                fleet.load(Path(folder) / "here", scheduler=scheduler)
-            LOOPS[case.loop](model, optimizer, x.chunk(share.size)[share.rank], y.chunk(share.size)[share.rank])
-            if scheduler is not None:
+                _evaluate(case, model, mine[0])
+                fleet.load(Path(folder) / "here", scheduler=next(iter(schedulers), None))
+                _evaluate(case, model, mine[0])
+            LOOPS[case.loop](model, optimizer, *mine)
+            for scheduler in schedulers:
                 scheduler.step()
+        _evaluate(case, model, mine[0])
         if case.flush:
             fleet.flush()
         return {name: whole(t).clone() for name, t in model.state_dict().items()}
+
+
+def _evaluate(case: Case, model, x) -> None:
+    if case.evaluates and "pipeline" not in case.declared:
+        evaluate(model, x)
 
 
 def wanted(case: Case) -> dict[str, torch.Tensor]:
@@ -220,6 +288,7 @@ def wanted(case: Case) -> dict[str, torch.Tensor]:
     parts = [p for p in strategy_of(case).plan().parts if not p.always]
     settings = {switch_of(type(p)): {f.name: getattr(p, f.name) for f in dataclasses.fields(p)} for p in parts}
     replicas = case.ranks // (2 if "pipeline" in case.declared else 1)
+    replicas = 1 if case.loop == "weighted" else replicas
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return oracle.train(

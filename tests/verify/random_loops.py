@@ -35,13 +35,13 @@ def told(model, optimizer, x, y):
 
 def evaluating(model, optimizer, x, y):
     """Forwards without a backward around the step."""
-    _evaluate(model, x)
+    evaluate(model, x)
     loss = mse_loss(model(x), y)
     loss.backward()
-    _evaluate(model, x)
+    evaluate(model, x)
     optimizer.step()
     optimizer.zero_grad()
-    _evaluate(model, x)
+    evaluate(model, x)
 
 
 def by_closure(model, optimizer, x, y):
@@ -51,6 +51,40 @@ def by_closure(model, optimizer, x, y):
         return loss
 
     optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+def zero_in_closure(model, optimizer, x, y):
+    def closure():
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def erased_by_hand(model, optimizer, x, y):
+    loss = mse_loss(model(x), y)
+    for p in model.parameters():
+        p.grad = None
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_losses(model, optimizer, x, y):
+    out = model(x)
+    torch.autograd.backward([mse_loss(out, y) / 4, mse_loss(out, y) * 3 / 4])
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weighted(model, optimizer, x, y):
+    """Ranks with shares of different sizes: see `share_of`."""
+    fleet.weight(len(x))
+    mse_loss(model(x), y).backward()
+    optimizer.step()
     optimizer.zero_grad()
 
 
@@ -87,7 +121,7 @@ def scheduled(model, optimizer, x, y):
     optimizer.zero_grad()
 
 
-def _evaluate(model, x):
+def evaluate(model, x):
     model.eval()
     with torch.no_grad():
         model(x)
@@ -97,8 +131,8 @@ def _evaluate(model, x):
 LOOPS = {
     f.__name__: f
     for f in (
-        zero_last, zero_first, zero_middle, told, evaluating, by_closure, in_halves, both_forwards_first, looking,
-        scheduled,
+        zero_last, zero_first, zero_middle, told, evaluating, by_closure, zero_in_closure, erased_by_hand, two_losses,
+        weighted, in_halves, both_forwards_first, looking, scheduled,
     )
 }  # fmt: skip
 HALVES = {"in_halves", "both_forwards_first"}

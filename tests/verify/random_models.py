@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.functional import embedding
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, OUT = 8, 3
 
@@ -163,6 +164,85 @@ class Keywords(nn.Module):
         return self.head(x)
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn, self.inner = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128) / 3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + (torch.tanh(self.inner(x)) * self.turn).real + (x * self.turn).imag
+
+
+class Branches(nn.Module):
+    """Which branch a rank uses depends on its share of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.left(x) if float(x.detach().sum()) > 0 else self.right(x))
+
+
+class Normalized(nn.Module):
+    """A parametrized weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Recomputing(nn.Module):
+    """Recomputes on its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class InPlace(nn.Module):
+    """Writes into what it made, calls a module twice, and has an autograd function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("own", torch.linspace(0, 1, WIDTH), persistent=False)
+
+    def forward(self, x):
+        y = self.inner(torch.tanh(self.inner(x)))
+        y.add_(self.own.to(y.dtype)).mul_(0.5)
+        return x + Square.apply(torch.sigmoid(y))
+
+
+class Transposed(nn.Module):
+    """Weights whose memory is not in the order of their dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.conv(x.view(-1, 2, 2, 2)).flatten(1) @ self.matrix)
+
+
 @dataclass(frozen=True)
 class Kind:
     make: Callable[[], nn.Module]
@@ -172,6 +252,8 @@ class Kind:
     counts: bool = False  # does it remember forwards?
     unused: bool = False  # does it need find_unused_parameters?
     shards: bool = True  # can sharding divide it?
+    complex: bool = False  # has it complex parameters?
+    checkpoints_itself: bool = False  # does it call torch.utils.checkpoint?
 
 
 def chain(*blocks):
@@ -209,4 +291,10 @@ MODELS = {
     "tied": Kind(Tied, ("blocks.0", "head"), None),
     "keywords": Kind(Keywords, ("blocks.*",), None),
     "frozen": Kind(frozen, cut="0.1"),
+    "complex": Kind(chain(Complex, Block, Complex), cut=None, shards=False, complex=True),
+    "branches": Kind(chain(Branches, Block, Branches), cut=None, unused=True),
+    "normalized": Kind(chain(Normalized, Block, Normalized)),
+    "recomputing": Kind(chain(Recomputing, Block, Recomputing), ("0.1",), None, checkpoints_itself=True),
+    "in_place": Kind(chain(InPlace, Block, InPlace)),
+    "transposed": Kind(chain(Transposed, Block, Transposed)),
 }

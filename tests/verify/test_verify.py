@@ -186,6 +186,23 @@ def test_a_wrong_number_is_noticed(judge, monkeypatch):
     assert "differs from one plain process" in verdict.reason
 
 
+def test_a_lossy_strategy_is_compared_where_it_loses_nothing(judge):
+    amp, sent = check(judge.judge(("amp",))), check(judge.judge(("fp16_allreduce",)))
+    assert amp.kind == sent.kind == "lossy"
+    assert amp.error < amp.bound == 2e-5 < amp.acting_error < amp.acting_bound
+    assert sent.error < sent.bound == 1e-11
+    assert "as it acts by" in report.details(amp)[0]
+
+
+def test_another_cast_is_noticed(judge, monkeypatch):
+    def without(models, settings):
+        right(models, {"fp16_allreduce": {"dtype": "bfloat16"}})
+
+    right = oracle._reduce_in_half
+    monkeypatch.setattr(oracle, "_reduce_in_half", without)
+    assert not judge.judge(("fp16_allreduce",)).ok
+
+
 def test_bytes_are_those_of_the_kernel_also_if_another_connection_closes_meanwhile(ranks):
     for sent in ranks.run(_sent):
         assert 80_000 < sent < 90_000

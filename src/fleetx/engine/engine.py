@@ -28,20 +28,20 @@ from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors, samples_in
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.engine import acts, dcp, state
+from fleetx.engine import acts, dcp, state, taps
 from fleetx.engine.checks import check
 from fleetx.engine.dtensors import WholeReader, local, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
-from fleetx.engine.numbers import Checks, Numbers, compare
+from fleetx.engine.numbers import Checks, Numbers
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
-from fleetx.engine.taps import DOUBLE_BACKWARD, OF_SHARDS, PAST_THE_MODEL, PENALTY, RELEASED, Inputs, reaches, tap
+from fleetx.engine.taps import Inputs, check_beside, reaches, tap
 from fleetx.engine.windows import Windows
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
-from fleetx.strategy.stage import Act, Stage
+from fleetx.strategy.stage import Act, Fact, Stage
 
 
 class Engine(Windows):
@@ -55,13 +55,12 @@ class Engine(Windows):
         super().__init__(plan, model, optimizer, world)
         self._calls = acts.bound(self)
         self._inputs, self._forwards = Inputs(), list[tuple[ExitStack, list[Any]]]()  # running forwards, innermost last
-        self._owns_grad = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE))  # is p.grad ours until the update?
+        self._mixes = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE) or plan.makes(Fact.MOMENTUM))
+        self._owns_grad = self._mixes  # is p.grad ours until the update?
         self._session = current()
-        checks = self._session.checks or Checks()
-        self._numbers = Numbers(checks, world=self.world, shared=self.updates_together)
-        alone = self.layout.replica_group.size == 1 or self._local()
-        self._compares = 0 if alone else checks.same_parameters  # every so many rounds
-        self.handles: list[Any] = []  # of hooks, to remove them
+        self._checks = self._session.checks or Checks()
+        self._numbers = Numbers(self._checks, world=self.world, shared=self.updates_together)
+        self.handles, self._called = list[Any](), False  # of hooks, to remove them; has model(x) ever been called?
         try:
             self._arm()
         except Exception:
@@ -110,8 +109,8 @@ class Engine(Windows):
             self.model.register_load_state_dict_post_hook(Hook(saving.after_model)),
         ]
         for optimizer in (self.optimizer, *inner_optimizers(self.optimizer)):  # the outermost step() counts
-            self.handles.append(optimizer.register_step_pre_hook(steps.enter))
-            self.handles.append(optimizer.register_step_post_hook(steps.leave))
+            hooks = optimizer.register_step_pre_hook(steps.enter), optimizer.register_step_post_hook(steps.leave)
+            self.handles += hooks
         self.handles.append(self.model.register_state_dict_post_hook(Hook(saving.guard)))
         if self.layout.reduced:
             before = Hook(self._before_gathering)
@@ -154,10 +153,9 @@ class Engine(Windows):
             return None
         check_not_wrapped(self.model, self.reducer)
         outermost = not self._forwards  # a model may call itself
-        stack = ExitStack()
-        finish: list[Any] = []
+        stack, finish = ExitStack(), list[Any]()
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
-        self.step.inputs = args, kwargs
+        self.step.inputs, self._called = (args, kwargs), True
         if self.counts_feed and outermost and self.taps:
             self.feed = samples_in((args, kwargs))
         self._session.mark("forward", run=self if outermost and self.taps else None)
@@ -199,22 +197,22 @@ class Engine(Windows):
         return stack
 
     # --- loss.backward() --------------------------------------------------------------------------
-    def _check_not_released(self) -> None:
-        if self.released:
-            raise UsageError(RELEASED)
-
     def _enter_backward(self, grad: Tensor) -> Tensor:
         self._check_not_released()
         step = self.step
         if step.backward != (number := seams.graph_task_id()):
             step.backward = number
             if self.layout.reduced and torch.is_grad_enabled():
-                raise UsageError(DOUBLE_BACKWARD)
+                raise UsageError(taps.DOUBLE_BACKWARD)
             reach = reaches(self.layout.leaves() if self.layout.leaves is not None else self.gradients.params())
-            step.reads = not reach and (reach is None or not self._inputs.reached())
+            step.reads = not reach and (reach is None or not self._inputs.undo())
             if reach:
                 if self._scales and step.create_graph and not step.scaled_at_loss:  # on one path the scale cancels out
-                    raise UsageError(PENALTY)
+                    raise UsageError(taps.PENALTY)
+                if self._scales and not step.scaled_at_loss:
+                    check_beside(
+                        self._enter_backward, self.names, scaled=bool(self._calls[Stage.LOSS]), round=self.round
+                    )
                 self._begin_backward()
             step.create_graph = step.create_graph or torch.is_grad_enabled()
         if step.reads:
@@ -262,7 +260,7 @@ class Engine(Windows):
     def backward(self, loss: Tensor) -> None:
         """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
         if local(loss) is not loss:
-            raise UsageError(OF_SHARDS)
+            raise UsageError(taps.OF_SHARDS)
         before, self.step.scaled_at_loss = self.step.backward, True
         self.step.loss = loss.detach()
         try:
@@ -272,7 +270,7 @@ class Engine(Windows):
             self.step.scaled_at_loss = self.step.create_graph = False
         if self.step.backward == before:  # it did not touch the model's output at all
             if self.reducer is not None:
-                raise UsageError(PAST_THE_MODEL)
+                raise UsageError(taps.PAST_THE_MODEL)
             self.step.tapped = True
             self.gradients.put_back()
 
@@ -297,6 +295,7 @@ class Engine(Windows):
         step, self.updated, self.finite = self.step, False, True
         if self._watching or (self.weights.used and self._tapping):
             self.gradients.check_before_step(tapped=step.tapped)
+        taps.check_called(self._called or not self._calls[Stage.FORWARD] or not self.gradients.any)
         opens = self._opens()
         self.merged += not step.flushing
         if opens and not step.tapped and self._calls[Stage.GATE]:
@@ -321,7 +320,7 @@ class Engine(Windows):
         self.rates.restore()
         if dcp.made_state(self):
             return
-        self.gradients.end_step()
+        self.gradients.end_step(leaves=self.updated and self._mixes)
         self.weights.end_step(opened=self._opens(), steps=self.merged)
         if self._opens():
             self.round += 1
@@ -330,8 +329,8 @@ class Engine(Windows):
                 call(params, ctx)
             self.merged = 0
             self.step_norm.end_round()
-            if self._compares and self.round % self._compares == 0 and not self.layout.reduced:  # shards all differ
-                compare(self.names, params, self.layout.replica_group, round=self.round)
+            if self._checks.same_parameters and self.round % self._checks.same_parameters == 0:
+                self._look_at_parameters(params)
         self._session.mark("", run=self)
         self.step = self.step.next()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ class Gradients:
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._loaded = False  # was a checkpoint loaded while there were gradients?
         self._restored: list[nn.Parameter] = []  # parameters whose gradients were put back for this backward
-        self._seen: list[tuple[nn.Parameter, int, int]] = []  # identity and version after a backward
+        self._seen: _Seen | None = None  # after a backward
+        self._left: tuple[nn.Parameter, int, int] | None = None  # a gradient of the last update that is still there
         self._checked, self._late = 0, list[nn.Parameter]()  # number of parameters, and those added too late
         self._groups: list[tuple[list[nn.Parameter], int]] = []  # of the optimizer, and how long they were
         self._params: list[nn.Parameter] = []  # in them
@@ -112,8 +114,10 @@ class Gradients:
     def begin_idle_step(self) -> None:
         self._versions = [seams.version(p) for p in self.params()]
 
-    def end_step(self) -> None:
+    def end_step(self, *, leaves: bool) -> None:
+        """leaves: was this an update with gradients that were ours, so that they must be erased before the next one?"""
         self._restored = []
+        self._left = next(filter(None, map(_marked, self.params())), None) if leaves else None
         if self._versions and self._versions != [seams.version(p) for p in self.params()]:
             raise UsageError(
                 f"{type(self._optimizer).__name__} changes parameters that have no gradient, so its updates cannot be "
@@ -128,16 +132,32 @@ class Gradients:
         _at_end_of_backward(lambda: _at_end_of_backward(self.look))
 
     def look(self) -> None:
-        self._seen = [(p, id(p.grad), seams.version(p.grad)) for p in self.params() if p.grad is not None]
+        self._seen = _Seen(self.params())
+        if self._left is not None:  # the backward has added to it
+            self._left = _marked(self._left[0])
+
+    def _check_erased(self, *, raises: bool) -> None:
+        """Is a gradient of the last update still there? It is not of the kind that was added to it.
+
+        Only a step tells: in a GAN the generator's backward reaches the discriminator before its zero_grad().
+        """
+        if self._left is None:
+            return
+        if _marked(self._left[0]) != self._left:
+            self._left = None
+        elif raises:
+            raise UsageError(
+                "the gradients of the last update were not erased, and what was added to them is still scaled or "
+                "summed, or they contain momentum (dgc): call optimizer.zero_grad() after each step()"
+            )
 
     def look_again(self) -> None:
         """The reducer has moved the gradients, possibly between a backward and its step."""
-        if self._seen:
+        if self._seen is not None:
             self.look()
 
     def touched(self) -> list[Tensor]:
-        pairs = ((p.grad, seen) for p, *seen in self._seen)
-        return [g for g, seen in pairs if g is not None and [id(g), seams.version(g)] != seen]
+        return self._seen.changed() if self._seen is not None else []
 
     def check_before_step(self, *, tapped: bool) -> None:
         """Reject gradients that bypassed the hooks: they would be used unscaled, unreduced or instead of withheld ones.
@@ -158,6 +178,7 @@ class Gradients:
                 "the model itself, not one of its modules, and have it return tensors, tuples, dicts or dataclasses. "
                 "For a loss that reads parameters directly, use fleet.backward(loss)"
             )
+        self._check_erased(raises=tapped)
         self.check_untouched()
         self.check_known()
         self._loaded = False
@@ -166,21 +187,23 @@ class Gradients:
         """Before a step."""
         if self.touched():
             raise UsageError(
-                "a gradient was changed between backward() and step(), while it is still scaled or summed: clip with "
-                "strategy.clip = True instead. To read the norm, call clip_grad_norm_ with math.inf"
+                "a gradient was changed between backward() and step(), while it is still scaled or summed, or contains "
+                "momentum (dgc): clip with strategy.clip = True instead. To read the norm, call clip_grad_norm_ with "
+                "math.inf"
             )
-        self._seen = []
+        self._seen = None
 
     def check_before_backward(self) -> None:
         """Before another backward: gradients may have been erased, unless they contained earlier steps."""
         self.check_restored()
+        self._check_erased(raises=False)
         touched = self.touched()
         if touched and (self._restored or any(g.any() for g in touched)):
             raise UsageError(
                 "a gradient was changed between two backwards, while it is still scaled or summed with earlier steps: "
                 "call step() before zero_grad(), and clip with strategy.clip = True"
             )
-        self._seen = []
+        self._seen = None
 
     def check_known(self) -> None:
         """The optimizer may get parameters of the model later, but not others."""
@@ -236,7 +259,38 @@ class Gradients:
         # Copies, because accumulating would change the caller's checkpoint.
         copies = {n: g.to(params[n].device, copy=True) for n, g in saved["withheld"].items()}
         self._withheld = [(params[n], shard_of(params[n], g)) for n, g in copies.items()]
-        self._restored, self._seen, self._loaded = [], [], self.any
+        self._restored, self._seen, self._loaded = [], None, self.any
+
+
+class _Seen:
+    """Gradients and their versions at one moment. Made and compared without a line of Python for each of them."""
+
+    def __init__(self, params: list[nn.Parameter]):
+        self._params = params
+        self._grads = list(map(_grad, params))
+        self._versions = _versions(self._grads)
+
+    def changed(self) -> list[Tensor]:
+        """Those that were replaced or changed in place since; not those that were erased."""
+        grads = list(map(_grad, self._params))
+        versions = _versions(grads)
+        if versions == self._versions and all(map(operator.is_, grads, self._grads)):
+            return []
+        rows = zip(grads, self._grads, versions, self._versions, strict=True)
+        pairs = ((g, g is not old or now != then) for g, old, now, then in rows if g is not None and old is not None)
+        return [g for g, other in pairs if other]
+
+
+_grad = operator.attrgetter("grad")
+
+
+def _versions(grads: list[Tensor | None]) -> list[int | None]:
+    return [None if g is None else seams.version(g) for g in grads]
+
+
+def _marked(p: nn.Parameter) -> tuple[nn.Parameter, int, int] | None:
+    """Identity and version of a gradient."""
+    return None if p.grad is None else (p, id(p.grad), seams.version(p.grad))
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

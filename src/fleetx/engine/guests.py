@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,9 +47,16 @@ class Wrappers:
     _watched: ClassVar[weakref.WeakSet[Wrappers]] = weakref.WeakSet()
     _plain: ClassVar[dict[type[nn.Module], Callable[..., None]]] = {}  # the __init__ of torch's classes
     _ours: ClassVar[bool] = False
+    _params: frozenset[int]
 
-    def __init__(self, params: Iterable[nn.Parameter]):
-        self._params = frozenset(map(id, params))  # they live as long as the engine that holds this object
+    def __init__(self, names: Mapping[nn.Parameter, str]):
+        for p, name in names.items():
+            if p.requires_grad and any(id(p) in each._params for each in self._watched):
+                raise UsageError(
+                    f"parameter {name!r} is also in a model that is distributed already, and each of the two would "
+                    "reduce its gradient: put both models into one nn.Module, and distribute that"
+                )
+        self._params = frozenset(map(id, names))  # they live as long as the engine that holds this object
         self._watched.add(self)
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import
         for kind in (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else [])):

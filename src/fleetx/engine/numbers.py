@@ -36,9 +36,10 @@ class Checks:
     in_a_row: int = 10
     """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
     every_gradient: bool = False
-    """Look at every gradient, which costs a pass over them; by default at up to 32 with up to 4096 elements."""
+    """Look at every gradient, which costs a pass over them; by default at up to 32 with up to 4096 elements. Under
+    `clip` the norm tells of all of them."""
     same_parameters: int = 100
-    """Compare the parameters of the replicas every so many updates; 0 for never."""
+    """Every so many updates, check that the parameters are finite, and equal on all replicas; 0 for never."""
 
     def __post_init__(self) -> None:
         if self.on_nonfinite not in ("skip", "stop", "restore", "ignore"):
@@ -63,7 +64,9 @@ class Numbers:
         """
         doubts, run.step.doubts = run.step.doubts, []
         looks = self._checks.on_nonfinite != "ignore"
-        if looks:
+        if looks and run.step.norm is not None:  # tells of every gradient, on every rank that has a piece of it
+            doubts.append(Doubt(_flag(run.step.norm.to(run.device)), False, lambda found: None))
+        elif looks:
             grads = self._looked_at(run.gradients.params())
             chosen = _chosen([local(g) for g in grads], every=self._checks.every_gradient)
             doubts.append(Doubt(_not_finite(chosen, run.device), divided, lambda found: None))
@@ -145,8 +148,11 @@ def _not_finite(grads: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros(1, device=device)
     # The largest absolute value cannot overflow, unlike a sum of squares, and is nan if any value is.
     norms = seams.foreach_norm(grads, float("inf"))
-    largest = torch.stack([n.to(device, torch.float32) for n in norms]).max()
-    return largest.isfinite().logical_not_().to(torch.float32).view(1)
+    return _flag(torch.stack([n.to(device, torch.float32) for n in norms]).max())
+
+
+def _flag(norm: Tensor) -> Tensor:
+    return norm.isfinite().logical_not_().to(torch.float32).view(1)
 
 
 def _read(doubts: list[Doubt], world: World) -> list[bool]:
@@ -160,6 +166,20 @@ def _read(doubts: list[Doubt], world: World) -> list[bool]:
         shared = list(asked.split(1))
     found = [shared.pop(0) if d.everywhere else d.found for d in doubts]
     return [bool(value) for value in (torch.cat(found) if len(found) > 1 else found[0]).tolist()]
+
+
+# --- parameters -----------------------------------------------------------------------------------
+def check_finite(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], *, round: int) -> None:
+    """Raise an error if a parameter is not finite. By default not every gradient is looked at, so one may be."""
+    held = [(p, as_real(local(p.detach()))) for p in params]
+    held = [(p, values) for p, values in held if values.numel() and values.is_floating_point()]
+    if not held or not bool(_not_finite([values for _, values in held], held[0][1].device)):
+        return
+    name = next(names.get(p, "?") for p, values in held if not bool(values.isfinite().all()))
+    raise NumbersError(
+        f"parameter {name!r} is not finite after {round} updates, because a gradient that was not looked at was not: "
+        "load an older checkpoint, and pass fleet.init(checks=fleet.Checks(every_gradient=True)) to skip such updates"
+    )
 
 
 # --- replicas -------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fleetx.base import seams
+from fleetx.engine import graph
+from fleetx.errors import UsageError
 
 Call = Callable[[Tensor], Tensor]
 
@@ -50,9 +53,45 @@ class Inputs:
             self._nodes.add(out.grad_fn)
         return out
 
-    def reached(self) -> bool:
-        """Does the running backward leave the model at an input, so that what it passes is made plain again there?"""
-        return not seams.in_functorch() and any(seams.will_execute(node) for node in self._nodes)
+    def undo(self) -> bool:
+        """Does the running backward leave the model at its inputs, where what it passes is made plain again?
+
+        Not torch.autograd.grad that also asks for something inside the model, such as an activation.
+        """
+        if seams.in_functorch():
+            return False
+        reached = [node for node in self._nodes if seams.will_execute(node)]
+        call = graph.running() if reached else None
+        if call is None or not call.wanted:
+            return bool(reached)
+        return graph.all_before((following for node in reached for following, _ in node.next_functions), call.wanted)
+
+
+def check_beside(taps: Call, names: Mapping[nn.Parameter, str], *, scaled: bool, round: int) -> None:
+    """Raise an error if the running backward reaches a parameter on a way that does not pass these taps.
+
+    Few nodes are between a loss and the model's output, unless another model is. Then all of them are looked at ever
+    more rarely. scaled: do the taps scale, or only weight?
+    """
+    call = graph.running()
+    nodes = graph.before(call.roots, lambda node: getattr(node, "call", None) == taps) if call is not None else iter(())
+    if round & (round - 1):
+        nodes = itertools.islice(nodes, 64)
+    leaves = (node.variable for node in nodes if hasattr(node, "variable"))
+    if (name := next((names[leaf] for leaf in leaves if leaf in names), None)) is not None:
+        raise UsageError(
+            f"this loss also depends on parameter {name!r} past the model's output, and that gradient would not be "
+            f"{'scaled' if scaled else 'weighted'}: call fleet.backward(loss) instead of loss.backward()"
+        )
+
+
+def check_called(called: bool) -> None:
+    """Before a step: was the model called, or is there nothing that must act on its forward?"""
+    if not called:
+        raise UsageError(
+            "these gradients did not come from model(x), which was never called, so the strategy did not act on the "
+            "forward: call the model itself, not model.forward(x) or one of its modules"
+        )
 
 
 def reaches(params: Iterable[Tensor]) -> bool | None:

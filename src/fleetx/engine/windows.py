@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from fleetx.base.user_line import user_line
 from fleetx.comm.session import Undone
 from fleetx.comm.world import World
-from fleetx.engine import state
+from fleetx.engine import state, taps
 from fleetx.engine.context import Bucket, Outgoing, StepContext
+from fleetx.engine.numbers import Checks, check_finite, compare
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import Run, key_of
 from fleetx.errors import UsageError
@@ -29,6 +30,7 @@ class Windows(Run):
     """The part of the engine that finishes what earlier steps have begun."""
 
     reducer: Reducer | None
+    _checks: Checks
     _calls: dict[Stage, list[tuple[Any, Any]]]  # the acts of each stage, with their contexts
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
@@ -149,6 +151,17 @@ class Windows(Run):
             self.reducer.join_backward(params) if join else self.reducer.reduce_now(params, self._reduce)
             self.step.collected = 0
         self.step.tapped = True
+
+    def _check_not_released(self) -> None:
+        if self.released:
+            raise UsageError(taps.RELEASED)
+
+    def _look_at_parameters(self, params: list[nn.Parameter]) -> None:
+        if self._checks.on_nonfinite != "ignore":
+            check_finite(self.names, params, round=self.round)
+        alone = self.layout.replica_group.size == 1 or self._local()
+        if not alone and not self.layout.reduced:  # shards all differ
+            compare(self.names, params, self.layout.replica_group, round=self.round)
 
     def _local(self) -> bool:
         """Does each rank update on its own?"""

@@ -162,9 +162,10 @@ class Part:
     example: ClassVar[Mapping[str, Any]] = {}
     # Settings that add conflicts with other strategies, which verify lists.
     other_examples: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    # Settings, on top of `example`, at which the part loses nothing; None if `example` does not either.
+    # Settings, on top of `example`, at which the part loses nothing in verify's model; None if `example` does not
+    # either, or if verify's oracle rounds as the part does.
     lossless: ClassVar[Mapping[str, Any] | None] = None
-    # How far off its rounding may lead, as a share of the distance trained.
+    # How far off its rounding may lead as it acts, as a share of the distance trained.
     rounding: ClassVar[float] = 0.0
     # How many times larger the rounding of another part may become in its update.
     amplifies: ClassVar[float] = 1.0

@@ -20,7 +20,7 @@ from fleetx.verify.ranks import RankError, Ranks
 
 _FLOAT32 = ("amp", "dgc")  # strategies that only act on float32
 Results = list[dict[str, Any]]  # of one run, by rank
-_ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4}
+_ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-5}
 
 
 @dataclass
@@ -42,8 +42,10 @@ class Verdict:
     switches: Switches
     kind: str = "failed"  # equal, lossy, refused (a contradiction), unbuilt or failed
     reason: str = ""
-    error: float = 0.0  # distance to the oracle, as a share of the distance trained
+    error: float = 0.0  # distance to the oracle, as a share of the distance trained, at settings that lose nothing
     bound: float = 0.0
+    acting_error: float = 0.0  # the same as the strategies act, where they round
+    acting_bound: float = 0.0
     ranks: int = 0
     dtype: str = ""
     effects: dict[str, Seen] = field(default_factory=dict)
@@ -113,13 +115,22 @@ class Judge:
             replicas,
         )
         verdict.error = distance(found, wanted, model.state_dict())
-        own = rounding(chosen)
-        verdict.bound = max(_ROUNDING[dtype], own)
-        lossy = own > 0 or any(every()[switch].lossless is not None for switch in chosen)
-        if verdict.error <= verdict.bound:
+        verdict.bound = _ROUNDING[dtype]
+        casts = [switch for switch in chosen if every()[switch].lossless is None]
+        if dtype is torch.float32 and rounding(casts) > max((every()[switch].rounding for switch in casts), default=0):
+            # What float32 rounds differently is cast differently, and that is amplified.
+            verdict.bound = rounding(casts)
+        lossless = [every()[switch] for switch in chosen if every()[switch].lossless is not None]
+        lossy = bool(lossless or rounding(chosen))
+        if lossless and all(part.rounding for part in lossless):  # for others there is no bound as they act
+            acting = self._run(chosen, chosen, size, False)
+            verdict.acting_error = distance(state(acting), wanted, model.state_dict())
+            verdict.acting_bound = rounding(chosen)
+        if verdict.error <= verdict.bound and verdict.acting_error <= verdict.acting_bound:
             verdict.kind = "lossy" if lossy else "equal"
         else:
-            verdict.reason = f"differs from one plain process by {verdict.error:.1e} of the distance trained"
+            off = max(verdict.error, verdict.acting_error)
+            verdict.reason = f"differs from one plain process by {off:.1e} of the distance trained"
 
     # --- effects ----------------------------------------------------------------------------------
     def _effects(self, verdict: Verdict) -> None:

@@ -1,7 +1,7 @@
 """The training that a strategy promises, in one process: plain PyTorch in float64, which knows nothing of fleetx.
 
-Every virtual rank works on its share of each batch. Without local updates there is one model, and its gradient is the
-mean over the shares; with them each rank has its own.
+Every virtual rank works on its share of each batch. There is one model, and its gradient is the mean over the shares.
+Each rank has its own model where they update on their own, and where a gradient is rounded on its way to the others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with 
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {
-    "recompute", "sharding", "use_hierarchical_allreduce", "fp16_allreduce", "quantized_allreduce", "amp", "dgc",
-    "noise_scale",
+    "recompute", "sharding", "use_hierarchical_allreduce", "quantized_allreduce", "amp", "dgc", "noise_scale",
 }  # fmt: skip
 # Of the others, the settings that are computed here, or that change no number.
 READS = {
     "adaptive_localsgd": {"init_k_steps", "begin_step", "max_k_steps", "overlap_share", "allow_single"},
     "clip": {"clip_norm"},
     "ema": {"decay", "power"},
+    "fp16_allreduce": {"dtype"},
     "gradient_merge": {"k_steps", "avg", "rampup", "rampup_unit", "rampup_feed", "rampup_lr"},
     "lamb": {"lamb_weight_decay"},
     "lars": {"lars_coeff", "lars_weight_decay", "epsilon"},
@@ -65,12 +65,14 @@ def train(
     schedule: makes a scheduler that is stepped after every batch.
     """
     local = settings.get("localsgd") or settings.get("adaptive_localsgd")
-    models = [copy.deepcopy(model).double() for _ in range(replicas if local else 1)]
+    casts = "fp16_allreduce" in settings and replicas > 1 and not local
+    apart = local or casts
+    models = [copy.deepcopy(model).double() for _ in range(replicas if apart else 1)]
     optimizers = [make_optimizer(m) for m in models]
     schedulers = [schedule(optimizer) for optimizer in optimizers] if schedule is not None else []
     rules = [_rule(m, optimizer, settings) for m, optimizer in zip(models, optimizers, strict=True)]
     merge = settings.get("gradient_merge", {})
-    average = _Average(settings)
+    average = _Average(settings, models[0])
     followers = [_Follower(m, settings["ema"]) for m in models] if "ema" in settings else []
     window, waiting, rounds, samples, losses = 0, 0, 0, 0, [0.0]
 
@@ -79,6 +81,8 @@ def train(
         return next((k for end, k in merge.get("rampup", ()) if done < end), merge.get("k_steps", 1))
 
     def update() -> None:
+        if casts:
+            _reduce_in_half(models, settings)
         for m, rule, optimizer in zip(models, rules, optimizers, strict=True):
             divisor = window if merge.get("avg", True) else 1
             grads = {name: p.grad / divisor for name, p in m.named_parameters() if p.grad is not None}
@@ -175,8 +179,28 @@ def _forward_together(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> 
     return values
 
 
+@torch.no_grad()
+def _reduce_in_half(models: Sequence[nn.Module], settings: Settings) -> None:
+    """Every model gets the mean of the gradients, which are cast before they are added, neighbours first."""
+    amp = settings.get("amp", {})
+    scale = amp["init_loss_scaling"] if amp.get("dtype") == "float16" else 1.0  # it does not change in a few steps
+    for same in zip(*(m.parameters() for m in models), strict=True):
+        grads = [p.grad * scale for p in same if p.grad is not None]
+        mean = _mean_in_half(grads, len(models), settings) / scale if grads else None
+        for p in same:
+            p.grad = mean
+
+
+def _mean_in_half(values: Sequence[Tensor], ranks: int, settings: Settings) -> Tensor:
+    half = torch.float16 if settings["fp16_allreduce"]["dtype"] == "float16" else torch.bfloat16
+    sums = [(value / ranks).to(half) for value in values]
+    while len(sums) > 1:
+        sums = [sum(sums[i + 1 : i + 2], start=sums[i]) for i in range(0, len(sums), 2)]
+    return sums[0].to(values[0].dtype)
+
+
 def _clip(grads: dict[str, Tensor], limit: float) -> None:
-    norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+    norm = torch.stack([g.abs().square().sum() for g in grads.values()]).sum().sqrt()
     for g in grads.values():
         g.mul_(min(1.0, limit / (float(norm) + 1e-6)))
 
@@ -186,19 +210,18 @@ def _rule(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callabl
     params = dict(model.named_parameters())
     names = {p: name for name, p in params.items()}
     states = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in params.items()}
-    steps = 0
+    steps = dict.fromkeys(params, 0)  # with a gradient, as torch's optimizers count them
     matrices = _hidden_matrices(model) if "muon" in settings else []
 
     @torch.no_grad()
     def layerwise(grads: dict[str, Tensor]) -> None:
-        nonlocal steps
-        steps += 1
         for group in optimizer.param_groups:
             for name in (names[p] for p in group["params"] if names[p] in grads):
                 first, second = states[name]
+                steps[name] += 1
                 others = _adamw if "muon" in settings else _lamb if "lamb" in settings else _lars
                 move = _muon if name in matrices else others
-                move(params[name], grads[name], first, second, group, settings, steps)
+                move(params[name], grads[name], first, second, group, settings, steps[name])
 
     def plain(grads: dict[str, Tensor]) -> None:
         for name, p in params.items():
@@ -275,14 +298,15 @@ class _Follower:
 
 
 class _Average:
-    """When local updates are averaged."""
+    """When local updates are averaged, and how: fp16_allreduce casts what they have moved since the last average."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, model: nn.Module):
         self._adaptive = settings.get("adaptive_localsgd")
         own = self._adaptive or settings.get("localsgd") or {}
         self._begin: int = own.get("begin_step", 1)
         self._k: int = own.get("init_k_steps", own.get("k_steps", 1))
         self._round, self._last, self._first_loss = 0, 0, 0.0
+        self._settings, self._anchors = settings, [p.detach().clone() for p in model.parameters()]
 
     def __call__(self, models: Sequence[nn.Module], losses: Sequence[float]) -> None:
         self._round += 1
@@ -296,10 +320,12 @@ class _Average:
             k = math.ceil(math.sqrt(loss / self._first_loss) * self._adaptive["init_k_steps"])
             self._k = min(max(k, 1), self._adaptive["max_k_steps"])
 
-    @staticmethod
     @torch.no_grad()
-    def now(models: Sequence[nn.Module]) -> None:
-        for same in zip(*(m.parameters() for m in models), strict=True):
-            mean = torch.stack(list(same)).mean(0)
+    def now(self, models: Sequence[nn.Module]) -> None:
+        for same, anchor in zip(zip(*(m.parameters() for m in models), strict=True), self._anchors, strict=True):
+            if "fp16_allreduce" in self._settings and len(models) > 1:
+                anchor += _mean_in_half([p - anchor for p in same], len(models), self._settings)
+            else:
+                anchor.copy_(torch.stack(list(same)).mean(0))
             for p in same:
-                p.copy_(mean)
+                p.copy_(anchor)

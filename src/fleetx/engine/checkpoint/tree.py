@@ -92,6 +92,20 @@ def _as_saved(t: Tensor, value: dict[str, Any]) -> Tensor:
     stride = value.get("$stride")
     if stride is None:
         return t
-    if sorted(stride) != sorted(torch.empty_like(t, device="meta").stride()) or len(stride) != t.dim():
+    if not _dense(list(t.shape), stride):
         raise ValueError(f"{stride} are not the strides of a tensor of {list(t.shape)}")
     return torch.empty_strided(tuple(t.shape), tuple(stride), dtype=t.dtype).copy_(t)
+
+
+def _dense(shape: list[int], stride: Any) -> bool:
+    """Does a tensor with these strides have one place for each of its elements, and no others?"""
+    if not isinstance(stride, list) or len(stride) != len(shape) or not all(type(s) is int and s > 0 for s in stride):
+        return False
+    if 0 in shape:
+        return True
+    room = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step != room:
+            return False
+        room *= size
+    return True

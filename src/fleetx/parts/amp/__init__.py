@@ -78,6 +78,7 @@ class AMP(Part):
     changes_forward: ClassVar[bool] = True
     effect: ClassVar[Effect] = more("half_outputs", "modules return half precision")
     example: ClassVar[dict[str, Any]] = {"init_loss_scaling": 1024.0}
+    lossless: ClassVar[dict[str, Any]] = {"custom_black_list": ["linear"]}  # what verify's model runs in half precision
     rounding: ClassVar[float] = 3e-2
     costs: ClassVar[str] = "time: casts; faster on devices with half-precision arithmetic"
 

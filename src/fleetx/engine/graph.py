@@ -1,0 +1,70 @@
+"""The autograd graph of the backward that is running: what it was asked for, and which way it goes."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Node = Any
+_BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of torch.autograd.backward, which Tensor.backward calls, or of torch.autograd.grad."""
+
+    roots: list[Node]  # where it begins
+    wanted: list[Node]  # of which it was asked for the gradient; empty: of all leaves
+
+
+def running() -> Call | None:
+    """The call that runs the backward in which this is called. None: it was not started from Python."""
+    frame = _find(sys._getframe(1))
+    if frame is None:  # on a GPU, nodes run in a thread of their own, while the caller waits
+        frame = next(filter(None, map(_find, sys._current_frames().values())), None)
+    if frame is None:
+        return None
+    given = frame.f_locals
+    return Call(_nodes(given["tensors" if frame.f_code is _BACKWARD else "outputs"]), _nodes(given["inputs"]))
+
+
+def _find(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _BACKWARD and frame.f_code is not _GRAD:
+        frame = frame.f_back
+    return frame
+
+
+def _nodes(given: Any) -> list[Node]:
+    each = [given] if isinstance(given, Tensor | torch.autograd.graph.GradientEdge) else given or ()
+    edges = [torch.autograd.graph.get_gradient_edge(t) if isinstance(t, Tensor) else t for t in each]
+    return [edge.node for edge in edges]
+
+
+def before(starts: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """These nodes and all that backward reaches from them, nearest first, but nothing behind one that stops it."""
+    seen, waiting = set[Node](), deque(starts)
+    while waiting:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if stop is None or not stop(node):
+            waiting.extend(following for following, _ in node.next_functions)
+
+
+def all_before(starts: Iterable[Node], wanted: Collection[Node]) -> bool:
+    """Does backward reach all the wanted nodes from these?"""
+    missing = set(wanted)
+    for node in before(starts):
+        missing.discard(node)
+        if not missing:
+            return True
+    return not missing
