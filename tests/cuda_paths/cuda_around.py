@@ -89,4 +89,30 @@ def checkpoint(fleet):
     assert all(p.device == device.CUDA and torch.equal(p, s) for p, s in zip(net.parameters(), saved, strict=True))
 
 
+def different_batches(fleet):
+    """On two ranks: a pipeline whose ranks got different batches says so before the update."""
+    from cuda_scenarios import PIPELINE
+
+    from fleetx import UsageError
+
+    net, optimizer = started(fleet, pipeline=PIPELINE)
+    for share in (0, 0, fleet.worker_index()):
+        x = torch.full((8, 128), float(share)).to(fleet.device())
+        before = [p.detach().clone() for p in net.parameters() if not p.is_meta]
+        with device.accounts() as seen:
+            fleet.forward_backward(x, x, loss_fn=lambda out, _: out.square().mean())
+        if share or fleet.worker_index() == 0:
+            assert seen.waits <= 1  # the first batch shows how the model is cut
+        try:
+            optimizer.step()
+        except UsageError as error:
+            if "got different batches" not in str(error):
+                raise
+            held = [p for p in net.parameters() if not p.is_meta]
+            assert all(torch.equal(p, b) for p, b in zip(held, before, strict=True))
+            return
+        optimizer.zero_grad()
+    raise AssertionError("nothing was said")
+
+
 AROUND = {f.__name__: f for f in (loader, overflow, comparison, weights, checkpoint)}

@@ -45,24 +45,27 @@ def train(fleet, scenario, kind):
     if kind == "cpu" and "recompute" in scenario.strategy:  # there is nowhere to offload to
         strategy.recompute_configs = {"checkpoints": ["0", "1"]}
     net, optimizer = fleet.distribute(net, optimizer, strategy)
-    torch.manual_seed(1 + fleet.worker_index())
+    torch.manual_seed(1 + fleet.replica_index())
     batches = [torch.randn(8, 128).to(fleet.device()) for _ in range(STEPS)]
     updates = 0
     for x in batches[:WARM]:
-        step(fleet, net, optimizer, x)
+        step(fleet, net, optimizer, x, scenario)
     with device.accounts() as seen:
         for x in batches[WARM:]:
-            step(fleet, net, optimizer, x)
+            step(fleet, net, optimizer, x, scenario)
             updates += fleet.updated
-    assert all(t.device == fleet.device() for t in [*net.parameters(), *net.buffers()])
+    held = [p for p in net.parameters() if not p.is_meta]  # the rest is on other ranks
+    assert all(t.device == fleet.device() for t in [*held, *net.buffers()])
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
     assert all(v.device == fleet.device() for v in state)
-    return torch.cat([p.detach().cpu().flatten() for p in net.parameters()]), seen, updates
+    return torch.cat([p.detach().cpu().flatten() for p in held]), seen, updates
 
 
-def step(fleet, net, optimizer, x):
-    loss = net(x).square().mean()
-    fleet.backward(loss)
+def step(fleet, net, optimizer, x, scenario=None):
+    if scenario is not None and "pipeline" in scenario.strategy:
+        fleet.forward_backward(x, x, loss_fn=lambda out, _: out.square().mean())
+    else:
+        fleet.backward(net(x).square().mean())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -152,11 +155,12 @@ def main(what, out):
             found[scenario.name] = {"failed": traceback.format_exc()}
             if what == "ranks":
                 break  # the other rank waits for this one
-    if what == "alone":
-        os.environ["FLEETX_DEVICE"] = "cuda"
-        from cuda_around import AROUND
+    os.environ["FLEETX_DEVICE"] = "cuda"
+    from cuda_around import AROUND, different_batches
 
-        for name, function in AROUND.items():
+    around = AROUND if what == "alone" else {"different_batches": different_batches}
+    if len(found) == len(ALONE if what == "alone" else TWO_RANKS):
+        for name, function in around.items():
             try:
                 with device.Device():
                     function(fleet)

@@ -34,6 +34,7 @@ def load(guard):
 load(os.environ["FAKE_CUDA_GUARD"])
 
 import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
@@ -73,7 +74,14 @@ class Device(TorchDispatchMode):
     """While it is entered, `device="cuda"` works."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _faked() or any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+            return func(*args, **(kwargs or {}))  # there is nothing to compute
         return _run(func, args, kwargs or {})
+
+
+def _faked():
+    """torch asks this mode before a FakeTensorMode, whichever was entered last."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 # --- accounts -------------------------------------------------------------------------------------
@@ -336,6 +344,7 @@ def install():
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.mem_get_info = lambda device=None: (80 << 30, 80 << 30)
+    FakeTensorMode.avoid_device_init = property(lambda self: True)
     cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
 
 

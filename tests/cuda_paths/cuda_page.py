@@ -19,8 +19,8 @@ every operation on them is computed on the CPU, checked and counted (`tests/cuda
 ## What this shows
 
 - Results: training on the device equals the same training on the CPU, bit for bit or within the error in the table. So
-  the code that only CUDA takes, such as LARS and LAMB in foreach functions, streams and autocast's CUDA lists, computes
-  the right thing.
+  the code that only CUDA takes, such as LARS and LAMB in foreach functions, the messages of dgc, streams and autocast's
+  CUDA lists, computes the right thing.
 - Devices: an operation on tensors of two devices raises an error, as on a GPU. Parameters, buffers and the optimizer's
   state stay on the device.
 - Waiting: how often the host waits for the device per update, once the first steps are over. Reading a value
@@ -28,9 +28,15 @@ every operation on them is computed on the CPU, checked and counted (`tests/cuda
 - Streams: an operation that uses what another stream has written raises an error, unless its stream has waited for
   that one, or for a future that knows the device.
 
+- Triton kernels (LARS, LAMB, the selection of dgc), where triton is installed: in Triton's interpreter they equal the
+  CPU's kernels (`tests/optim/test_kernels.py`, `tests/parts/dgc/test_on_device.py`), and they compile to machine code
+  for sm_80 and sm_90 (`tests/optim/test_triton.py`). Training on this device does not run them: it uses the foreach
+  functions and `topk`, which is also what runs where triton is missing. On your GPU they are compared with these once,
+  and not used if they differ; `fleet.explain()` says which run.
+
 ## What it does not show
 
-- The results of CUDA's own kernels, their rounding and their speed.
+- The results of CUDA's own kernels and of compiled Triton kernels, their rounding and their speed.
 - Races inside a kernel, memory that an allocator reuses too early, and streams inside torch's C++ code.
 - NCCL: two ranks communicate with gloo. DistributedDataParallel's C++ code, which needs addresses: gradients are
   reduced after backward, by the same code of the strategy.

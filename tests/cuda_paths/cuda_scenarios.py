@@ -43,7 +43,7 @@ ALONE = [
     ),
 ]  # fmt: skip
 
-_SENT = "And 18 times per large tensor: which values are sent? They are chosen and coded on the host"
+PIPELINE = {"stages": ["1.2"], "micro_batch": 2}
 TWO_RANKS = [
     Scenario("data parallelism"),
     Scenario("amp float16, gradient_merge, clip", {"amp": FP16, "gradient_merge": MERGE, "clip": CLIP}, tolerance=2e-2),
@@ -55,13 +55,19 @@ TWO_RANKS = [
     Scenario("fp16_allreduce", {"fp16_allreduce": True}, tolerance=1e-3),
     Scenario("fp16_allreduce, amp bfloat16, sync_batch_norm",
              {"fp16_allreduce": True, "amp": BF16, "sync_batch_norm": True}, tolerance=2e-2),
+    Scenario("quantized_allreduce", {"quantized_allreduce": True}, tolerance=1e-2),
     Scenario("two communicators", {"nccl_comm_num": 2}),
     Scenario("localsgd", {"localsgd": {"k_steps": 2}}),
     Scenario("localsgd, amp float16, gradient_merge",
              {"localsgd": {"k_steps": 2}, "amp": FP16, "gradient_merge": MERGE}, tolerance=2e-2),
     Scenario("adaptive_localsgd", {"adaptive_localsgd": {"max_k_steps": 4}}, waits=2, tolerance=1e-6,
              why="may the update be applied? What is the loss, which decides the next period?"),
-    Scenario("dgc", {"dgc": {"sparsity": [0.9]}}, waits=110, why=f"may the update be applied? {_SENT}", tolerance=1e-5),
+    Scenario("dgc", {"dgc": {"sparsity": [0.9]}}, tolerance=1e-5),
+    Scenario("pipeline", {"pipeline": PIPELINE}, tolerance=1e-6),
+    Scenario("pipeline, amp float16, lamb, clip", {"pipeline": PIPELINE, "amp": FP16, "lamb": True, "clip": CLIP},
+             adam=True, tolerance=2e-2),
+    Scenario("dgc, float16 values, clip_norm, amp float16",
+             {"dgc": {"sparsity": [0.99], "value_dtype": "float16", "clip_norm": 0.1}, "amp": FP16}, tolerance=2e-2),
 ]  # fmt: skip
 
 RANKS = 8

@@ -102,7 +102,6 @@ def main(out):
     real_meshes()
     store = MirrorStore(RANKS)
     dist.init_process_group("fake", store=store, rank=0, world_size=RANKS)
-    FakeTensorMode.avoid_device_init = property(lambda self: True)
     os.environ["FLEETX_DEVICE"] = "cuda"
     found = {}
     for scenario in SHARDING:

@@ -103,5 +103,11 @@ def test_what_surrounds_a_step_works_on_the_device(seen, name):
     assert "failed" not in found, found["failed"]
 
 
+@pytest.mark.parametrize("place", ["rank 0", "rank 1"])
+def test_ranks_of_a_pipeline_with_different_batches_are_told_before_the_update(seen, place):
+    found = seen[place]["around: different_batches"]
+    assert "failed" not in found, found["failed"]
+
+
 def test_the_page_lists_what_is_run():
     assert cuda_page.PAGE.read_text() == cuda_page.text(), "run tests/cuda_paths/cuda_page.py"

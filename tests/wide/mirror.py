@@ -4,6 +4,8 @@
     all_gather   size copies of the value
     broadcast    the value
     reduce_scatter   size times this rank's chunk
+    all_to_all   size copies of this rank's chunk
+    recv         ones: what a neighbour sends is not what this rank would send, and yes if torch's stages vote
 
 So training equals training alone wherever the ranks would hold the same data, and what a rank makes for itself (groups,
 layouts, plans, shards) is what it makes in a world of that size. Counts what is communicated.
@@ -102,8 +104,26 @@ class Mirror(dist.ProcessGroup):
             self._reduce([output], opts.reduceOp if opts is not None else ReduceOp.SUM)
         return _done(output)
 
+    def all_to_all_single(self, output, given, output_sizes, input_sizes, opts=None):
+        self._count("all_to_all", [output])
+        with torch.no_grad():
+            output.view(self._size, -1).copy_(given.view(self._size, -1)[self._place].expand(self._size, -1))
+        return _done(output)
+
     # the names before torch 2.13's
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors, to, tag):
+        self._count("send", tensors)
+        return _done(tensors)
+
+    def recv(self, tensors, source, tag):
+        self._count("recv", tensors)
+        with torch.no_grad():
+            for t in tensors:
+                t.fill_(1)
+        return _done(tensors)
 
     def barrier(self, opts=None):
         return _done([])

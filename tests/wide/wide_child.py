@@ -28,6 +28,7 @@ STRATEGIES = {
     "recompute": {"recompute": {"checkpoints": ["0", "1"]}},
     "sync_batch_norm": {"sync_batch_norm": True},
     "fp16_allreduce": {"fp16_allreduce": True},
+    "quantized_allreduce": {"quantized_allreduce": True},
     "dgc": {"dgc": {"sparsity": [0.999]}},
     "localsgd": {"localsgd": {"k_steps": 2}},
     "adaptive_localsgd": {"adaptive_localsgd": True},
@@ -35,6 +36,12 @@ STRATEGIES = {
     "hierarchical": {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": PER_HOST},
     "sharding": {"sharding": {"stage": 3, **ANCHORS}},
     "sharding on hosts": {"sharding": {"stage": 3, "sharding_degree": PER_HOST, "hybrid_dp": True, **ANCHORS}},
+    "pipeline": {"pipeline": {"stages": ["1", "2.0", "2.1"], "micro_batch": 4}},
+    "pipeline, interleaved, amp, clip": {
+        "pipeline": {"stages": ["0.2", "1", "2"], "degree": 2, "micro_batch": 4, "schedule_mode": "Interleaved1F1B"},
+        "amp": True,
+        "clip": True,
+    },
     "sharding, lamb, clip, amp": {"sharding": {"stage": 3, **ANCHORS}, "lamb": True, "clip": True, "amp": True},
 }
 
@@ -59,16 +66,27 @@ def run(declared):
     start, counted = time.process_time(), Calls()
     with counted:
         net, optimizer = fleet.distribute(net, optimizer, fleet.DistributedStrategy(**declared))
-    found = {"seconds": time.process_time() - start, "calls": counted.number}
-    found |= {"setup": dict(mirror.numbers), "groups": sum(mirror.groups.values())}
+    found = {"setup": dict(mirror.numbers), "groups": sum(mirror.groups.values())}
+    if "pipeline" in declared:  # the model is cut at the first batch
+        with counted:
+            step(net, optimizer, True)
+    found |= {"seconds": time.process_time() - start, "calls": counted.number}
     mirror.forget()
     for _ in range(2):
-        fleet.backward(net(torch.randn(4, 128)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        step(net, optimizer, "pipeline" in declared)
     found |= {"step": {name: n / 2 for name, n in mirror.numbers.items()}, "updated": fleet.updated}
     fleet.flush()
     return found
+
+
+def step(net, optimizer, scheduled):
+    x = torch.randn(8, 128)
+    if scheduled:
+        fleet.forward_backward(x, x, loss_fn=lambda out, _: out.square().mean())
+    else:
+        fleet.backward(net(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Calls:

@@ -153,7 +153,7 @@ class Pipeline(Part):
     @at(Stage.GRADIENT, needs={Fact.SPREAD}, ends={Fact.SPREAD})
     def tie(self, grads: list[Tensor], ctx: StepContext) -> None:
         """add up the gradients of weights that several stages use, so that they stay equal"""
-        ctx.notes["runtime"].sum_shared()
+        ctx.notes["runtime"].before_update(ctx)
 
     @at(Stage.SCHEDULE, unbuilt={Fact.PARTED})
     def run(self, batch: Any, ctx: StepContext) -> Tensor:

@@ -15,8 +15,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fleetx.base import seams
+from fleetx.base.trees import tensors_of
 from fleetx.engine.buffers import ModelBuffers
-from fleetx.engine.context import SetupContext, StepInput
+from fleetx.engine.context import SetupContext, StepContext, StepInput
 from fleetx.errors import StrategyError, UsageError
 from fleetx.measure.step_key import constants_of, shapes_of
 from fleetx.parts.pipeline import device_guard, microbatch, schedules, timeline
@@ -43,6 +44,8 @@ class Runtime:
         self._params: StageParams | None = None  # until the model is cut
         self._runners: dict[Any, ScheduleRunner] = {}
         self._last: ScheduleRunner | None = None
+        self._look: Any = None  # shapes and constants of the last batch
+        self._differ: Tensor | None = None  # did ranks have different batches since the last update? Not read yet
         self._seed = self.group.broadcast_json(torch.initial_seed())
 
     @property
@@ -86,12 +89,22 @@ class Runtime:
         return torch.stack(losses).mean()
 
     def _check_same(self, batch: StepInput) -> None:
-        """All ranks of a pipeline need the same batch, because each stage takes from it what it needs."""
+        """All ranks of a pipeline need the same batch, because each stage takes from it what it needs.
+
+        On an accelerator, the answer for a batch that looks like the last one is read with the others of the update.
+        """
         value = batch.inputs, batch.target
-        digests = self.group.gather(
-            microbatch.digest(value, (batch.weight, constants_of(value)), self.group.device)
-        ).flatten()
-        if len(set(digests.tolist())) > 1:
+        look = constants_of(value), [tuple(t.shape) for t in tensors_of(value)]
+        digests = self.group.gather(microbatch.digest(value, (batch.weight, look), self.group.device)).flatten()
+        differ = (digests != digests[0]).any().to(torch.float32).view(1)
+        known, self._look = look == self._look, look
+        if self.group.device.type == "cpu" or not torch.is_grad_enabled() or not known:
+            self._refuse_if(bool(differ))
+        else:
+            self._differ = differ if self._differ is None else self._differ.maximum(differ)
+
+    def _refuse_if(self, differ: bool) -> None:
+        if differ:
             first = self._ctx.world.rank - self.group.rank
             raise UsageError(
                 f"ranks {first} to {first + self.group.size - 1} form one pipeline, but got different batches or "
@@ -170,9 +183,12 @@ class Runtime:
         finally:
             params.interceptor = None
 
-    def sum_shared(self) -> None:
+    def before_update(self, ctx: StepContext) -> None:
         if self._params is not None:
             self._params.sum_shared()
+        if self._differ is not None:
+            ctx.withhold_if(self._differ, self._refuse_if)
+            self._differ = None
 
     # --- explain ----------------------------------------------------------------------------------
     def remarks(self) -> Iterator[str]:
