@@ -17,6 +17,7 @@ import os
 import traceback
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,18 @@ class CudaTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if fakes := [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]:
+            args, kwargs = tree_map(partial(_without_values, fakes[0].fake_mode), (args, kwargs))
+            return func(*args, **(kwargs or {}))
         return _run(func, args, kwargs or {})
+
+
+def _without_values(mode, x):
+    """As on a GPU, where the mode turns a tensor that meets one of its own into such a one."""
+    if not isinstance(x, CudaTensor):
+        return x
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
 
 
 class Device(TorchDispatchMode):

@@ -27,7 +27,6 @@ every operation on them is computed on the CPU, checked and counted (`tests/cuda
   (`.item()`, `.cpu()`, `nonzero()`) waits, and so does sending one from memory that is not pinned.
 - Streams: an operation that uses what another stream has written raises an error, unless its stream has waited for
   that one, or for a future that knows the device.
-
 - Triton kernels (LARS, LAMB, the selection of dgc), where triton is installed: in Triton's interpreter they equal the
   CPU's kernels (`tests/optim/test_kernels.py`, `tests/parts/dgc/test_on_device.py`), and they compile to machine code
   for sm_80 and sm_90 (`tests/optim/test_triton.py`). Training on this device does not run them: it uses the foreach
@@ -63,6 +62,8 @@ that shards stay on the device, that each rank holds its share, and that the hos
 - A float16 overflow skips its update and lowers the scale, with one read.
 - Comparing the parameters of the ranks (`fleet.Checks(same_parameters=)`) reads once.
 - `fleet.weight` with a tensor on the device; `fleet.save` and `fleet.load`.
+- Two ranks of a pipeline with different batches raise an error before the update. Comparing their batches does not wait,
+  except for the first batch and for one of another shape.
 """
 
 
