@@ -49,14 +49,17 @@ class Launch:
         self.workers: LocalWorkers | None = None
         self.server: ForkServer | None = None
         self.helpers = {killer.pid}
+        self.asked: list[signal.Signals] = []  # to stop, while torchelastic was not handling signals
 
     def run(self) -> int:
-        _raise_on_signals()
+        _raise_on_signals(self.asked)
         echo = None
         try:
             print_status(self._banner())
             if not self.job.single_node and not self.job.secret:
-                print_status("no job secret: whoever reaches --master can join or stop this job; see --secret_file")
+                print_status(
+                    "no job secret: anyone who can reach --master can join or stop this job; see --secret_file"
+                )
             echo = Echo(self.logs.path(0))
             code, message = self._run_agent()
             echo.stop()  # copy everything, however slow the terminal; Ctrl-C can still interrupt this
@@ -140,6 +143,8 @@ class Launch:
         from fleetx.launch.rendezvous import FleetrunRendezvous, SingleNodeRendezvous
         from fleetx.launch.report import failure_report, first_cause_first
 
+        if self.asked:  # an import can swallow the exception of a signal: one raised in a destructor is only printed
+            raise StopRequested(self.asked[0])
         silence_torchelastic()
         check_torch(job)
         cluster = None if job.single_node else MultiNodeRendezvous(job, print_status=print_status)
@@ -195,11 +200,12 @@ class Launch:
         return f"{text}, logs in {self.logs.directory}/workerlog.*"
 
 
-def _raise_on_signals() -> None:
-    """Raise StopRequested on signals until torchelastic handles them. Under nohup, both ignore SIGHUP."""
+def _raise_on_signals(asked: list[signal.Signals]) -> None:
+    """Note signals and raise StopRequested until torchelastic handles them. Under nohup, both ignore SIGHUP."""
 
     def stop(number: int, _: FrameType | None) -> None:
-        raise StopRequested(signal.Signals(number))
+        asked.append(signal.Signals(number))
+        raise StopRequested(asked[-1])
 
     sighup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [name for name in _STOP_SIGNALS if not (name is signal.SIGHUP and sighup_ignored)]
