@@ -245,5 +245,6 @@ def test_updated_tells_whether_the_last_step_applied():
     for x, y in batches(4):
         fleet.forward_backward(x, y, loss_fn=mse_loss)
         optimizer.step()
+        optimizer.zero_grad()
         told.append(fleet.updated)
     assert told == [False, True, False, True]

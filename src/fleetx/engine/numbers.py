@@ -77,6 +77,10 @@ class Numbers:
         if any(answers):  # an overflow under a loss scale is normal
             run.step.overflowed = True
             return False
+        if bad and run.step.norm is not None:  # a sum of squares can overflow although every gradient is finite
+            grads = [local(p.grad) for p in run.gradients.params() if p.grad is not None]
+            found = _not_finite(_chosen(grads, every=True), run.device)
+            (bad,) = _read([Doubt(found, divided, lambda found: None)], self._world)
         if not bad:
             self._bad = 0
             return True
