@@ -31,7 +31,7 @@ train: $(STAMP)  ## train a small ResNet on real digits with two workers and sev
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 quick: $(STAMP)  ## the tests for after each change, about a minute
-	$(PYTEST) -m "not slow and not nightly" $(ARGS)
+	$(PYTEST) -n 2 -m "not slow and not nightly" $(ARGS)
 
 test: $(STAMP)  ## every test that proves a promise; CI runs this
 	$(PYTEST) -m "not nightly" $(ARGS)

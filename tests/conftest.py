@@ -28,7 +28,8 @@ def pytest_configure(config):
 
 # Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.
 SLOW = (
-    "launch/", "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
+    "launch/", "integrations/", "record/", "report/", "test_compile", "test_critical_batch",
+    "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
     "test_export", "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch",
     "test_child",
     "test_bert_and_gpt2", "test_lost_rank", "parts/test_pipeline", "test_static_documents", "test_static_equals_eager",
