@@ -30,7 +30,7 @@ train: $(STAMP)  ## train a small ResNet on real digits with two workers and sev
 # Each worker has its own pools of ranks. Three on two cores, because many tests wait for processes that they have started.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-quick: $(STAMP)  ## the tests for after each change, about a minute
+quick: $(STAMP)  ## the tests for after each change, under two minutes
 	$(PYTEST) -n 2 -m "not slow and not nightly" $(ARGS)
 
 test: $(STAMP)  ## every test that proves a promise; CI runs this
