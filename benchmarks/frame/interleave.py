@@ -25,6 +25,7 @@ class Sides:
     unit: str = "s"
     counts: dict[str, tuple[float, float]] = field(default_factory=dict)  # of ours and theirs: what no noise disturbs
     notes: dict[str, Any] = field(default_factory=dict)  # figures besides, for the JSON
+    cpu: Sides | None = None  # the same pairs in CPU seconds of this process, which other work disturbs less
 
     def __post_init__(self) -> None:
         if not self.ours or len(self.ours) != len(self.theirs):
@@ -35,7 +36,8 @@ class Sides:
         """The samples of several starts together; everything else is taken from the first."""
         ours = [x for sides in several for x in sides.ours]
         theirs = [x for sides in several for x in sides.theirs]
-        return replace(several[0], ours=ours, theirs=theirs)
+        cpu = [sides.cpu for sides in several if sides.cpu is not None]
+        return replace(several[0], ours=ours, theirs=theirs, cpu=Sides.pooled(cpu) if cpu else None)
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,12 @@ class Run:
     ) -> Sides:
         """Time two pieces of work against each other. Every rank must call it; each begins a sample together."""
         wait = _barrier if self.size > 1 else _nothing
-        a, b = interleave(clocked(ours, wait=wait), clocked(theirs, wait=wait), rounds=self.rounds, warm_up=warm_up)
+        spent: tuple[list[float], list[float]] = ([], [])
+        sides = [clocked(work, wait=wait, cpu=cpu) for work, cpu in zip((ours, theirs), spent, strict=True)]
+        a, b = interleave(*sides, rounds=self.rounds, warm_up=warm_up)
         calls = (count_calls(ours) / steps, count_calls(theirs) / steps)
-        return Sides(a, b, steps=steps, counts={"calls a step": calls}, notes=notes)
+        cpu = Sides(*(seconds[warm_up:] for seconds in spent), steps=steps)
+        return Sides(a, b, steps=steps, counts={"calls a step": calls}, notes=notes, cpu=cpu)
 
 
 def interleave(ours: Side, theirs: Side, *, rounds: int, warm_up: int = WARM_UP) -> tuple[list[float], list[float]]:
@@ -87,14 +92,17 @@ def interleave(ours: Side, theirs: Side, *, rounds: int, warm_up: int = WARM_UP)
     return a, b
 
 
-def clocked(work: Callable[[], Any], *, wait: Callable[[], Any]) -> Side:
-    """The seconds that `work` takes, counted from the ctx when everybody is ready."""
+def clocked(work: Callable[[], Any], *, wait: Callable[[], Any], cpu: list[float] | None = None) -> Side:
+    """The seconds that `work` takes, counted from when everybody is ready; `cpu` collects the CPU seconds."""
 
     def side() -> float:
         wait()
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.process_time()
         work()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        if cpu is not None:
+            cpu.append(time.process_time() - began)
+        return seconds
 
     return side
 

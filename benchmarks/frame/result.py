@@ -89,6 +89,7 @@ def as_json(result: Result, *, load_before: list[float]) -> dict[str, Any]:
         "ours": _side(b.ours, sides.ours) if sides else None,
         "theirs": _side(b.theirs, sides.theirs) if sides else None,
         "counts": {k: {"ours": a, "theirs": b} for k, (a, b) in sides.counts.items()} if sides else {},
+        "cpu": asdict(ratio_of(sides.cpu)) if sides and sides.cpu else None,
         "notes": sides.notes if sides else {},
         "ranks": b.ranks,
         "threads_per_rank": b.threads,

@@ -50,6 +50,9 @@ def line(result: Result) -> str:
     ours, theirs = (_low_and_middle(x, sides.unit) for x in (sides.ours, sides.theirs))
     starts = ", by start " + " ".join(f"{ratio_of(s).value:.3f}" for s in result.by_start)
     counts = "".join(f"; {what} {x:,.0f} and {y:,.0f}" for what, (x, y) in sides.counts.items())
+    if sides.cpu is not None:
+        cpu = ratio_of(sides.cpu)
+        counts += f"; CPU {cpu.value:.3f} ({cpu.low:.3f}-{cpu.high:.3f}), {_difference(cpu.difference)}"
     return f"  {b.ours} {ours}, {b.theirs} {theirs} (minimum, median); spread {ratio.spread:.0%}{starts}{counts}"
 
 

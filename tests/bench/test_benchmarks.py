@@ -90,7 +90,8 @@ def test_a_comparison_counts_the_calls_of_each_step():
 
     sides = Run(rounds=2).compare(lambda: calls(20), lambda: calls(10), steps=5)
     ours, theirs = sides.counts["calls a step"]
-    assert len(sides.ours) == len(sides.theirs) == 2
+    assert sides.cpu is not None
+    assert len(sides.ours) == len(sides.theirs) == len(sides.cpu.ours) == len(sides.cpu.theirs) == 2
     assert ours - theirs == pytest.approx(2)
 
 
