@@ -361,6 +361,22 @@ def test_seconds_of_a_stop_are_never_counted_before_it_was_seen(monkeypatch):
     assert seen.stopped is None
 
 
+def test_a_hub_that_is_still_starting_is_not_silent():
+    """Its port is open before its process runs, which takes long on a busy machine."""
+    seen = watcher.Watcher(Heard(), START | {"rank": 1}, bytearray(watcher.PLACE.size))
+    ours, theirs = socket.socketpair()
+    seen.up = Lines(ours)
+    seen.look_around(CONNECT - 1)
+    assert seen.verdict is None
+    theirs.sendall(b"{}\n")
+    seen.from_hub()
+    seen.look_around(SILENT - 0.1)
+    assert seen.verdict is None
+    seen.look_around(0.2)
+    assert "has not answered for 4.6 s; it was not heard of before" in alarm.lost(seen.verdict, 1)
+    ours.close(), theirs.close()
+
+
 def test_a_kill_for_lack_of_memory_is_called_that():
     made = hub()
     made.hear(1, {"killed": "", "memory": True} | BEAT)

@@ -51,6 +51,7 @@ class Watcher:
         self.ended = False  # has the rank said how it ends?
         self.stopped: float | None = None  # seconds that the rank has been stopped by a signal
         self.silent = 0.0  # seconds without a word from the hub
+        self.patience = CONNECT  # how many it may be; until its first word its process may still be starting
         self.up: Any = None  # the connection to the hub
         self.hub: Any = Hub(self.size, self.from_own_hub) if self.rank == 0 else None
         self.clients = {}  # on rank 0: connection -> rank of another watcher
@@ -128,8 +129,8 @@ class Watcher:
             self.hub.look(passed)
             for client in [one for one, since in self.strangers.items() if time.monotonic() - since > PROOF]:
                 self.turn_away(client)
-        elif self.up is not None and self.silent > SILENT:
-            self.tell_parent({"rank": 0, "how": "silent", "ports": [], **self.hub_place()})
+        elif self.up is not None and self.silent > self.patience:
+            self.tell_parent({"rank": 0, "how": "silent", "silent": self.patience, "ports": [], **self.hub_place()})
             self.silent = 0.0
 
     def longest_silence(self):
@@ -206,7 +207,7 @@ class Watcher:
                 self.tell_parent({"rank": 0, "how": "vanished", "ports": [], **self.hub_place()})
             self.parent.send({"nobody": None})  # nobody will answer any more
             return
-        self.silent = 0.0
+        self.silent, self.patience = 0.0, SILENT
         for message in messages:
             self.hear_hub(message)
 
