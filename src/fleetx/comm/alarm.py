@@ -52,8 +52,8 @@ def lost(verdict: dict[str, Any], here: int) -> str:
             "The job must be started again; if you stop a rank, resume it within 4 s (`kill -CONT`)"
         ),
         "silent": (
-            f"{who} has not answered for {verdict.get('silent', SILENT):.1f} s; it was {doing or 'not heard of before'}. "
-            f"Its machine is frozen or down, or the network is cut: try `ping {verdict['host']}` and `fleetx doctor`"
+            f"{who} has not answered for {verdict.get('silent', SILENT):.1f} s; it was {doing or 'not heard of before'}"
+            f". Its machine is frozen or down, or the network is cut: try `ping {verdict['host']}` and `fleetx doctor`"
         ),
         "vanished": (
             f"{who} and its watcher ended together {doing}. Was the job cancelled there, or the machine switched off? "
