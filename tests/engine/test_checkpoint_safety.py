@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from torch import nn
 
 from fleetx import CheckpointError, UsageError, fleet
 from fleetx.comm.session import current
-from fleetx.engine.checkpoint import manifest, tensor_file, tree
+from fleetx.engine.checkpoint import chunks, manifest, tensor_file, tree
 from training import adamw, batches, net, zero_last
 
 
@@ -207,6 +208,59 @@ def test_an_index_that_lies_is_refused(saved, path, value, message):
         at = at[key]
     at[path[-1]] = value
     forge(folder, "index.json", json.dumps(index).encode())
+    refused(folder, *training, match=message)
+
+
+boxes = st.lists(st.tuples(st.tuples(*[st.integers(0, 4)] * 2), st.tuples(*[st.integers(1, 3)] * 2)), max_size=6)
+
+
+@given(boxes)
+def test_pieces_overlap_if_two_of_them_do(regions):
+    regions = sorted(set(regions))
+    naive = any(chunks._overlap(a, b) for a, b in itertools.combinations(regions, 2))
+    assert chunks._any_overlap(regions) == naive
+
+
+def test_thousands_of_pieces_are_checked_each_against_few():
+    regions = [((0, row), (1, 1)) for row in range(20_000)]
+    looked = []
+
+    def overlap(a, b):
+        looked.append(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_overlap", overlap)
+        assert not chunks._any_overlap(regions)
+    assert len(looked) < 20_000
+
+
+def test_a_piece_that_is_listed_twice_is_refused(saved):
+    folder, *training = saved
+    index = json.loads((folder / "index.json").read_text())
+    index["tensors"]["model.0.weight"]["chunks"] *= 2
+    forge(folder, "index.json", json.dumps(index).encode())
+    refused(folder, *training, match="two pieces by one rank")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [("optimizer.0.weight.step", {"name": "optimizer.0.weight.$zz"}, "fromhex"),
+     ("optimizer.0.weight.exp_avg", {"name": "optimizer.0.weight.exp_avg#number"}, "is not a number"),
+     ("optimizer.0.weight.exp_avg", {"dtype": "CF32"}, "is not complex"),
+     ("optimizer.0.bias.exp_avg", {"dtype": "CF32"}, "is not complex")],
+)  # fmt: skip
+def test_a_state_of_the_optimizer_that_lies_is_refused_before_the_model_is_touched(saved, name, change, message):
+    folder, *training = saved
+    index = json.loads((folder / "index.json").read_text())
+    entry = index["tensors"].pop(name)
+    content = (folder / "rank-00000.safetensors").read_bytes()
+    new = change.pop("name", name)
+    index["tensors"][new] = entry | change
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    entries[new] = entries.pop(name)
+    forge(folder, "index.json", json.dumps(index).encode())
+    forge(folder, "rank-00000.safetensors", header(entries, content[8 + length :]))
     refused(folder, *training, match=message)
 
 
