@@ -21,6 +21,7 @@ from torch import nn
 from benchmarks.frame import Run, Sides, benchmark
 from benchmarks.frame.interleave import Side, clocked, interleave
 from fleetx import fleet
+from fleetx.engine.checkpoint.hashing_file import HashingFile
 
 MEGABYTES = 400
 SAVE_GOAL, STALL_SECONDS, ADDED_GOAL = 1.2, 0.2, 1.03
@@ -85,6 +86,27 @@ def save_on_two(run: Run) -> Sides:
 def over_the_last(run: Run) -> Sides:
     """From one process, but torch writes over its last checkpoint, which a kill would destroy."""
     return _save(run, over_the_last=True)
+
+
+@benchmark(ours="direct", theirs="page cache", ranks=1, rounds=12, starts=2)
+def direct(run: Run) -> Sides:
+    """400 MB in a new file, hashed and synced, by O_DIRECT and through the page cache; the last one is removed."""
+    data = memoryview(torch.randn(MEGABYTES * 10**6 // 4).numpy())  # type: ignore[arg-type]
+    root = Path(tempfile.mkdtemp(prefix="fleetx-benchmark-"))
+    cpu: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    def written(side: str, large: bool) -> None:
+        began = time.process_time()
+        (root / side).unlink(missing_ok=True)
+        with HashingFile(root / side, large=large) as file:
+            file.write(data)
+            file.finish()
+        cpu[side].append(time.process_time() - began)
+
+    try:
+        return run.compare(lambda: written("ours", True), lambda: written("theirs", False), cpu=cpu)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @benchmark(ours="saving", theirs="not saving", goal=ADDED_GOAL, ranks=1, rounds=5, starts=1, threads=2)
