@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -292,11 +293,50 @@ def test_a_state_that_lies_is_refused(saved, lie):
     refused(folder, *training)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"$tuple": []}, "not named"), ({"lr": None}, "lr is not a number"), ({"betas": 3}, "not a tuple")],
+)
+def test_options_of_the_optimizer_that_lie_are_refused(saved, options, message):
+    folder, *training = saved
+    document = json.loads((folder / "training.json").read_text())
+    document["groups"][0]["options"] = options
+    forge(folder, "training.json", json.dumps(document).encode())
+    refused(folder, *training, match=message)
+
+
+RAW = {
+    "deep": b"[" * 200_000, "deep objects": b'{"a":' * 100_000, "marked": b"\xef\xbb\xbf{}",
+    "utf-16": "{}".encode("utf-16"), "empty": b"", "null": b"null", "a long number": b"1" * 5000,
+    "not a number": b"NaN", "not utf-8": b'"\xff"', "a key twice": b'{"tensors":{},"tensors":{}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "index.json", "training.json"])
+@pytest.mark.parametrize("raw", RAW)
+def test_odd_json_is_refused(saved, name, raw):
+    folder, *training = saved
+    forge(folder, name, RAW[raw])
+    if (name, raw) == ("index.json", "a key twice"):  # then it is an index without tensors
+        with pytest.raises(UsageError, match="does not have"):
+            fleet.load(folder)
+    else:
+        assert len(refused(folder, *training)) < 500
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
+
+
+def _changed(node, place, value):
+    if not place or not isinstance(node, dict | list) or not node:
+        return value
+    key = (list(node) if isinstance(node, dict) else range(len(node)))[place[0] % len(node)]
+    node[key] = _changed(node[key], place[1:], value)
+    return node
 
 
 DOCUMENTS = ["manifest.json", "index.json", "training.json", "rank-00000.json"]
@@ -309,23 +349,30 @@ def test_any_change_of_a_document_gives_a_result_or_one_of_our_errors(saved, whe
     forged = folder.with_name("forged")
     shutil.rmtree(forged, ignore_errors=True)
     shutil.copytree(folder, forged)
-    document = json.loads((forged / name).read_text())
-
-    def changed(node, place):
-        if not place or not isinstance(node, dict | list) or not node:
-            return value
-        key = (list(node) if isinstance(node, dict) else range(len(node)))[place[0] % len(node)]
-        node[key] = changed(node[key], place[1:])
-        return node
-
-    new = changed(document, where)
+    new = _changed(json.loads((forged / name).read_text()), where, value)
     if name == "manifest.json":
         text = json.dumps(new).encode()
         (forged / name).write_bytes(text)
         (forged / "manifest.sha256").write_bytes(manifest.digest_line(text))
     else:
         forge(forged, name, json.dumps(new).encode())
-    with contextlib.suppress(CheckpointError, UsageError):
+    with contextlib.suppress(CheckpointError, UsageError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loader's state that is not asked for
+        fleet.load(forged)
+
+
+@given(where=st.lists(st.integers(0, 50), max_size=3), value=json_values)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_header_of_a_tensor_file_gives_a_result_or_our_error(saved, where, value):
+    folder, *_ = saved
+    forged = folder.with_name("forged")
+    shutil.rmtree(forged, ignore_errors=True)
+    shutil.copytree(folder, forged)
+    content = (folder / "rank-00000.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    new = _changed(json.loads(content[8 : 8 + length]), where, value)
+    forge(forged, "rank-00000.safetensors", header(new, content[8 + length :]))
+    with contextlib.suppress(CheckpointError):
         fleet.load(forged)
 
 

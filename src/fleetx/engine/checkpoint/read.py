@@ -235,6 +235,15 @@ def _check_groups(engine: Engine, training: SavedTraining) -> None:
         raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
     for group, saved in zip(engine.optimizer.param_groups, training.groups, strict=True):
         options = tree.decode(saved.options, no_tensor)
-        tensors = [key for key in options if isinstance(group.get(key), Tensor)]
-        if wrong := [key for key in tensors if not isinstance(options[key], int | float)]:
-            raise ValueError(f"{wrong[0]} is not a number")
+        if not isinstance(options, dict):
+            raise ValueError("the options of a group are not named")
+        wanted = {key: _kind(engine.optimizer.defaults.get(key, group.get(key))) for key in options}
+        if wrong := [key for key in options if wanted[key] and wanted[key] != _kind(options[key])]:
+            raise ValueError(f"{wrong[0]} is not a {wanted[wrong[0]]}")
+
+
+def _kind(value: Any) -> str:
+    """Of an option, if its value can be of one kind only."""
+    if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+        return "number"
+    return "tuple" if isinstance(value, tuple) else ""
