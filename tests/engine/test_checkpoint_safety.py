@@ -450,6 +450,13 @@ def calls_of_a_save(folder):
     return counted.made
 
 
+@pytest.fixture(params=[tensor_file.LARGE, 0], ids=["small", "large"])
+def direct(request, monkeypatch):
+    """Large files are written directly."""
+    monkeypatch.setattr(tensor_file, "LARGE", request.param)
+
+
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_path, replaces):
     good, *_ = saved
@@ -479,6 +486,7 @@ def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(f".{target.name}")]
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_or_broken_disk_is_said_and_leaves_the_last_checkpoint(saved, tmp_path, code):
     good, *_ = saved
