@@ -1,10 +1,13 @@
 """What checkpoints cost: a save of 400 MB against plain torch.distributed.checkpoint, and saving in the background.
 
-Both sides fsync the files that they write. Only ours hashes them, checks the parameters, and syncs the folder too.
+Both sides write a new folder, fsync its files and remove the folder before. Only ours hashes them, checks the
+parameters, and syncs the folder too. `over_the_last` lets torch write over its last files instead, which is faster, but
+a kill then leaves neither the old checkpoint nor the new one, or a mixture that loads.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import time
@@ -18,6 +21,7 @@ from torch import nn
 from benchmarks.frame import Run, Sides, benchmark
 from benchmarks.frame.interleave import Side, clocked, interleave
 from fleetx import fleet
+from fleetx.engine.checkpoint.hashing_file import HashingFile
 
 MEGABYTES = 400
 SAVE_GOAL, STALL_SECONDS, ADDED_GOAL = 1.2, 0.2, 1.03
@@ -34,7 +38,7 @@ def _armed(parameters: int, *, momentum: bool) -> tuple[nn.Module, torch.optim.O
     return fleet.distribute(model, optimizer)
 
 
-def _save(run: Run) -> Sides:
+def _save(run: Run, *, over_the_last: bool = False) -> Sides:
     model, _ = _armed(MEGABYTES * 10**6 // 4, momentum=False)
     folder = Path(tempfile.gettempdir()) / f"fleetx-benchmark-{fleet.worker_num()}"
 
@@ -45,11 +49,15 @@ def _save(run: Run) -> Sides:
         fleet.save(folder / "ours")
         cpu["ours"].append(time.process_time() - began)
 
+    count = itertools.count()
+
     def theirs() -> None:
-        began = time.process_time()
+        began, number = time.process_time(), 0 if over_the_last else next(count)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(model.state_dict(), checkpoint_id=folder / "theirs", no_dist=fleet.worker_num() == 1)
+            dcp.save(model.state_dict(), checkpoint_id=folder / f"theirs-{number}", no_dist=fleet.worker_num() == 1)
+        if run.rank == 0:
+            shutil.rmtree(folder / f"theirs-{number - 1}", ignore_errors=True)
         cpu["theirs"].append(time.process_time() - began)
 
     try:
@@ -72,6 +80,33 @@ def save_alone(run: Run) -> Sides:
 def save_on_two(run: Run) -> Sides:
     """The same from two ranks that hold the same model."""
     return _save(run)
+
+
+@benchmark(ours="fleet.save", theirs="dcp.save", ranks=1, rounds=12, starts=2)
+def over_the_last(run: Run) -> Sides:
+    """From one process, but torch writes over its last checkpoint, which a kill would destroy."""
+    return _save(run, over_the_last=True)
+
+
+@benchmark(ours="direct", theirs="page cache", ranks=1, rounds=12, starts=2)
+def direct(run: Run) -> Sides:
+    """400 MB in a new file, hashed and synced, by O_DIRECT and through the page cache; the last one is removed."""
+    data = memoryview(torch.randn(MEGABYTES * 10**6 // 4).numpy())  # type: ignore[arg-type]
+    root = Path(tempfile.mkdtemp(prefix="fleetx-benchmark-"))
+    cpu: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    def written(side: str, large: bool) -> None:
+        began = time.process_time()
+        (root / side).unlink(missing_ok=True)
+        with HashingFile(root / side, large=large) as file:
+            file.write(data)
+            file.finish()
+        cpu[side].append(time.process_time() - began)
+
+    try:
+        return run.compare(lambda: written("ours", True), lambda: written("theirs", False), cpu=cpu)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @benchmark(ours="saving", theirs="not saving", goal=ADDED_GOAL, ranks=1, rounds=5, starts=1, threads=2)

@@ -87,12 +87,18 @@ TABLE = [
     ("a manifest with `../`, impossible shapes, types, offsets, NaN, a future version", [
         SAFETY + "test_a_manifest_that_lies_is_refused", SAFETY + "test_an_index_that_lies_is_refused",
         SAFETY + "test_a_tensor_file_that_lies_is_refused",
+        SAFETY + "test_any_header_of_a_tensor_file_gives_a_result_or_our_error", SAFETY + "test_odd_json_is_refused",
     ]),
     ("a pickle with our name, code in a `.pt`", [SAFETY + "test_a_pickle_in_place_of_a_file_runs_no_code"]),
-    ("a checkpoint of another model, name or type", [SAFETY + "test_a_checkpoint_of_another_model_or_type_is_refused"]),
+    ("a checkpoint of another model, name or type", [
+        SAFETY + "test_a_checkpoint_of_another_model_or_type_is_refused",
+        "engine/test_checkpoint_objects::test_the_state_of_another_optimizer_is_refused_and_nothing_changes",
+        "engine/test_checkpoint_objects::test_the_state_of_another_scheduler_is_refused_and_the_model_stays",
+    ]),
     ("saved by four ranks, loaded by another number", ["engine/test_checkpoint::test_from_four_ranks_to_two_and_back"]),
     ("folders of others, writable by all, links that lead outside", [
         SAFETY + "test_links_and_folders_that_anyone_can_write_are_refused",
+        "engine/test_checkpoints_kept::test_strange_things_in_the_root_are_left_alone",
     ]),
     ("NaN, Inf and 1e38 in a sample, an empty batch, a label out of range, a rank without data", [
         NUMBERS + "test_the_same_update_is_skipped_on_all_ranks_and_the_rank_is_named",
@@ -121,8 +127,10 @@ TABLE = [
         "launch/test_launch_odd_scripts::test_the_end_is_the_right_one",
         "launch/test_launch_odd_scripts::test_binary_output_is_kept_as_it_is",
     ]),
-    ("names with `<script>` in the HTML of `fleetx verify`", [
+    ("names with `<script>` in the HTML of `fleetx verify` and `fleetx report`", [
         "verify/test_verify::test_what_is_shown_in_html_is_never_part_of_it",
+        "report/test_report::test_what_a_record_says_is_escaped",
+        "report/test_browser::test_what_a_record_says_runs_nothing",
     ]),
 ]  # fmt: skip
 

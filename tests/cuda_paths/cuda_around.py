@@ -115,4 +115,23 @@ def different_batches(fleet):
     raise AssertionError("nothing was said")
 
 
+def different_shapes(fleet):
+    """On two ranks: one of them alone changes the shape of its batch, and both say so before the schedule begins."""
+    from cuda_scenarios import PIPELINE
+
+    from fleetx import UsageError
+
+    started(fleet, pipeline=PIPELINE)
+    for size in (8, 8, 8 + 8 * fleet.worker_index()):
+        x = torch.ones(size, 128).to(fleet.device())
+        try:
+            fleet.forward_backward(x, x, loss_fn=lambda out, _: out.square().mean())
+        except UsageError as error:
+            if "got different batches" not in str(error):
+                raise
+            return
+    raise AssertionError("nothing was said")
+
+
 AROUND = {f.__name__: f for f in (loader, overflow, comparison, weights, checkpoint)}
+ON_TWO = {f.__name__: f for f in (different_batches, different_shapes)}

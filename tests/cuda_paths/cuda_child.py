@@ -156,9 +156,9 @@ def main(what, out):
             if what == "ranks":
                 break  # the other rank waits for this one
     os.environ["FLEETX_DEVICE"] = "cuda"
-    from cuda_around import AROUND, different_batches
+    from cuda_around import AROUND, ON_TWO
 
-    around = AROUND if what == "alone" else {"different_batches": different_batches}
+    around = AROUND if what == "alone" else ON_TWO
     if len(found) == len(ALONE if what == "alone" else TWO_RANKS):
         for name, function in around.items():
             try:

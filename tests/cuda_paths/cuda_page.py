@@ -63,7 +63,8 @@ that shards stay on the device, that each rank holds its share, and that the hos
 - Comparing the parameters of the ranks (`fleet.Checks(same_parameters=)`) reads once.
 - `fleet.weight` with a tensor on the device; `fleet.save` and `fleet.load`.
 - Two ranks of a pipeline with different batches raise an error before the update. Comparing their batches does not
-  wait, except for the first batch and for one of another shape.
+  wait, except for the first batch and for one of another shape. If one rank alone changes the shape, both raise that
+  error at once.
 """
 
 

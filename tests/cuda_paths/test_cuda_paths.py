@@ -104,8 +104,9 @@ def test_what_surrounds_a_step_works_on_the_device(seen, name):
 
 
 @pytest.mark.parametrize("place", ["rank 0", "rank 1"])
-def test_ranks_of_a_pipeline_with_different_batches_are_told_before_the_update(seen, place):
-    found = seen[place]["around: different_batches"]
+@pytest.mark.parametrize("what", ["batches", "shapes"])
+def test_ranks_of_a_pipeline_with_different_batches_are_told_before_the_update(seen, place, what):
+    found = seen[place][f"around: different_{what}"]
     assert "failed" not in found, found["failed"]
 
 

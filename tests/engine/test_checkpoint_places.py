@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
 
 import pytest
 
@@ -35,6 +36,44 @@ def test_a_folder_with_other_files_is_refused_and_stays(tmp_path):
         fleet.save(results)
     assert (results / "thesis.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["results"]
+
+
+@pytest.mark.parametrize("others", [["manifest.json"], ["manifest.json", "index.json"], ["manifest.json", "app.js"]])
+def test_a_manifest_of_another_program_makes_no_checkpoint(tmp_path, others):
+    build()
+    (tmp_path / "site").mkdir()
+    for name in others:
+        (tmp_path / "site" / name).write_text("mine")
+    with pytest.raises(UsageError, match="site is a folder with other files"):
+        fleet.save(tmp_path / "site")
+    assert sorted(os.listdir(tmp_path / "site")) == sorted(others)
+
+
+def test_a_checkpoint_to_which_the_user_has_added_a_file_is_read_and_stays(tmp_path):
+    build()
+    fleet.save(tmp_path / "c", step=1)
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"other files \(notes.txt\)"):
+        fleet.save(tmp_path / "c", step=2)
+    assert fleet.load(tmp_path / "c")["step"] == 1
+
+
+loop = partial(fleet.checkpoints, every=1)
+
+
+@pytest.mark.parametrize("name", ["a\0b", None, 3, b"bytes"], ids=repr)
+@pytest.mark.parametrize("call", [fleet.save, fleet.load, fleet.latest, fleet.export, loop])
+def test_what_is_no_path_is_refused(name, call):
+    build()
+    with pytest.raises(UsageError, match="must be the path of a folder"):
+        call(name)
+
+
+@pytest.mark.parametrize("call", [fleet.save, fleet.export, loop])
+def test_a_place_where_nothing_can_be_written_is_named(call):
+    build()
+    with pytest.raises(CheckpointError, match=r"/sys/\.?fleetx.*not permitted"):
+        call("/sys/fleetx")  # not even by root
 
 
 def test_a_file_or_a_link_is_refused_and_stays(tmp_path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import pickle
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from torch import nn
 
 from fleetx import CheckpointError, UsageError, fleet
 from fleetx.comm.session import current
-from fleetx.engine.checkpoint import manifest, tensor_file, tree
+from fleetx.engine.checkpoint import chunks, manifest, tensor_file, tree
 from training import adamw, batches, net, zero_last
 
 
@@ -210,6 +212,59 @@ def test_an_index_that_lies_is_refused(saved, path, value, message):
     refused(folder, *training, match=message)
 
 
+boxes = st.lists(st.tuples(st.tuples(*[st.integers(0, 4)] * 2), st.tuples(*[st.integers(1, 3)] * 2)), max_size=6)
+
+
+@given(boxes)
+def test_pieces_overlap_if_two_of_them_do(regions):
+    regions = sorted(set(regions))
+    naive = any(chunks._overlap(a, b) for a, b in itertools.combinations(regions, 2))
+    assert chunks._any_overlap(regions) == naive
+
+
+def test_thousands_of_pieces_are_checked_each_against_few():
+    regions = [((0, row), (1, 1)) for row in range(20_000)]
+    looked = []
+
+    def overlap(a, b):
+        looked.append(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_overlap", overlap)
+        assert not chunks._any_overlap(regions)
+    assert len(looked) < 20_000
+
+
+def test_a_piece_that_is_listed_twice_is_refused(saved):
+    folder, *training = saved
+    index = json.loads((folder / "index.json").read_text())
+    index["tensors"]["model.0.weight"]["chunks"] *= 2
+    forge(folder, "index.json", json.dumps(index).encode())
+    refused(folder, *training, match="two pieces by one rank")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [("optimizer.0.weight.step", {"name": "optimizer.0.weight.$zz"}, "fromhex"),
+     ("optimizer.0.weight.exp_avg", {"name": "optimizer.0.weight.exp_avg#number"}, "is not a number"),
+     ("optimizer.0.weight.exp_avg", {"dtype": "CF32"}, "is not complex"),
+     ("optimizer.0.bias.exp_avg", {"dtype": "CF32"}, "is not complex")],
+)  # fmt: skip
+def test_a_state_of_the_optimizer_that_lies_is_refused_before_the_model_is_touched(saved, name, change, message):
+    folder, *training = saved
+    index = json.loads((folder / "index.json").read_text())
+    entry = index["tensors"].pop(name)
+    content = (folder / "rank-00000.safetensors").read_bytes()
+    new = change.pop("name", name)
+    index["tensors"][new] = entry | change
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    entries[new] = entries.pop(name)
+    forge(folder, "index.json", json.dumps(index).encode())
+    forge(folder, "rank-00000.safetensors", header(entries, content[8 + length :]))
+    refused(folder, *training, match=message)
+
+
 class Bomb:
     def __reduce__(self):
         return os.system, ("touch /tmp/fleetx_was_here_and_should_not",)
@@ -238,11 +293,50 @@ def test_a_state_that_lies_is_refused(saved, lie):
     refused(folder, *training)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"$tuple": []}, "not named"), ({"lr": None}, "lr is not a number"), ({"betas": 3}, "not a tuple")],
+)
+def test_options_of_the_optimizer_that_lie_are_refused(saved, options, message):
+    folder, *training = saved
+    document = json.loads((folder / "training.json").read_text())
+    document["groups"][0]["options"] = options
+    forge(folder, "training.json", json.dumps(document).encode())
+    refused(folder, *training, match=message)
+
+
+RAW = {
+    "deep": b"[" * 200_000, "deep objects": b'{"a":' * 100_000, "marked": b"\xef\xbb\xbf{}",
+    "utf-16": "{}".encode("utf-16"), "empty": b"", "null": b"null", "a long number": b"1" * 5000,
+    "not a number": b"NaN", "not utf-8": b'"\xff"', "a key twice": b'{"tensors":{},"tensors":{}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "index.json", "training.json"])
+@pytest.mark.parametrize("raw", RAW)
+def test_odd_json_is_refused(saved, name, raw):
+    folder, *training = saved
+    forge(folder, name, RAW[raw])
+    if (name, raw) == ("index.json", "a key twice"):  # then it is an index without tensors
+        with pytest.raises(UsageError, match="does not have"):
+            fleet.load(folder)
+    else:
+        assert len(refused(folder, *training)) < 500
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
+
+
+def _changed(node, place, value):
+    if not place or not isinstance(node, dict | list) or not node:
+        return value
+    key = (list(node) if isinstance(node, dict) else range(len(node)))[place[0] % len(node)]
+    node[key] = _changed(node[key], place[1:], value)
+    return node
 
 
 DOCUMENTS = ["manifest.json", "index.json", "training.json", "rank-00000.json"]
@@ -255,23 +349,30 @@ def test_any_change_of_a_document_gives_a_result_or_one_of_our_errors(saved, whe
     forged = folder.with_name("forged")
     shutil.rmtree(forged, ignore_errors=True)
     shutil.copytree(folder, forged)
-    document = json.loads((forged / name).read_text())
-
-    def changed(node, place):
-        if not place or not isinstance(node, dict | list) or not node:
-            return value
-        key = (list(node) if isinstance(node, dict) else range(len(node)))[place[0] % len(node)]
-        node[key] = changed(node[key], place[1:])
-        return node
-
-    new = changed(document, where)
+    new = _changed(json.loads((forged / name).read_text()), where, value)
     if name == "manifest.json":
         text = json.dumps(new).encode()
         (forged / name).write_bytes(text)
         (forged / "manifest.sha256").write_bytes(manifest.digest_line(text))
     else:
         forge(forged, name, json.dumps(new).encode())
-    with contextlib.suppress(CheckpointError, UsageError):
+    with contextlib.suppress(CheckpointError, UsageError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loader's state that is not asked for
+        fleet.load(forged)
+
+
+@given(where=st.lists(st.integers(0, 50), max_size=3), value=json_values)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_header_of_a_tensor_file_gives_a_result_or_our_error(saved, where, value):
+    folder, *_ = saved
+    forged = folder.with_name("forged")
+    shutil.rmtree(forged, ignore_errors=True)
+    shutil.copytree(folder, forged)
+    content = (folder / "rank-00000.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    new = _changed(json.loads(content[8 : 8 + length]), where, value)
+    forge(forged, "rank-00000.safetensors", header(new, content[8 + length :]))
+    with contextlib.suppress(CheckpointError):
         fleet.load(forged)
 
 
@@ -349,6 +450,13 @@ def calls_of_a_save(folder):
     return counted.made
 
 
+@pytest.fixture(params=[tensor_file.LARGE, 0], ids=["small", "large"])
+def direct(request, monkeypatch):
+    """Large files are written directly."""
+    monkeypatch.setattr(tensor_file, "LARGE", request.param)
+
+
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_path, replaces):
     good, *_ = saved
@@ -378,6 +486,7 @@ def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(f".{target.name}")]
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_or_broken_disk_is_said_and_leaves_the_last_checkpoint(saved, tmp_path, code):
     good, *_ = saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import threading
 import warnings
@@ -171,3 +172,23 @@ def test_a_root_that_the_ranks_do_not_share_is_named_at_the_start(ranks, tmp_pat
         assert "rank 1 on " in said
         assert "does not see the folder that rank 0 made" in said
     assert names(tmp_path / "node-0") == []
+
+
+def test_strange_things_in_the_root_are_left_alone(tmp_path):
+    build()
+    with fleet.checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.stepped()
+    for name in ("step-0000000009", ".x.replaced", "..replaced", ".replaced", "other"):
+        (tmp_path / name).mkdir()
+    for name in ("manifest.json", "manifest.sha256"):
+        (tmp_path / "other" / name).mkdir()
+    (tmp_path / "step-0000000008").write_text("a file")
+    (tmp_path / "step-0000000006").symlink_to("/etc")
+    os.mkfifo(tmp_path / "step-0000000007")
+    before = sorted(os.listdir(tmp_path))
+    build()
+    with fleet.checkpoints(tmp_path, every=1, keep=1) as checkpoints:
+        assert checkpoints.resumed.name == "step-0000000001"
+        checkpoints.stepped()
+    wanted = sorted({*before, "step-0000000002"} - {"step-0000000001"})
+    assert sorted(os.listdir(tmp_path)) == wanted

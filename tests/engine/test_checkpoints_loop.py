@@ -9,6 +9,7 @@ import random
 import signal
 import warnings
 from functools import partial, wraps
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from fleetx.comm.session import current
 from fleetx.data.arrays import ArraySource
 from fleetx.data.loader import Loader
 from fleetx.data.sharding_plan import MaxSamples
+from fleetx.engine.checkpoint import claim
+from rank_pool import forks
 from training import net
 
 STEPS = 12
@@ -100,6 +103,80 @@ def test_sigterm_on_one_rank_saves_on_all_and_exits_with_143(ranks, tmp_path):
     for (losses, found), (all_losses, whole) in zip(ranks.run(train, tmp_path / "term", {}), want, strict=True):
         assert losses == all_losses[stop:]
         torch.testing.assert_close(found, whole, rtol=0, atol=0)
+
+
+def twice(root):
+    """As where a scheduler signals every process, and fleetrun passes it on."""
+    model, optimizer = build({})
+    with fleet.checkpoints(root, every=1000) as checkpoints:
+        for step in range(STEPS):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+            mse_loss(model(torch.ones(4, 6)), torch.zeros(4, 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.stepped()
+
+
+def test_sigterm_twice_at_the_same_time_is_one(ranks, tmp_path):
+    ranks.run(leaves, tmp_path)
+    assert len(names(tmp_path)) == 1
+
+
+def leaves(root):
+    with pytest.raises(SystemExit, match="143"):
+        twice(root)
+
+
+def test_with_saves_the_last_step_and_gives_sigterm_back(tmp_path):
+    build({})
+    with fleet.checkpoints(tmp_path, every=1000, asynchronous=True) as checkpoints:
+        checkpoints.stepped()
+        checkpoints.stepped()
+    assert names(tmp_path) == ["step-0000000002"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_with_saves_nothing_after_an_error_and_leaves_the_error_alone(tmp_path):
+    def fails():
+        with fleet.checkpoints(tmp_path, every=1000) as checkpoints:
+            checkpoints.stepped()
+            raise KeyError("mine")
+
+    build({})
+    with pytest.raises(KeyError, match="mine"):
+        fails()
+    assert names(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def hold(root, ready, done):
+    build({})
+    with fleet.checkpoints(root, every=1):
+        ready.set()
+        done.wait(60)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):
+    context = get_context(forks())
+    ready, done = context.Event(), context.Event()
+    first = context.Process(target=hold, args=(tmp_path, ready, done))
+    first.start()
+    assert ready.wait(60)
+    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    build({})
+    with pytest.raises(UsageError, match="another run uses the checkpoints in"):
+        fleet.checkpoints(tmp_path, every=1)
+    assert names(tmp_path) == []
+    monkeypatch.setattr(claim, "PATIENCE", 60)
+    os.kill(first.pid, signal.SIGKILL)  # the kernel gives the folder back
+    with fleet.checkpoints(tmp_path, every=1) as checkpoints:
+        again = fleet.checkpoints(tmp_path, every=1)  # one process may have it twice
+        again.close()
+        checkpoints.stepped()
+    first.join()
+    assert names(tmp_path) == ["step-0000000001"]
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):

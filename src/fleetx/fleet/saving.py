@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,18 @@ from fleetx.comm import peers
 from fleetx.comm.roles import Place
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.errors import StrategyError
+from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import averaging
 from fleetx.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
     from fleetx.engine.checkpoint import Branch, Checkpoints
+
+
+def _path(folder: str | Path, call: str) -> Path:
+    if not isinstance(folder, str | os.PathLike) or "\0" in str(folder):
+        raise UsageError(f"{call}({folder!r}): must be the path of a folder")
+    return Path(folder)
 
 
 def save(
@@ -43,11 +51,14 @@ def save(
     """
     from fleetx.engine import checkpoint
 
+    path = _path(folder, "fleet.save")
+    if not isinstance(step, Integral) or isinstance(step, bool) or not 0 <= step < 2**53:
+        raise UsageError(f"step = {step!r}: must be a whole number of at least 0")
     engine = current().find(model)
-    extras = checkpoint.Extras(step, scheduler, loader, extra)
+    extras = checkpoint.Extras(int(step), scheduler, loader, extra)
     peers.meet("fleet.save")
     snapshot = checkpoint.take(engine, extras, current().entries[engine].strategy.declared())
-    poisoned = checkpoint.write(snapshot, Path(folder), engine.world)
+    poisoned = checkpoint.write(snapshot, path, engine.world)
     current().note("checkpoint", str(folder))
     if poisoned and engine.world.rank == 0:
         warn(f"{folder} was saved, but parameter {poisoned!r} is not finite: training cannot continue from it")
@@ -62,10 +73,11 @@ def load(
     """
     from fleetx.engine import checkpoint
 
+    path = _path(folder, "fleet.load")
     engine = current().find(model)
     extras = checkpoint.Extras(0, scheduler, loader)
     peers.meet("fleet.load")
-    checkpoint.load(engine, Path(folder), extras)
+    checkpoint.load(engine, path, extras)
     current().note("resumed", str(folder))
     return {"step": extras.step, "extra": extras.extra}
 
@@ -77,7 +89,7 @@ def latest(root: str | Path) -> Path | None:
     """
     from fleetx.engine import checkpoint
 
-    return checkpoint.latest(Path(root), World(Place(), torch.device("cpu")))
+    return checkpoint.latest(_path(root, "fleet.latest"), World(Place(), torch.device("cpu")))
 
 
 def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedStrategy:
@@ -89,7 +101,7 @@ def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedSt
     from fleetx.engine import checkpoint
 
     world = current().here()
-    found = checkpoint.latest(Path(root), world)
+    found = checkpoint.latest(_path(root, "fleet.keep_batch"), world)
     if found is None:
         return strategy
     saved = checkpoint.described(found)
@@ -140,12 +152,13 @@ def checkpoints(
     """
     from fleetx.engine import checkpoint
 
+    path = _path(root, "fleet.checkpoints")
     engine = current().find(model)
     extras = checkpoint.Extras(0, scheduler, loader, extra)
     if (order := ordered()) is not None:  # a short run of `fleetx batch`
-        return checkpoint.Branch(engine, Path(root), extras, order)
+        return checkpoint.Branch(engine, path, extras, order)
     return checkpoint.Checkpoints(
-        engine, Path(root), current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,
+        engine, path, current().entries[engine].strategy.declared(), every=every, keep=keep, steps=steps,
         extras=extras, asynchronous=asynchronous, when_busy=when_busy,
     )  # fmt: skip
 
@@ -160,7 +173,8 @@ def export(folder: str | Path, *, model: nn.Module | None = None, averaged: bool
     """
     from fleetx.engine import checkpoint
 
+    path = _path(folder, "fleet.export")
     engine = current().find(model)
     peers.meet("fleet.export")
     with averaging.averaged(model=model) if averaged else nullcontext():
-        checkpoint.export(engine, Path(folder))
+        checkpoint.export(engine, path)

@@ -34,7 +34,7 @@ class Back:
 
     def read(self, folder: Path) -> None:
         random = random_states.states(self._engine.device)
-        read(self._engine, folder, Extras(scheduler=self._extras.scheduler))
+        read(self._engine, folder, Extras(scheduler=self._extras.scheduler, whole=False))
         random_states.restore(random, self._engine.device)
 
     def done(self, to: Path | None) -> None:

@@ -46,6 +46,11 @@ class Branch:
     def step(self) -> int:
         return self._extras.step
 
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
     def __iter__(self) -> Iterator[int]:
         while True:
             yield self.step

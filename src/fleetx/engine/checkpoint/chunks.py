@@ -62,7 +62,7 @@ class Chunks:
                 continue
             there = out[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, region[0], strict=True))]
             parts = [self._part(name, chunk, overlap) for chunk in (alike if mean else alike[:1])]
-            there.copy_(parts[0] if len(parts) == 1 else _mean(parts))
+            _copy(parts[0] if len(parts) == 1 else _mean(parts), there)
             filled += there.numel()
         if filled != out.numel():
             raise CheckpointError(self._folder / INDEX, f"has only {filled} of {out.numel()} values of {name}")
@@ -75,7 +75,8 @@ class Chunks:
         path = self._folder / INDEX
         if _real(entry.dtype) not in DTYPES:
             raise CheckpointError(path, f"{name!r} has an unknown type: {entry.dtype[:40]}")
-        seen: dict[Region, int] = {}
+        if len({chunk.writer for chunk in entry.chunks}) < len(entry.chunks):
+            raise CheckpointError(path, f"{name!r} has two pieces by one rank")
         for chunk in entry.chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(entry.shape):
                 raise CheckpointError(path, f"{name!r} has a piece with another number of dimensions")
@@ -86,9 +87,8 @@ class Chunks:
             file = self.file(chunk.writer)
             if name not in file or file.described(name) != (DTYPES[_real(entry.dtype)], tuple(chunk.shape)):
                 raise CheckpointError(path, f"{name!r} is not in {rank_tensors(chunk.writer)} as described")
-            seen[_region(chunk)] = seen.get(_region(chunk), 0) + 1
-        regions = [r for r in seen if math.prod(r[1])]
-        if any(_overlap(a, b) for a, b in itertools.combinations(regions, 2)):
+        regions = [r for r in {_region(chunk) for chunk in entry.chunks} if math.prod(r[1])]
+        if _any_overlap(regions):
             raise CheckpointError(path, f"{name!r} has pieces that overlap")
         if sum(math.prod(shape) for _, shape in regions) != math.prod(entry.shape):
             raise CheckpointError(path, f"{name!r} is not complete")
@@ -102,6 +102,28 @@ def _overlap(a: Region, b: Region) -> list[tuple[int, int]] | None:
     """[(begin, end) of each dimension], or None if they have nothing in common."""
     found = [(max(o, p), min(o + n, p + m)) for o, n, p, m in zip(a[0], a[1], b[0], b[1], strict=True)]
     return found if all(begin < end for begin, end in found) else None
+
+
+def _any_overlap(regions: list[Region]) -> bool:
+    """Each is compared only with those that begin before it ends, along the dimension with the most beginnings."""
+    if len(regions) < 2:
+        return False
+    along = max(range(len(regions[0][0])), key=lambda d: len({offsets[d] for offsets, _ in regions}))
+    regions = sorted(regions, key=lambda region: region[0][along])
+    for number, one in enumerate(regions):
+        for other in range(number + 1, len(regions)):
+            if regions[other][0][along] >= one[0][along] + one[1][along]:
+                break
+            if _overlap(one, regions[other]):
+                return True
+    return False
+
+
+def _copy(part: Tensor, there: Tensor) -> None:
+    for dim, (size, stride) in enumerate(zip(there.shape, there.stride(), strict=True)):
+        if size > 1 and not stride:  # expanded: these elements are one, and torch refuses to write to them
+            part, there = part.narrow(dim, 0, 1), there.narrow(dim, 0, 1)
+    there.copy_(part)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

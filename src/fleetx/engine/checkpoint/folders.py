@@ -48,9 +48,8 @@ def candidates(root: Path) -> tuple[list[Path], list[str]]:
 
 def _named(path: Path) -> Path:
     """The name of a checkpoint, also if it was stepping aside for another when its run was killed."""
-    if path.name.startswith(".") and path.name.endswith(REPLACED):
-        return path.with_name(path.name[1:].removesuffix(REPLACED))
-    return path
+    name = path.name[1:].removesuffix(REPLACED)
+    return path.with_name(name) if name and path.name == f".{name}{REPLACED}" else path
 
 
 def latest(root: Path, world: World) -> Path | None:
@@ -73,7 +72,6 @@ def say_bad(folder: Path, error: CheckpointError, *, last: bool) -> None:
 
 def try_out(root: Path) -> str:
     """Make a folder under the root, of a name that was never used, and return that name."""
-    root.mkdir(parents=True, exist_ok=True)
     name = f".try.{uuid.uuid4().hex[:8]}{SAVING}"
     (root / name).mkdir()
     return name

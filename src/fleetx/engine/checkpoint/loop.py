@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
-import os
-import signal
-import threading
+import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from fleetx.comm.session import current
 from fleetx.engine.checkpoint import folders
 from fleetx.engine.checkpoint.back import Back
 from fleetx.engine.checkpoint.background import Saver
+from fleetx.engine.checkpoint.claim import claim, release
 from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
+from fleetx.engine.checkpoint.term import STOPPED, Term
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.checkpoint.write import check_shared
 from fleetx.engine.engine import Engine
@@ -29,7 +31,6 @@ from fleetx.errors import CheckpointError, UsageError
 
 log = logging.getLogger(__name__)
 
-STOPPED = 128 + signal.SIGTERM  # the exit code of a process that SIGTERM ended
 _LOOK = 1.0  # seconds between two times that the ranks ask each other whether one is to end
 _MOST = 64  # steps between them
 
@@ -42,10 +43,10 @@ class Checkpoints:
 
     or, where the loop is another one, with a call after each step:
 
-        checkpoints = fleet.checkpoints("run", every=100, loader=loader)
-        for batch in loader:
-            ...
-            checkpoints.stepped()
+        with fleet.checkpoints("run", every=100, loader=loader) as checkpoints:
+            for batch in loader:
+                ...
+                checkpoints.stepped()
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class Checkpoints:
         self._newest = "none"  # the last good checkpoint
         self.resumed: Path | None = None  # the checkpoint that this run resumed from
         self.restored: Path | None = None  # the one that it went back to, after numbers that went wrong
+        self._release: Callable[[], object] = lambda: None
         self._resume()
         self._boundary: dict[str, Any] | None = None
         self._note_boundary()
         self._saver = Saver(engine.world, asynchronous=asynchronous)
-        self._term = _Term()
+        self._term = Term()
         self._back = Back(engine, extras)
         self._look_at, self._looked, self._pause = self.step + 1, time.monotonic(), 1
 
@@ -86,15 +88,25 @@ class Checkpoints:
         return self._extras.step
 
     def __iter__(self) -> Iterator[int]:
-        try:
+        with self:
             while self._steps is None or self.step < self._steps:
                 yield self.step
                 self.stepped()
-            if self._last != self.step:
-                self.save()
-            self._saver.wait()
-        finally:
-            self.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """After the last step, save it. After an error, only end what runs: other ranks may be elsewhere."""
+        if kind is None:
+            try:
+                if self._last != self.step:
+                    self.save()
+            finally:
+                self.close()
+        else:
+            with contextlib.suppress(Exception):  # of the background; it was logged
+                self.close()
 
     def stepped(self) -> None:
         """A step is done: save if it is time to, and end the process if one of the ranks got SIGTERM."""
@@ -133,7 +145,10 @@ class Checkpoints:
         """Wait for a save in the background, and give SIGTERM back."""
         self._back.close()
         self._term.restore()
-        self._saver.wait()
+        try:
+            self._saver.wait()
+        finally:
+            self._release()
 
     # --- resuming ---------------------------------------------------------------------------------
     def _resume(self) -> None:
@@ -153,12 +168,17 @@ class Checkpoints:
         """Can rank 0 write there, and do the others see it? Better now than at the first save."""
         world, root = self._engine.world, self._root
         first = world.rank == 0
-        token = together(world, root, lambda: folders.try_out(root) if first else "")[0]
+        token = together(world, root, lambda: self._claimed() if first else "")[0]
         try:
             together(world, root, lambda: check_shared(root / token, world))
         finally:
             if first:
-                (root / token).rmdir()
+                shutil.rmtree(root / token, ignore_errors=True)
+
+    def _claimed(self) -> str:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._release = weakref.finalize(self, release, claim(self._root))
+        return folders.try_out(self._root)
 
     def _go_back(self) -> None:
         """The numbers went wrong: take the last good checkpoint. Steps, data and random numbers continue."""
@@ -204,7 +224,10 @@ class Checkpoints:
         """What another number of ranks resumes from, if it finds a checkpoint from inside a merge window."""
         if self._engine.merged == 0:
             loader = self._extras.loader
-            self._boundary = {"step": self.step, "loader": None if loader is None else loader.state_dict()}
+            state = None if loader is None else loader.state_dict()
+            if self._engine.window() > 1:  # it may be the loader's own dict, which changes as the window goes on
+                state = copy.deepcopy(state)
+            self._boundary = {"step": self.step, "loader": state}
 
     # --- saving -----------------------------------------------------------------------------------
     def _saved(self, folder: Path, poisoned: str) -> None:
@@ -248,28 +271,6 @@ class Checkpoints:
         self._back.now = self._back.now or bool(back)
         self._looked, self._look_at = now, self.step + self._pause
         return bool(stop)
-
-
-class _Term:
-    """Notices SIGTERM. A second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
-        self._active = threading.current_thread() is threading.main_thread()
-        if self._active:
-            self._before = signal.signal(signal.SIGTERM, self._notice)
-
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.asked = True
-
-    def restore(self) -> None:
-        if self._active:
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-            self._active = False
 
 
 def _check(every: int, keep: int, steps: int | None, extra: Any, when_busy: str) -> None:

@@ -76,6 +76,7 @@ class SavedTraining(Strict):
     layout: list[str]
     strategy: dict[str, Any]
     groups: list[Group]
+    optimizer: str = ""  # its class
     fleetx: str
     torch: str
 
@@ -107,6 +108,7 @@ class RankState(Strict):
     extra: Any
     random: dict[str, Any]
     boundary: Any  # step and loader at the start of the merge window
+    modules: dict[str, Any] = {}  # what get_extra_state() of the model's modules returned
 
 
 class Clock(Strict):
@@ -147,8 +149,12 @@ def names(ranks: int) -> list[str]:
 
 def is_ours(name: str) -> bool:
     """Can a checkpoint have a file of this name?"""
-    shared = name in (MANIFEST, DIGEST, TRAINING, INDEX)
-    return shared or re.fullmatch(r"rank-\d{5,}\.(json|safetensors)", name) is not None
+    return name in (MANIFEST, TRAINING, INDEX) or only_ours(name)
+
+
+def only_ours(name: str) -> bool:
+    """Is it a name that hardly anything else has? Many programs have a manifest.json."""
+    return name == DIGEST or re.fullmatch(r"rank-\d{5,}\.(json|safetensors)", name) is not None
 
 
 def as_bytes(document: Any) -> bytes:

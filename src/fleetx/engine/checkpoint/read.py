@@ -2,7 +2,7 @@
 
 1  the manifest, sizes and hashes: each rank hashes a share of the files
 2  the documents and the index are parsed, and compared with the model, the optimizer and the strategy
-3  tensors are copied, and the loop's own objects restored
+3  tensors are copied, and the loop's own objects restored (restore.py)
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fleetx.base.module_names import plain_name
+from fleetx.base.user_line import warn
 from fleetx.comm.world import World
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import manifest, random_states, tree
@@ -33,24 +33,21 @@ from fleetx.engine.checkpoint.manifest import (
     WindowStart,
     rank_json,
 )
-from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras, held, layout, params, per_parameter, piece
+from fleetx.engine.checkpoint.restore import Checked, check_optimizer, no_tensor, restore
+from fleetx.engine.checkpoint.snapshot import (
+    Extras,
+    extra_states,
+    held,
+    layout,
+    params,
+    per_parameter,
+    piece,
+)
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.checkpoint.write import replaced
-from fleetx.engine.dtensors import local
 from fleetx.engine.engine import Engine
 from fleetx.engine.run import key_of
 from fleetx.errors import CheckpointError, FleetxError, UsageError
-
-
-@dataclass
-class Checked:
-    """A checkpoint that fits this training."""
-
-    training: SavedTraining
-    chunks: Chunks
-    state: dict[str, Any]  # of the rank whose state this one takes over
-    saved: Any  # what `engine.state` loads
-    same: bool  # are these the same ranks, so that each takes over its own state?
 
 
 def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
@@ -59,7 +56,7 @@ def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
     verify(folder, engine.world)
     found: list[Checked] = []
     together(engine.world, folder, lambda: found.append(_check(engine, folder, extras)))
-    _restore(engine, found[0], extras)
+    restore(engine, found[0], extras)
     return found[0].training
 
 
@@ -105,12 +102,18 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     with _said(folder / rank_json(rank)):
         saved = engine_state.checked(engine, state["fleetx"], own=same)
     _check_model(engine, chunks)
+    _check_modules(engine, state["modules"])
     _check_parts(engine, chunks)
+    with _said(folder / INDEX):
+        check_optimizer(chunks)
     with _said(folder / TRAINING):
         _check_groups(engine, training)
     for name in ("scheduler", "loader"):
-        if getattr(extras, name) is not None and state[name] is None:
+        given = getattr(extras, name) is not None
+        if given and state[name] is None:
             raise UsageError(f"the checkpoint has no state of a {name}: it was saved without {name}=...")
+        if not given and state[name] is not None and extras.whole and engine.world.rank == 0:
+            warn(f"the checkpoint has the state of a {name}, which starts again: pass {name}=... to restore it")
     return Checked(training, chunks, state, saved, same)
 
 
@@ -206,6 +209,13 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
             )
 
 
+def _check_modules(engine: Engine, saved: dict[str, Any]) -> None:
+    """What modules keep besides tensors (get_extra_state)."""
+    if odd := sorted(saved.keys() ^ extra_states(engine).keys()):
+        where = "the checkpoint" if odd[0] in saved else "the model"
+        raise UsageError(f"only {where} has an extra state of {odd[0]!r}: build the model as in the saved run")
+
+
 def _check_parts(engine: Engine, chunks: Chunks) -> None:
     for name, p in params(engine).items():
         for start in per_parameter(engine):
@@ -215,85 +225,25 @@ def _check_parts(engine: Engine, chunks: Chunks) -> None:
 
 
 def _check_groups(engine: Engine, training: SavedTraining) -> None:
+    if training.optimizer not in ("", kind := type(engine.optimizer).__name__):
+        raise UsageError(
+            f"the checkpoint is of {training.optimizer}, and this optimizer is {kind}: build it as in the saved run. "
+            "To start with the model alone, use fleet.export there"
+        )
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
     if [g.params for g in training.groups] != here:
         raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
     for group, saved in zip(engine.optimizer.param_groups, training.groups, strict=True):
-        options = tree.decode(saved.options, _no_tensor)
-        tensors = [key for key in options if isinstance(group.get(key), Tensor)]
-        if wrong := [key for key in tensors if not isinstance(options[key], int | float)]:
-            raise ValueError(f"{wrong[0]} is not a number")
+        options = tree.decode(saved.options, no_tensor)
+        if not isinstance(options, dict):
+            raise ValueError("the options of a group are not named")
+        wanted = {key: _kind(engine.optimizer.defaults.get(key, group.get(key))) for key in options}
+        if wrong := [key for key in options if wanted[key] and wanted[key] != _kind(options[key])]:
+            raise ValueError(f"{wrong[0]} is not a {wanted[wrong[0]]}")
 
 
-# --- changes --------------------------------------------------------------------------------------
-@torch.no_grad()
-def _restore(engine: Engine, found: Checked, extras: Extras) -> None:
-    rank = engine.world.rank if found.same else None
-    for name, t in held(engine).items():
-        mean = t.is_floating_point() and name in engine.names.values()
-        _copy(found.chunks, f"model.{name}", t, rank, mean)
-    _restore_optimizer(engine, found, rank)
-    engine_state.load(engine, found.saved)
-    _restore_parts(engine, found, rank)
-    state = found.state
-    for owner, saved in ((extras.scheduler, state["scheduler"]), (extras.loader, state["loader"])):
-        if owner is not None:
-            owner.load_state_dict(saved)
-    extras.extra = state["extra"]
-    extras.step = found.training.step
-    if state["random"] is not None:
-        random_states.restore(state["random"], engine.device)
-
-
-def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) -> None:
-    mine = piece(t)
-    if mine.tensor.numel():
-        chunks.read(name, mine.region, mine.tensor, rank=rank, mean=mean)
-
-
-def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None:
-    optimizer, chunks = engine.optimizer, found.chunks
-    declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's wins
-    for group, saved, own in zip(optimizer.param_groups, found.training.groups, declared, strict=True):
-        for key, value in tree.decode(saved.options, _no_tensor).items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            elif key not in own:
-                group[key] = value
-    optimizer.state.clear()
-    keys: dict[str, list[str]] = {}
-    for full in chunks.names():
-        if full.startswith("optimizer."):
-            name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            keys.setdefault(name, []).append(key)
-    for name, p in params(engine).items():
-        if values := {_plain(key): _value(chunks, f"optimizer.{name}.{key}", p, rank) for key in keys.get(name, [])}:
-            optimizer.state[p] = values
-
-
-def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
-    """What parts keep for each parameter."""
-    for start, (part, key) in per_parameter(engine).items():
-        saved = {n: p for n, p in params(engine).items() if start + n in found.chunks}
-        engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, rank)) for n, p in saved.items()}
-
-
-def _plain(key: str) -> str:
-    return key.removesuffix(NUMBER).removesuffix(NONE)
-
-
-def _value(chunks: Chunks, full: str, p: Tensor, rank: int | None) -> Any:
-    """One entry of the state of a parameter."""
-    if full.endswith(NONE):
-        return None
-    dtype, shape, is_complex = chunks.described(full)
-    if is_complex:
-        dtype, shape = (torch.complex64 if dtype is torch.float32 else torch.complex128), shape[:-1]
-    like = shape == tuple(p.shape)
-    value = torch.zeros_like(p.detach(), dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
-    _copy(chunks, full, value, rank, mean=True)
-    return value.item() if full.endswith(NUMBER) else value
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise ValueError("a group of the optimizer cannot have a tensor")
+def _kind(value: Any) -> str:
+    """Of an option, if its value can be of one kind only."""
+    if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+        return "number"
+    return "tuple" if isinstance(value, tuple) else ""

@@ -46,6 +46,7 @@ class Extras:
     scheduler: Any = None
     loader: Any = None
     extra: Any = None
+    whole: bool = True  # a load without a scheduler or loader that was saved is a mistake
 
     def __post_init__(self) -> None:
         for name in ("scheduler", "loader"):
@@ -67,16 +68,15 @@ class Snapshot:
     training: dict[str, Any] = field(default_factory=dict)  # training.json
 
 
-def first_not_finite(snapshot: Snapshot) -> str:
+def first_not_finite(trained: Mapping[str, Tensor]) -> str:
     """The name of a trained parameter that is not finite, or "". Others may be meant: a mask can hold -inf."""
-    found = {n.removeprefix("model."): p.tensor for n, p in snapshot.pieces.items() if n in snapshot.trained}
-    for name, t in found.items():
+    for name, t in trained.items():
         if t.is_floating_point() and t.numel():
             t = t.float() if t.itemsize == 1 else t  # torch computes little in float8
             # They need no memory, and are nan if any value is. vector_norm(t, inf) takes eight times as long.
             least, most = torch.aminmax(t)
             if not (least.isfinite() and most.isfinite()):
-                return name
+                return name.removeprefix("model.")
     return ""
 
 
@@ -98,12 +98,14 @@ def take(
         "extra": _json(extras.extra),
         "boundary": None if boundary is None else dict(boundary),
         "random": random_states.states(engine.device),
+        "modules": {name: value for name, (_, value) in extra_states(engine).items()},
     }
     made.document = {key: tree.encode(value, made.own, key) for key, value in document.items()}
     made.training = {
         "step": extras.step, "round": engine.round, "ranks": engine.world.size,
         "replicas": engine.layout.replica_group.size, "window": engine.window(), "layout": layout(engine),
-        "strategy": dict(strategy), "groups": _groups(engine), "fleetx": __version__, "torch": torch.__version__,
+        "strategy": dict(strategy), "groups": _groups(engine),
+        "optimizer": type(engine.optimizer).__name__, "fleetx": __version__, "torch": torch.__version__,
     }  # fmt: skip
     return made
 
@@ -111,7 +113,7 @@ def take(
 def _json(extra: Any) -> Any:
     try:
         text = json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"extra cannot be written as JSON: {error}") from error
     if json.loads(text) != extra:
         raise UsageError("extra would not come back equal from JSON: use strings as keys, and lists instead of tuples")
@@ -131,15 +133,30 @@ def held(engine: Engine) -> dict[str, Tensor]:
     return {plain_name(n): t.detach() for n, t in named if n in kept and n not in engine.layout.absent}
 
 
+def extra_states(engine: Engine) -> dict[str, tuple[nn.Module, Any]]:
+    """What modules keep besides tensors, by name: {name: (module, what its get_extra_state() returns)}."""
+    kinds = [(name, module) for name, module in engine.model.named_modules() if _keeps_more(module)]
+    return {plain_name(name): (module, module.get_extra_state()) for name, module in kinds}
+
+
+def _keeps_more(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
 def params(engine: Engine) -> dict[str, nn.Parameter]:
     return {engine.names[p]: p for p in engine.gradients.params() if p in engine.names}
 
 
 def pieces(engine: Engine) -> dict[str, Piece]:
     found = {f"model.{name}": piece(t) for name, t in held(engine).items()}
+    if other := [key for key in engine.optimizer.state if not isinstance(key, Tensor)]:
+        raise UsageError(
+            f"{type(engine.optimizer).__name__} keeps state under {other[0]!r}, which is no parameter, and fleet.save "
+            "cannot write that: use torch.save"
+        )
     for name, p in params(engine).items():
         for key, value in engine.optimizer.state.get(p, {}).items():
-            full = f"optimizer.{name}.{key}"
+            full = f"optimizer.{name}.{spelled(key)}"
             if isinstance(value, Tensor):
                 found[full] = piece(value)
             elif value is None:
@@ -156,6 +173,19 @@ def pieces(engine: Engine) -> dict[str, Piece]:
         kept = engine.state[part][key]
         found |= {start + n: piece(shard_of(p, kept[n])) for n, p in params(engine).items() if n in kept}
     return found
+
+
+def spelled(key: Any) -> str:
+    """A key of the state of a parameter as part of a name; most are plain words."""
+    if type(key) is str and key and not set(key) & {".", "#", "$"}:
+        return key
+    if type(key) not in (str, int):
+        raise UsageError(f"the optimizer keeps state under {key!r} per parameter, which fleet.save cannot write")
+    return f"${json.dumps(key).encode().hex()}"
+
+
+def key_of_spelled(text: str) -> Any:
+    return json.loads(bytes.fromhex(text[1:])) if text.startswith("$") else text
 
 
 def per_parameter(engine: Engine) -> dict[str, tuple[str, str]]:

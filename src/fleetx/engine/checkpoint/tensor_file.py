@@ -10,25 +10,20 @@ tensors before it writes, cannot hash what it writes, and is not installed with 
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 import math
 import mmap
 import os
 import stat
-import sys
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fleetx.engine.checkpoint.hashing_file import LARGE, HashingFile, Written
 from fleetx.errors import CheckpointError
 
 DTYPES = {
@@ -39,66 +34,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100 * 1024 * 1024  # bytes; the limit of safetensors' own library
-_PIECE = 8 * 1024 * 1024  # bytes that are written and hashed at a time
-_AHEAD = 48  # pieces that may be written before they are hashed
 _ALIGN = 64
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file as it was written."""
-
-    size: int
-    sha256: str
-
-
-class HashingFile:
-    """A new file, hashed in another thread while it is written, and on disk when it is closed."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        self._sha = hashlib.sha256()
-        self._size = 0
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="fleetx-hash")
-        self._pending: deque[Future[None]] = deque()
-
-    def write(self, data: memoryview | bytes) -> None:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            if len(self._pending) == _AHEAD:  # what waits to be hashed may be a copy
-                self._pending.popleft().result()
-            self._pending.append(self._hasher.submit(self._sha.update, piece))
-            done = 0
-            while done < len(piece):
-                done += os.write(self._fd, piece[done:])
-            _start_writeback(self._fd, self._size, len(piece))
-            self._size += len(piece)
-
-    def finish(self) -> Written:
-        os.fsync(self._fd)
-        while self._pending:
-            self._pending.popleft().result()
-        return Written(self._size, self._sha.hexdigest())
-
-    def __enter__(self) -> HashingFile:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._hasher.shutdown()
-        os.close(self._fd)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self._path)  # os.write and os.fsync do not know it
-
-
-def _start_writeback(fd: int, start: int, size: int) -> None:
-    """Let the disk begin, while more is written and hashed: then the fsync, which also reports failures, is short."""
-    if _sync_file_range is not None and size == _PIECE:
-        _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
-
-
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
 
 def write_bytes(path: Path, content: bytes) -> Written:
@@ -118,7 +54,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
         header[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
-    with HashingFile(path) as file:
+    with HashingFile(path, large=8 + len(text) + end >= LARGE) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             if tensors[name].numel():

@@ -19,13 +19,18 @@ from torch import Tensor
 
 from fleetx.errors import UsageError
 
-_DEEP = 100  # levels
+_DEEP = 100  # levels of plain data; as JSON they may be twice as many
+_BITS = 4096  # of a whole number; Python reads no longer ones than 14,000
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+def encode(value: Any, tensors: dict[str, Tensor], where: str, depth: int = 0) -> Any:
     """Plain data for JSON; the tensors in it are added to `tensors`. where: for the message."""
+    if depth > _DEEP:
+        raise UsageError(f"{where[:40]} ... is nested more than {_DEEP} levels deep, which a checkpoint cannot hold")
     if isinstance(value, np.generic):
         value = value.item()
+    if type(value) is int and value.bit_length() > _BITS:
+        raise UsageError(f"{where} is a number of {value.bit_length()} bits, which a checkpoint cannot hold")
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -33,10 +38,13 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, Tensor):
         return _tensor(value, tensors)
     if isinstance(value, list | tuple):
-        items = [encode(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
+        items = [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        pairs = [[encode(k, tensors, where), encode(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]
+        pairs = [
+            [encode(k, tensors, where, depth + 1), encode(v, tensors, f"{where}[{k!r}]", depth + 1)]
+            for k, v in value.items()
+        ]
         if isinstance(value, Counter):
             return {"$counter": pairs}
         plain = all(isinstance(k, str) and not k.startswith("$") for k in value)
@@ -63,7 +71,7 @@ def decode(value: Any, read: Callable[[str], Tensor], depth: int = 0) -> Any:
 
     read: gives a tensor by its name, which is not copied.
     """
-    if depth > _DEEP:
+    if depth > 3 * _DEEP:
         raise ValueError("it is nested too deeply")
     if isinstance(value, list):
         return [decode(v, read, depth + 1) for v in value]

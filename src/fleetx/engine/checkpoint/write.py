@@ -45,15 +45,15 @@ def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool =
     token = together(world, folder, made)[0]
     temporary = _temporary(folder, token)
     try:
-        answers = together(world, folder, lambda: _describe(snapshot, temporary, world))
-        described = [pieces for pieces, _ in answers]
+        described = together(world, folder, lambda: _describe(snapshot, temporary, world))
+        writers = _share_out(described)
+        answers = together(world, folder, lambda: _write_own(snapshot, temporary, writers, only_finite))
+        files = [written for written, _ in answers]
         poisoned: str = next((name for _, name in answers if name), "")
         if poisoned and only_finite:
             if world.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             return poisoned
-        writers = _share_out(described)
-        files = together(world, folder, lambda: _write_own(snapshot, temporary, writers))
         last = (lambda: _commit(snapshot, folder, temporary, described, writers, files)) if world.rank == 0 else None
         together(world, folder, last or (lambda: None))
         return poisoned
@@ -84,9 +84,10 @@ def _check_place(folder: Path) -> None:
         return
     if not folder.is_symlink() and folder.is_dir():
         found = {path.name for path in folder.iterdir()}
-        if manifest.MANIFEST in found or all(map(manifest.is_ours, found)):
+        others = sorted(name for name in found if not manifest.is_ours(name))
+        if not others and (not found or any(map(manifest.only_ours, found))):
             return
-        what = f"is a folder with other files ({', '.join(sorted(found)[:3])})"
+        what = f"is a folder with other files ({', '.join((others or sorted(found))[:3])})"
     else:
         what = "is a symbolic link" if folder.is_symlink() else "is a file"
     raise UsageError(f"{folder} {what}, which fleet.save would delete: choose a new name, or remove it yourself")
@@ -110,10 +111,9 @@ def _literal(name: str) -> str:
 Described = list[dict[str, list[Any]]]  # by rank: {name: [dtype, offsets, shape, whole, bytes, digest]}
 
 
-def _describe(snapshot: Snapshot, temporary: Path, world: World) -> list[Any]:
+def _describe(snapshot: Snapshot, temporary: Path, world: World) -> dict[str, list[Any]]:
     check_shared(temporary, world)
-    pieces = {name: _described(piece, world.size == 1) for name, piece in snapshot.pieces.items()}
-    return [pieces, first_not_finite(snapshot)]
+    return {name: _described(piece, world.size == 1) for name, piece in snapshot.pieces.items()}
 
 
 def _described(piece: Piece, alone: bool) -> list[Any]:
@@ -169,15 +169,21 @@ def _index(described: Described, writers: dict[tuple[int, str], int]) -> dict[st
 
 
 # --- files ----------------------------------------------------------------------------------------
-def _write_own(snapshot: Snapshot, temporary: Path, writers: dict[tuple[int, str], int]) -> dict[str, list[Any]]:
+def _write_own(
+    snapshot: Snapshot, temporary: Path, writers: dict[tuple[int, str], int], only_finite: bool
+) -> tuple[dict[str, list[Any]], str]:
+    """{name: [size, sha256]} of the files, and the name of a parameter among them that is not finite."""
     rank = snapshot.rank
     mine = {name: piece.tensor for name, piece in snapshot.pieces.items() if writers[rank, name] == rank}
+    poisoned = first_not_finite({name: t for name, t in mine.items() if name in snapshot.trained})
+    if poisoned and only_finite:
+        return {}, poisoned
     tensors, document = manifest.rank_tensors(rank), manifest.rank_json(rank)
     written = {
         tensors: tensor_file.write(temporary / tensors, mine | snapshot.own),
         document: tensor_file.write_bytes(temporary / document, manifest.as_bytes(snapshot.document)),
     }
-    return {name: [file.size, file.sha256] for name, file in written.items()}
+    return {name: [file.size, file.sha256] for name, file in written.items()}, poisoned
 
 
 def _commit(

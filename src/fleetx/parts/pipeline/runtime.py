@@ -92,9 +92,13 @@ class Runtime:
         """All ranks of a pipeline need the same batch, because each stage takes from it what it needs.
 
         On an accelerator, the answer for a batch that looks like the last one is read with the others of the update.
+        Its shape is compared at once, by the hosts alone: a rank with another schedule would wait for the others.
         """
         value = batch.inputs, batch.target
         look = constants_of(value), [tuple(t.shape) for t in tensors_of(value)]
+        if self.group.device.type != "cpu":
+            looks = self.group.gather(torch.tensor(zlib.crc32(repr(look).encode()), device="cpu")).tolist()
+            self._refuse_if(len(set(looks)) > 1)
         digests = self.group.gather(microbatch.digest(value, (batch.weight, look), self.group.device)).flatten()
         differ = (digests != digests[0]).any().to(torch.float32).view(1)
         known, self._look = look == self._look, look

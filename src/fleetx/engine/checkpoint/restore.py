@@ -1,0 +1,154 @@
+"""The second half of a load: what was checked goes into the model, the optimizer and the objects of the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fleetx.engine import state as engine_state
+from fleetx.engine.checkpoint import random_states, tree
+from fleetx.engine.checkpoint.chunks import Chunks
+from fleetx.engine.checkpoint.manifest import SavedTraining
+from fleetx.engine.checkpoint.snapshot import (
+    NONE,
+    NUMBER,
+    Extras,
+    extra_states,
+    held,
+    key_of_spelled,
+    params,
+    per_parameter,
+    piece,
+)
+from fleetx.engine.dtensors import local
+from fleetx.engine.engine import Engine
+from fleetx.errors import FleetxError, UsageError
+
+
+@dataclass
+class Checked:
+    """A checkpoint that fits this training."""
+
+    training: SavedTraining
+    chunks: Chunks
+    state: dict[str, Any]  # of the rank whose state this one takes over
+    saved: Any  # what `engine.state` loads
+    same: bool  # are these the same ranks, so that each takes over its own state?
+
+
+@torch.no_grad()
+def restore(engine: Engine, found: Checked, extras: Extras) -> None:
+    rank, state = engine.world.rank if found.same else None, found.state
+    for name in ("scheduler", "loader"):  # first, because objects of the user may refuse
+        if (owner := getattr(extras, name)) is not None:
+            _give_back(name, owner, state[name])
+    for name, (module, _) in extra_states(engine).items():
+        _give_back(name or "the model", module, state["modules"][name])
+    for name, t in held(engine).items():
+        mean = t.is_floating_point() and name in engine.names.values()
+        _copy(found.chunks, f"model.{name}", t, rank, mean)
+    _restore_optimizer(engine, found, rank)
+    engine_state.load(engine, found.saved)
+    _restore_parts(engine, found, rank)
+    extras.extra = state["extra"]
+    extras.step = found.training.step
+    if state["random"] is not None:
+        random_states.restore(state["random"], engine.device)
+
+
+def _give_back(name: str, owner: Any, saved: Any) -> None:
+    try:
+        if isinstance(owner, LRScheduler) and (strange := _strange(saved, owner.state_dict())):
+            raise ValueError(f"it has no {strange[0]!r}")
+        owner.set_extra_state(saved) if isinstance(owner, nn.Module) else owner.load_state_dict(saved)
+    except FleetxError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{name} ({type(owner).__name__}) does not take back its state ({type(error).__name__}: {error}): is it "
+            "another one than in the saved run?"
+        ) from error
+
+
+def _strange(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Keys of another scheduler, which this one would silently take."""
+    return sorted(key for key in saved.keys() - own.keys() if not key.startswith("_"))
+
+
+def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) -> None:
+    mine = piece(t)
+    if mine.tensor.numel():
+        chunks.read(name, mine.region, mine.tensor, rank=rank, mean=mean)
+
+
+def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None:
+    optimizer, chunks = engine.optimizer, found.chunks
+    declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's wins
+    for group, saved, own in zip(optimizer.param_groups, found.training.groups, declared, strict=True):
+        for key, value in tree.decode(saved.options, no_tensor).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            elif key not in own:
+                group[key] = value
+    optimizer.state.clear()
+    keys = _keys(chunks)
+    for name, p in params(engine).items():
+        if values := {_plain(key): _value(chunks, f"optimizer.{name}.{key}", p, rank) for key in keys.get(name, [])}:
+            optimizer.state[p] = values
+
+
+def _keys(chunks: Chunks) -> dict[str, list[str]]:
+    """What the optimizer keeps for each parameter."""
+    found: dict[str, list[str]] = {}
+    for full in chunks.names():
+        if full.startswith("optimizer."):
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def check_optimizer(chunks: Chunks) -> None:
+    """Raise ValueError if the state of the optimizer is not as it is saved."""
+    for name, keys in _keys(chunks).items():
+        for key in keys:
+            _plain(key)
+            dtype, shape, is_complex = chunks.described(f"optimizer.{name}.{key}")
+            if is_complex and (shape[-1:] != (2,) or dtype not in _COMPLEX):
+                raise ValueError(f"{key} of {name} is not complex")
+            if key.endswith(NUMBER) and shape:
+                raise ValueError(f"{key} of {name} is not a number")
+
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
+    """What parts keep for each parameter."""
+    for start, (part, key) in per_parameter(engine).items():
+        saved = {n: p for n, p in params(engine).items() if start + n in found.chunks}
+        engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, rank)) for n, p in saved.items()}
+
+
+def _plain(key: str) -> Any:
+    return key_of_spelled(key.removesuffix(NUMBER).removesuffix(NONE))
+
+
+def _value(chunks: Chunks, full: str, p: Tensor, rank: int | None) -> Any:
+    """One entry of the state of a parameter."""
+    if full.endswith(NONE):
+        return None
+    dtype, shape, is_complex = chunks.described(full)
+    if is_complex:
+        dtype, shape = _COMPLEX[dtype], shape[:-1]
+    like = shape == tuple(p.shape)
+    value = torch.zeros_like(p.detach(), dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
+    _copy(chunks, full, value, rank, mean=True)
+    return value.item() if full.endswith(NUMBER) else value
+
+
+def no_tensor(name: str) -> Tensor:
+    raise ValueError("a group of the optimizer cannot have a tensor")
