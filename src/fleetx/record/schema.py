@@ -48,14 +48,15 @@ EVENTS = {
     "end": "the training ended",
 }
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # json.dumps would make one for each line
 _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(line: dict[str, Any]) -> str:
     try:
-        return json.dumps(line, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(line)
     except ValueError:
-        return json.dumps(_plain(line), allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(_plain(line))
 
 
 def _plain(value: Any) -> Any:
