@@ -216,6 +216,55 @@ def test_tokens_are_counted_where_a_batch_is_of_words(tmp_path):
     assert (line["samples"], line["tokens"]) == (3, 15)
 
 
+def three_blocks():
+    def layers():
+        return [layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+
+    return torch.nn.Sequential(*[torch.nn.Sequential(*layers()) for _ in range(3)])
+
+
+# In sizes of the input: itself, 12 outputs of Tanh (recomputed: 3, and 4 inside a block), the loss, 2 to 3 gradients.
+@pytest.mark.parametrize(
+    ("declared", "kept"),
+    [({}, 16), ({"recompute": {"checkpoints": ["0", "1", "2"]}}, 11.5)],
+    ids=["plain", "recompute"],
+)
+def test_the_memory_of_a_step_is_predicted_when_asked(tmp_path, declared, kept):
+    recorder, model, optimizer = start(tmp_path, declared, make=three_blocks, predict_memory=True)
+    before, x = torch.get_rng_state(), torch.ones(1 << 14, 8)
+    model(x).mean().backward()
+    optimizer.step()
+    recorder.close()
+    assert torch.equal(torch.get_rng_state(), before)
+    found = read(tmp_path).plans[0]["predicted"]
+    assert found / x.nbytes == pytest.approx(kept, abs=0.6)
+
+
+def test_a_model_that_cannot_run_without_data_is_said_to_be_not_predicted(tmp_path):
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.layer(x) * (1 if x.sum().item() else 2)
+
+    recorder, model, optimizer = start(tmp_path, {}, make=Reads, predict_memory=True)
+    with pytest.warns(UserWarning, match="the memory of a step is not predicted"):
+        zero_last(model, optimizer, torch.ones(4, 6), torch.zeros(4, 2))
+    recorder.close()
+    assert "predicted" not in read(tmp_path).plans[0]
+
+
+def divided(folder):
+    with pytest.raises(UsageError, match="predict_memory=True"):
+        start(folder, {"sharding": True}, predict_memory=True)
+
+
+def test_the_memory_of_a_divided_model_is_not_predicted(ranks, tmp_path):
+    ranks.run(divided, str(tmp_path))
+
+
 def recorded(declared, folder):
     fleet.init()
     fleet.record(folder)

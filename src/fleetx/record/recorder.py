@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
     from fleetx.record.stream import Stream
 
+Describe = Callable[["Engine"], dict[str, Any]]  # facts about a training
 # What a rank does, as it marks it, and where its time counts.
 _KINDS = {
     "": "data",
@@ -57,12 +58,14 @@ class _Model:
     scaled: bool  # is its loss scaled?
     tally: Tally = field(default_factory=Tally)  # since its last round
     seen: Tensor | None = None  # the last loss that its engine knew
-    plan: Callable[[Engine], dict[str, Any]] | None = None  # describes it; None when its first round is done
+    plan: Describe | None = None  # describes it; None when its first round is done
+    predict: Describe | None = None  # facts that need a batch; None when the first batch is there
+    predicted: dict[str, Any] = field(default_factory=dict)
 
 
 class Recorder:
-    def __init__(self, world: World, stream: Stream | None = None):
-        self.world, self.stream = world, stream
+    def __init__(self, world: World, stream: Stream | None = None, *, predicts: bool = False):
+        self.world, self.stream, self.predicts = world, stream, predicts
         self.latest: dict[str, Any] = {}  # the last round that is known
         self.counts: Counter[str] = Counter()  # of events
         self._watch, self._thread = Stopwatch(world.device), threading.get_ident()
@@ -88,7 +91,11 @@ class Recorder:
         if run is not None and not doing:
             self._stepped(run)
         elif run is not None and torch.is_grad_enabled():
-            self._model(run).tally.feed(run.step.inputs)
+            model = self._model(run)
+            model.tally.feed(run.step.inputs)
+            if model.predict is not None:
+                model.predicted, model.predict = model.predict(run), None
+                self._totals["before"] = self._held()  # with what predicting has imported
         if doing == "backward" and self.world.size > 1:
             self._watch_reduction()
         if doing == "forward" and not torch.is_grad_enabled():
@@ -191,14 +198,14 @@ class Recorder:
         return int(self._totals["samples"])
 
     # --- beginning and end ------------------------------------------------------------------------
-    def attach(self, run: Engine, plan: Callable[[Engine], dict[str, Any]]) -> None:
-        """A model is distributed. plan: describes how."""
+    def attach(self, run: Engine, plan: Describe, predict: Describe | None = None) -> None:
+        """A model is distributed. plan: describes how. predict: what is known of it when a batch is there."""
         run.wrap_acts(self._around)
         model = self._model(run)
         self._spans, self._since = [], self._watch.mark()  # what was before is no part of a round
         if self.stream is not None:
-            model.plan = plan
-            self._totals.setdefault("before", self.stream.usage.held())
+            model.plan, model.predict = plan, predict
+            self._totals.setdefault("before", self._held())
             self.say("plan", model=model.number, **plan(run))
 
     def flush(self) -> None:
@@ -238,6 +245,10 @@ class Recorder:
         self._spans.append(Span(self._kind, start, now, name=_NAMES.get(self._doing, self._doing)))
         self._since = now
 
+    def _held(self) -> int:
+        assert self.stream is not None
+        return self.stream.usage.held()
+
     def _model(self, run: Engine) -> _Model:
         found = self._models.get(run)
         if found is None:
@@ -265,7 +276,7 @@ class Recorder:
             self.counts[what] += 1
             self.say("event", what=what, round=run.round)
         if model.plan is not None:  # some strategies decide in the first step
-            self.say("plan", model=model.number, **model.plan(run))
+            self.say("plan", model=model.number, **model.plan(run) | model.predicted)
             self._totals["optimizer"] = _state_bytes(run)
             model.plan = None
         ended = Ended(line, tally, self._tracing)

@@ -85,6 +85,12 @@ def shares(record: Record) -> list[Share]:
     return found
 
 
+def of_step(used: Line, plan: Line, on_gpu: bool) -> int:
+    """Peak bytes of a step, to be compared with what was predicted: of a process, what it needs beyond what it held
+    before its first step, when the parameters were there already."""
+    return int(used["peak"] if on_gpu else used["peak"] - used.get("before", 0) + plan["bytes"]["parameters"])
+
+
 def stragglers(found: list[Share]) -> list[tuple[Share, float]]:
     """Ranks for which the others wait, with how many times the median their own work takes; the slowest first."""
     if len(found) < 2:

@@ -113,6 +113,7 @@ def memory(record: Record) -> str:
     plan, lines = record.plans.get(0), {rank: lines[-1] for rank, lines in record.ranks.items()}
     if not plan or not lines:
         return '<p class="none">Not measured yet.</p>'
+    on_gpu = record.starts[-1]["device"] == "cuda"
     state = {**plan["bytes"], "optimizer": lines.get(0, {}).get("optimizer", 0)}
     rows = [("state", [state["parameters"], state["gradients"], state["optimizer"], state["kept"]])]
     told = [["state of rank 0: parameters, gradients, optimizer, strategies", facts.size(sum(state.values()))]]
@@ -125,11 +126,14 @@ def memory(record: Record) -> str:
             rows.append((f"rank {rank}", [0, 0, 0, 0, before, max(line["peak"] - before, 0)]))
             told.append([f"rank {rank}: peak", facts.size(line["peak"])])
             told.append([f"rank {rank}: of that, before its first step", facts.size(before)])
+            if "predicted" in plan:
+                told.append(
+                    [f"rank {rank}: peak of a step, as measured", facts.size(facts.of_step(line, plan, on_gpu))]
+                )
     names = ["parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then"]
-    on_gpu = record.starts[-1]["device"] == "cuda"
     note = "" if on_gpu else "<p>Measured is the whole process, with Python and torch.</p>"
     if "predicted" not in plan:
-        note += "<p>No strategy predicted the peak of a step; recompute with a memory_budget does.</p>"
+        note += "<p>The peak of a step was not predicted: fleet.record(..., predict_memory=True) does it.</p>"
     picture = svg.bars("bytes", rows, facts.size)
     return f'{note}<figure data-plot="memory">{picture}{svg.legend(names)}</figure>{table(["", "bytes"], told)}'
 
