@@ -17,6 +17,7 @@ from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.record.read import read
 from fleetx.record.schema import SCHEMA, TIMES, encode, number
+from fleetx.record.tally import Span, trace
 from training import batches, net, sgd, share, train_fleet, zero_last
 
 
@@ -141,8 +142,10 @@ def test_skipped_updates_are_events(tmp_path):
     zero_last(model, optimizer, x, y)
     with pytest.warns(UserWarning, match="not finite"):
         zero_last(model, optimizer, x * math.nan, y)
+    told = fleet.metrics()["events"]
     recorder.close()
     found = read(tmp_path)
+    assert (told["skipped"], told["fault"]) == (1, 0)
     assert [(e["what"], e["round"]) for e in found.events] == [("skipped", 2), ("end", 2)]
     assert math.isnan(number(found.rounds[1]["loss"]))
     assert not found.rounds[1]["updated"]
@@ -234,9 +237,11 @@ def test_the_memory_of_a_step_is_predicted_when_asked(tmp_path, declared, kept):
     before, x = torch.get_rng_state(), torch.ones(1 << 14, 8)
     model(x).mean().backward()
     optimizer.step()
+    told = fleet.metrics()["predicted"]
     recorder.close()
     assert torch.equal(torch.get_rng_state(), before)
     found = read(tmp_path).plans[0]["predicted"]
+    assert told == found
     assert found / x.nbytes == pytest.approx(kept, abs=0.6)
 
 
@@ -310,6 +315,12 @@ def test_the_other_ranks_write_their_own_when_asked(ranks, tmp_path):
     lines = [json.loads(text) for text in (tmp_path / "rank1.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if line["kind"] == "round"][-1] == latest[1]["loss"]
     assert latest[0]["loss"] != latest[1]["loss"]  # each rank has its own batch
+
+
+def test_a_trace_begins_with_its_earliest_span():
+    """A wait ends, and is known, before the span in which it lies."""
+    spans = [Span("communication", 11.0, 12.0, "data", "gather"), Span("data", 10.0, 13.0, name="data")]
+    assert trace(spans) == [["wait", "gather", 1.0, 1.0], ["compute", "data", 0.0, 3.0]]
 
 
 def piped(folder):

@@ -25,7 +25,7 @@ from fleetx.base import seams
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.record.losses import Losses
-from fleetx.record.schema import TIMES
+from fleetx.record.schema import EVENTS, TIMES
 from fleetx.record.stopwatch import Mark, Stopwatch
 from fleetx.record.tally import Ended, Span, Tally, trace
 from fleetx.strategy.stage import Act, Stage
@@ -78,6 +78,7 @@ class Recorder:
         self._ended: list[Ended] = []  # rounds whose numbers are on the device
         self._lines: list[dict[str, Any]] = []  # to be written
         self._totals: dict[str, Any] = {"rounds": 0, "seconds": 0.0, "time": dict.fromkeys(TIMES, 0.0), "samples": 0}
+        self._predicted: int | None = None  # peak bytes of a step of the last model
         self._norm_at = 0.0  # when the norm may be computed again
         self._tracing = False
         self._pause = FLUSH + _EACH * world.size
@@ -184,10 +185,10 @@ class Recorder:
 
     def metrics(self) -> dict[str, Any]:
         self._settle(wait=False)
-        counts = {what: self.counts[what] for what in ("overflow", "skipped", "checkpoint", "restored")}
         usage = self.stream.usage if self.stream is not None else None
         used = {} if usage is None else {"peak": usage.peak(), "sent": usage.sent()}
-        return {**self.latest, **used, "events": counts}
+        predicted = {} if self._predicted is None else {"predicted": self._predicted}
+        return {**self.latest, **used, **predicted, "events": {what: self.counts[what] for what in EVENTS}}
 
     @property
     def rounds(self) -> int:
@@ -276,7 +277,9 @@ class Recorder:
             self.counts[what] += 1
             self.say("event", what=what, round=run.round)
         if model.plan is not None:  # some strategies decide in the first step
-            self.say("plan", model=model.number, **model.plan(run) | model.predicted)
+            described = model.plan(run) | model.predicted
+            self._predicted = described.get("predicted")
+            self.say("plan", model=model.number, **described)
             self._totals["optimizer"] = _state_bytes(run)
             model.plan = None
         ended = Ended(line, tally, self._tracing)

@@ -115,11 +115,10 @@ def times(spans: Iterable[Span]) -> dict[str, float]:
 
 def trace(spans: list[Span]) -> list[list[Any]]:
     """[lane, name, start, seconds] of each span that has a name, from the beginning of the first one on."""
-    if not spans:
-        return []
-    begin, found = spans[0].start, []
-    for span in spans:
-        if span.name:
-            lane = span.lane or LANE.get(span.kind, "compute")
-            found.append([lane, span.name, round(Stopwatch.seconds(begin, span.start), 6), round(span.seconds, 6)])
-    return found
+    starts = [Stopwatch.seconds(spans[0].start, span.start) for span in spans]
+    first = min(starts, default=0.0)  # a wait is known before the span in which it lies
+    return [
+        [span.lane or LANE.get(span.kind, "compute"), span.name, round(start - first, 6), round(span.seconds, 6)]
+        for span, start in zip(spans, starts, strict=True)
+        if span.name
+    ]

@@ -131,7 +131,8 @@ def summary(record: Record) -> dict[str, str]:
     if "throughput" in drawn:
         found["samples per second"] = f"{statistics.median(y for _, y in drawn['throughput']):,.4g} (median)"
     if rounds:
-        found["samples per update"] = f"{rounds[-1]['samples'] * replicas(record):,}"
+        usual = statistics.mode(r["samples"] for r in rounds)  # the last of an epoch may have fewer
+        found["samples per update"] = f"{usual * replicas(record):,}"
         found["time"] = duration(rounds[-1]["t"] - record.starts[0]["t"])
     told = counts(record.events)
     skipped = told.get("overflow", 0) + told.get("skipped", 0)
