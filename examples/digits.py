@@ -92,7 +92,7 @@ def main() -> None:
 
     fleet.init(is_collective=True)
     if args.record:
-        fleet.record(args.record)
+        fleet.record(args.record, predict_memory=True)
     strategy = fleet.DistributedStrategy.load(args.strategy) if args.strategy else default_strategy()
     torch.manual_seed(0)
     device = fleet.device()
