@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--model", help="a name on the Hugging Face Hub, or a folder")
     parser.add_argument("--data", type=Path, help="a folder with train.tsv and val.tsv")
     parser.add_argument("--output", type=Path, default=Path("runs/finetune"), help="(default: runs/finetune)")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16, help="texts per worker and step (default: 16)")
     parser.add_argument("--merge", type=int, default=2, help="steps per update (default: 2)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: 0.001)")

@@ -262,5 +262,5 @@ def test_the_command_of_its_first_lines_learns(tmp_path, name, found, least):
 
 @pytest.mark.nightly
 def test_the_language_model_learns(tmp_path):
-    found = numbers(r"([\d.]+) bits per byte", fleetrun(EXAMPLES / "language_model.py", cwd=tmp_path))
-    assert found[-1] < min(found[0], 3.5)
+    (found,) = numbers(r"([\d.]+) bits per byte", fleetrun(EXAMPLES / "language_model.py", "--epochs", 1, cwd=tmp_path))
+    assert found < 4.2  # the entropy of its single bytes is 4.7

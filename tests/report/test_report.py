@@ -75,7 +75,7 @@ def test_every_part_is_there(tmp_path):
 def test_the_memory_of_a_step_is_compared_with_what_was_predicted(tmp_path):
     text = html(tmp_path)
     assert "<td>peak of a step, as predicted</td><td>3 MiB</td>" in text
-    assert "<td>rank 1: peak of a step, as measured</td><td>51 MiB</td>" in text  # 300 - 250 + 1 of parameters
+    assert "<td>rank 1: what training added, with the parameters</td><td>51 MiB</td>" in text  # 300 - 250 + 1
 
 
 def test_a_straggler_is_named_and_ranks_that_are_equal_are_not(tmp_path):

@@ -86,8 +86,8 @@ def shares(record: Record) -> list[Share]:
 
 
 def of_step(used: Line, plan: Line, on_gpu: bool) -> int:
-    """Peak bytes of a step, to be compared with what was predicted: of a process, what it needs beyond what it held
-    before its first step, when the parameters were there already."""
+    """Peak bytes to be compared with what was predicted: of a process, what it needs beyond what it held before its
+    first step, when the parameters were there already."""
     return int(used["peak"] if on_gpu else used["peak"] - used.get("before", 0) + plan["bytes"]["parameters"])
 
 

@@ -104,9 +104,9 @@ def _straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
 
 # Boxes of an update as it is planned: what happens, and the stages whose acts belong to it.
 _FLOW = (
-    ("forward", ("FORWARD",)), ("forward and backward in stages", ("SCHEDULE",)), ("backward", ("LOSS", "GATE")),
-    ("between ranks", ("REDUCE", "WIRE")), ("gradient", ("GRADIENT",)), ("update", ("UPDATE",)),
-    ("after the update", ("PARAMETER",)),
+    ("set-up, once", ("MODEL",)), ("forward", ("FORWARD",)), ("forward and backward in stages", ("SCHEDULE",)),
+    ("backward", ("LOSS", "GATE")), ("between ranks", ("REDUCE", "WIRE")), ("gradient", ("GRADIENT",)),
+    ("update", ("UPDATE",)), ("after the update", ("PARAMETER",)),
 )  # fmt: skip
 
 
@@ -160,11 +160,15 @@ def memory(record: Record) -> str:
             told.append([f"rank {rank}: peak", facts.size(line["peak"])])
             told.append([f"rank {rank}: of that, before its first step", facts.size(before)])
             if "predicted" in plan:
-                told.append(
-                    [f"rank {rank}: peak of a step, as measured", facts.size(facts.of_step(line, plan, on_gpu))]
-                )
+                added = facts.size(facts.of_step(line, plan, on_gpu))
+                told.append([f"rank {rank}: what training added, with the parameters", added])
     names = ["parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then"]
     note = "" if on_gpu else "<p>Measured is the whole process, with Python and torch.</p>"
+    if "predicted" in plan and not on_gpu:
+        note += (
+            "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded "
+            "on first use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
+        )
     if "predicted" not in plan:
         note += "<p>The peak of a step was not predicted: fleet.record(..., predict_memory=True) does it.</p>"
     picture = svg.bars("bytes", rows, facts.size)
