@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--merge", type=int, default=2, help="steps per update (default: 2)")
     parser.add_argument("--lr", type=float, default=0.003, help="peak learning rate (default: 0.003)")
     parser.add_argument("--length", type=int, default=128, help="bytes per piece (default: 128)")
-    parser.add_argument("--width", type=int, default=128, help="of the model, a multiple of 32 (default: 128)")
+    parser.add_argument("--width", type=int, default=96, help="of the model, a multiple of 32 (default: 96)")
     parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
 
