@@ -92,7 +92,7 @@ def main() -> None:
 
     fleet.init(is_collective=True)
     if args.record:
-        fleet.record(args.record)
+        fleet.record(args.record, predict_memory=True)
     strategy = fleet.DistributedStrategy.load(args.strategy) if args.strategy else default_strategy()
     torch.manual_seed(0)
     device = fleet.device()
@@ -108,15 +108,14 @@ def main() -> None:
     if fleet.is_first_worker():
         print(fleet.explain())
 
-    total, done = args.epochs * len(loader), 0
+    total = args.epochs * len(loader)
     steps = range(total)
     if args.checkpoints:
         steps = fleet.checkpoints(args.checkpoints, every=50, loader=loader, scheduler=scheduler, steps=total)
-        done = steps.step
         if fleet.is_first_worker() and steps.resumed:
-            print(f"resumed after step {done} of {total}; to start again, remove the folder {args.checkpoints}")
+            print(f"resumed after step {steps.step} of {total}; to start again, remove the folder {args.checkpoints}")
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
-    for step in fleet.progress(steps, total=total - done):
+    for step in fleet.progress(steps):
         x, y = on(device, next(batches))
         loss = cross_entropy(model(x), y)
         loss.backward()

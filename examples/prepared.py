@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import itertools
 import os
 import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,14 @@ HERE = Path(__file__).parent
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
 _EXTRA = "this example needs {}: pip install fleetx[applications], or in a clone, pip install .[applications]"
 WORDS = 2000  # vocabulary size
+PACKAGES = (
+    "asyncio",
+    "email",
+    "importlib",
+    "logging",
+    "multiprocessing",
+    "unittest",
+)  # each has 150 docstrings or more
 
 
 def digits(folder: str | Path, side: int = 32) -> Path:
@@ -28,28 +38,107 @@ def digits(folder: str | Path, side: int = 32) -> Path:
 
 
 def _write_digits(folder: Path, side: int) -> None:
-    data = sklearn_digits()
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise SystemExit(_EXTRA.format("pillow")) from error
-    for phase, held_out in (("train", False), ("val", True)):
-        (folder / phase).mkdir()
-        lines = []
-        for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
-            if (number % 6 == 5) is held_out:
-                image = Image.fromarray((pixels * 255 / 16).astype("uint8")).resize((side, side)).convert("RGB")
-                image.save(folder / phase / f"{number}.jpg", quality=95)
-                lines.append(f"{number}.jpg {label}\n")
+    lists: dict[str, list[str]] = {"train": [], "val": []}
+    for number, phase, label, image in _digit_images(side):
+        (folder / phase).mkdir(exist_ok=True)
+        image.save(folder / phase / f"{number}.jpg", quality=95)
+        lists[phase].append(f"{number}.jpg {label}\n")
+    for phase, lines in lists.items():
         (folder / f"{phase}.txt").write_text("".join(lines))
 
 
+def digit_folders(folder: str | Path, side: int = 32) -> Path:
+    """Write the same digits as train/7/123.png and so on: a folder per class, in `train` and in `val`."""
+
+    def write(temporary: Path) -> None:
+        for number, phase, label, image in _digit_images(side):
+            path = temporary / phase / str(label) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
+
+    return _once(Path(folder), write)
+
+
+def _digit_images(side: int) -> Iterator[tuple[int, str, int, Any]]:
+    """(number, phase, label, image) of each digit; every sixth is held out."""
+    data, image = sklearn_digits(), needed("PIL.Image", "pillow")
+    for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
+        grey = image.fromarray((pixels * 255 / 16).astype("uint8"))
+        yield number, "val" if number % 6 == 5 else "train", int(label), grey.resize((side, side)).convert("RGB")
+
+
 def sklearn_digits() -> Any:
+    return needed("sklearn.datasets", "scikit-learn").load_digits()
+
+
+def needed(module: str, package: str) -> Any:
+    """A module that not everybody has installed."""
     try:
-        from sklearn.datasets import load_digits
+        return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(_EXTRA.format("scikit-learn")) from error
-    return load_digits()
+        raise SystemExit(_EXTRA.format(package)) from error
+
+
+def transformers() -> Any:
+    """The package, without the bars and reports that it prints for every worker."""
+    package = needed("transformers", "transformers")
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+    return package
+
+
+def topics(folder: str | Path) -> Path:
+    """Write the topics of Python's own `help()`, half a megabyte of text, as a file each."""
+
+    def write(temporary: Path) -> None:
+        for name, content in importlib.import_module("pydoc_data.topics").topics.items():
+            (temporary / f"{name}.txt").write_text(content, encoding="utf-8")
+
+    return _once(Path(folder), write)
+
+
+def docstrings(folder: str | Path) -> Path:
+    """Write first sentences of the standard library's documentation as train.tsv and val.tsv.
+
+    A line is `package<tab>sentence`: which package does the sentence come from?
+    """
+    return _once(Path(folder), _write_docstrings)
+
+
+def _write_docstrings(folder: Path) -> None:
+    found: dict[str, list[str]] = {"train": [], "val": []}
+    for package in PACKAGES:
+        sentences = set()
+        for path in sorted((Path(os.__file__).parent / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    sentence = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+                    if len(sentence) > 20:
+                        sentences.add(sentence)
+        for number, sentence in enumerate(sorted(sentences)):
+            found["val" if number % 6 == 5 else "train"].append(f"{package}\t{sentence}\n")
+    for phase, lines in found.items():
+        (folder / f"{phase}.tsv").write_text("".join(lines), encoding="utf-8")
+
+
+def tiny_bert(folder: str | Path, sentences: list[str]) -> Path:
+    """Write a BERT of two layers with fresh weights, and a tokenizer made of these sentences, for from_pretrained."""
+
+    def write(temporary: Path) -> None:
+        tokenizers = needed("tokenizers", "transformers")
+        words = tokenizers.BertWordPieceTokenizer()
+        words.train_from_iterator(sentences, vocab_size=WORDS, show_progress=False)
+        words.save_model(str(temporary))
+        transformers().BertTokenizerFast(vocab=str(temporary / "vocab.txt")).save_pretrained(temporary)
+        config = transformers().BertConfig(
+            vocab_size=words.get_vocab_size(), hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=256, max_position_embeddings=64,
+        )  # fmt: skip
+        config.save_pretrained(temporary)  # model.save_pretrained writes on the first worker only
+        weights = transformers().BertModel(config).state_dict()
+        needed("safetensors.torch", "safetensors").save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+
+    return _once(Path(folder), write)
 
 
 def text(folder: str | Path) -> Path:

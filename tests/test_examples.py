@@ -10,17 +10,25 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from PIL import Image
 
 from fleetx.comm import kernel
+from fleetx.comm.session import current
+from fleetx.record.read import read
+from fleetx.report import page
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-RUN_BELOW = {"digits", "resnet", "bert", "static_style", "pipeline", "slow_network", "auto"}
+RUN_BELOW = {
+    "digits", "resnet", "bert", "static_style", "pipeline", "slow_network", "auto", "image_folder", "language_model",
+    "finetune",
+}  # fmt: skip
 
 
 def fleetrun(*args, cwd, options=()):
@@ -36,7 +44,8 @@ def in_ranks(ranks, name, *args, cwd, **replaced):
 
 
 def printed(*example):
-    with redirect_stdout(io.StringIO()) as text:
+    with redirect_stdout(io.StringIO()) as text, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the schedule resumes with changed settings")  # more epochs than before
         call(*example)
     return text.getvalue()
 
@@ -46,7 +55,10 @@ def call(name, args, cwd, replaced):
     with chdir(cwd), patch.object(sys, "path", path), patch.object(sys, "argv", argv):
         main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
         main.__globals__.update(replaced)
-        main()
+        try:
+            main()
+        finally:
+            current().stop_recording()  # as at the end of a script
 
 
 def numbers(pattern, text):
@@ -57,6 +69,11 @@ def test_each_example_is_run_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_BELOW | {"prepared"}
 
 
+def test_each_example_has_a_line_in_the_docs():
+    text = (ROOT / "docs" / "examples.md").read_text()
+    assert set(re.findall(r"\(\.\./examples/(\w+)\.py\)", text)) == RUN_BELOW
+
+
 @pytest.mark.parametrize("name", sorted(RUN_BELOW - {"static_style"}))
 def test_each_says_what_it_takes(name, tmp_path, capsys):
     with pytest.raises(SystemExit, match="0"):
@@ -65,7 +82,9 @@ def test_each_says_what_it_takes(name, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "package"), [("digits", "sklearn"), ("resnet", "sklearn"), ("resnet", "PIL")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("digits", "sklearn"), ("resnet", "sklearn"), ("resnet", "PIL"), ("finetune", "transformers")]
+)
 def test_an_example_without_its_extra_says_which_to_install(tmp_path, name, package):
     script = str(EXAMPLES / f"{name}.py")
     code = (
@@ -178,3 +197,70 @@ def test_auto_chooses_and_the_file_repeats_it(tmp_path):
     assert losses[-1] < losses[0]
     repeated = fleetrun(EXAMPLES / "auto.py", "--epochs", 3, "--strategy", "strategy.yaml", cwd=tmp_path)
     assert numbers(r"loss ([\d.]+)", repeated) == losses
+
+
+def some_images(folder):
+    """Dark and bright ones."""
+    for phase, count in (("train", 24), ("val", 8)):
+        for name, level in (("bright", 200), ("dark", 50)):
+            (folder / phase / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (16, 16), (level + i, level, level)).save(folder / phase / name / f"{i}.png")
+    return ["--data", folder, "--size", 16, "--batch", 4]
+
+
+def some_text(folder):
+    folder.mkdir()
+    (folder / "notes.txt").write_text("to be or not to be, that is the question. " * 40)
+    return ["--data", folder, "--length", 16, "--width", 32, "--layers", 1]
+
+
+def some_sentences(folder):
+    folder.mkdir()
+    for phase, count in (("train", 24), ("val", 8)):
+        lines = [f"good\tI like number {i}\nbad\tnumber {i} is dull\n" for i in range(count)]
+        (folder / f"{phase}.tsv").write_text("".join(lines))
+    return ["--data", folder, "--batch", 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "make", "found"),
+    [
+        ("image_folder", some_images, r"epoch (\d): accuracy"),
+        ("language_model", some_text, r"epoch (\d): [\d.]+ bits per byte"),
+        ("finetune", some_sentences, r"epoch (\d): accuracy"),
+    ],
+)
+def test_one_s_own_data_are_trained_on_resumed_and_reported(ranks, tmp_path, name, make, found):
+    options = [*make(tmp_path / "mine"), "--output", "out"]
+    said = in_ranks(ranks, name, *options, "--epochs", 1, cwd=tmp_path)
+    assert numbers(found, said) == [1]
+    assert "resumed" not in said
+    said = in_ranks(ranks, name, *options, "--epochs", 2, cwd=tmp_path)
+    assert numbers(found, said) == [2]
+    assert "resumed after step" in said
+    record = read(tmp_path / "out")
+    assert [event["what"] for event in record.events if not event["rank"]] == [
+        "checkpoint", "end", "resumed", "checkpoint", "end"
+    ]  # fmt: skip
+    assert {line["round"] for line in record.rounds} == set(range(1, record.rounds[-1]["round"] + 1))
+    assert len(record.values) == 2
+    assert record.plans[0]["predicted"] > 0
+    assert 'data-plot="loss"' in page.page([record])
+    assert (tmp_path / "out" / "model" / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "found", "least"),
+    [("image_folder", r"accuracy ([\d.]+)%", 90), ("finetune", r"accuracy ([\d.]+)%", 70)],
+)
+def test_the_command_of_its_first_lines_learns(tmp_path, name, found, least):
+    assert numbers(found, fleetrun(EXAMPLES / f"{name}.py", cwd=tmp_path))[-1] > least
+
+
+@pytest.mark.nightly
+def test_the_language_model_learns(tmp_path):
+    (found,) = numbers(r"([\d.]+) bits per byte", fleetrun(EXAMPLES / "language_model.py", "--epochs", 1, cwd=tmp_path))
+    assert found < 4.2  # the entropy of its single bytes is 4.7

@@ -15,10 +15,16 @@ ROOT = Path(__file__).parent.parent
 README, GUIDE = (ROOT / "README.md").read_text(), (ROOT / "docs/guide.md").read_text()
 
 
-def test_the_explanation_is_what_explain_prints():
+def test_the_explanation_is_what_explain_prints(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     strategy = DistributedStrategy(amp={"dtype": "bfloat16"}, gradient_merge={"k_steps": 4}, clip=True)
     shown = re.search(r"```\n(requested: .*?)```", GUIDE, re.S).group(1)
     assert shown.rstrip() == str(fleet.explain(strategy)).rstrip()
+
+
+def test_the_explanation_fits_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(fleet.explain(DistributedStrategy(clip=True))).splitlines())) <= 80
 
 
 def test_the_readme_is_short():

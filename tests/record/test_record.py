@@ -17,6 +17,7 @@ from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.record.read import read
 from fleetx.record.schema import SCHEMA, TIMES, encode, number
+from fleetx.record.tally import Span, trace
 from training import batches, net, sgd, share, train_fleet, zero_last
 
 
@@ -141,8 +142,10 @@ def test_skipped_updates_are_events(tmp_path):
     zero_last(model, optimizer, x, y)
     with pytest.warns(UserWarning, match="not finite"):
         zero_last(model, optimizer, x * math.nan, y)
+    told = fleet.metrics()["events"]
     recorder.close()
     found = read(tmp_path)
+    assert (told["skipped"], told["fault"]) == (1, 0)
     assert [(e["what"], e["round"]) for e in found.events] == [("skipped", 2), ("end", 2)]
     assert math.isnan(number(found.rounds[1]["loss"]))
     assert not found.rounds[1]["updated"]
@@ -216,6 +219,57 @@ def test_tokens_are_counted_where_a_batch_is_of_words(tmp_path):
     assert (line["samples"], line["tokens"]) == (3, 15)
 
 
+def three_blocks():
+    def layers():
+        return [layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+
+    return torch.nn.Sequential(*[torch.nn.Sequential(*layers()) for _ in range(3)])
+
+
+# In sizes of the input: itself, 12 outputs of Tanh (recomputed: 3, and 4 inside a block), the loss, 2 to 3 gradients.
+@pytest.mark.parametrize(
+    ("declared", "kept"),
+    [({}, 16), ({"recompute": {"checkpoints": ["0", "1", "2"]}}, 11.5)],
+    ids=["plain", "recompute"],
+)
+def test_the_memory_of_a_step_is_predicted_when_asked(tmp_path, declared, kept):
+    recorder, model, optimizer = start(tmp_path, declared, make=three_blocks, predict_memory=True)
+    before, x = torch.get_rng_state(), torch.ones(1 << 14, 8)
+    model(x).mean().backward()
+    optimizer.step()
+    told = fleet.metrics()["predicted"]
+    recorder.close()
+    assert torch.equal(torch.get_rng_state(), before)
+    found = read(tmp_path).plans[0]["predicted"]
+    assert told == found
+    assert found / x.nbytes == pytest.approx(kept, abs=0.6)
+
+
+def test_a_model_that_cannot_run_without_data_is_said_to_be_not_predicted(tmp_path):
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.layer(x) * (1 if x.sum().item() else 2)
+
+    recorder, model, optimizer = start(tmp_path, {}, make=Reads, predict_memory=True)
+    with pytest.warns(UserWarning, match="the memory of a step is not predicted"):
+        zero_last(model, optimizer, torch.ones(4, 6), torch.zeros(4, 2))
+    recorder.close()
+    assert "predicted" not in read(tmp_path).plans[0]
+
+
+def divided(folder):
+    with pytest.raises(UsageError, match="predict_memory=True"):
+        start(folder, {"sharding": True}, predict_memory=True)
+
+
+def test_the_memory_of_a_divided_model_is_not_predicted(ranks, tmp_path):
+    ranks.run(divided, str(tmp_path))
+
+
 def recorded(declared, folder):
     fleet.init()
     fleet.record(folder)
@@ -261,6 +315,12 @@ def test_the_other_ranks_write_their_own_when_asked(ranks, tmp_path):
     lines = [json.loads(text) for text in (tmp_path / "rank1.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if line["kind"] == "round"][-1] == latest[1]["loss"]
     assert latest[0]["loss"] != latest[1]["loss"]  # each rank has its own batch
+
+
+def test_a_trace_begins_with_its_earliest_span():
+    """A wait ends, and is known, before the span in which it lies."""
+    spans = [Span("communication", 11.0, 12.0, "data", "gather"), Span("data", 10.0, 13.0, name="data")]
+    assert trace(spans) == [["wait", "gather", 1.0, 1.0], ["compute", "data", 0.0, 3.0]]
 
 
 def piped(folder):

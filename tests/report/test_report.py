@@ -72,11 +72,29 @@ def test_every_part_is_there(tmp_path):
     assert "OMP_NUM_THREADS=1" in text
 
 
+def test_the_memory_of_a_step_is_compared_with_what_was_predicted(tmp_path):
+    text = html(tmp_path)
+    assert "<td>peak of a step, as predicted</td><td>3 MiB</td>" in text
+    assert "<td>rank 1: what training added, with the parameters</td><td>51 MiB</td>" in text  # 300 - 250 + 1
+
+
 def test_a_straggler_is_named_and_ranks_that_are_equal_are_not(tmp_path):
     assert "No rank straggles" in html(tmp_path / "a")
     text = html(tmp_path / "b", slow=1.5, ranks=3)
     assert re.search(r"<strong>rank 2</strong> \(node2\): its own work takes 1\.4\d times", text)
     assert "<strong>rank 1</strong>" not in text
+
+
+def test_the_plan_of_an_update_is_drawn_in_its_order(tmp_path):
+    record = read(write(tmp_path / "run"))
+    record.plans[0] |= {"window": 4, "acts": [["GRADIENT", "clip", "limit it"], ["WIRE", "dgc", "send the largest"]]}
+    (flow,) = re.findall(r'<ol class="flow">(.*?)</ol>', page.page([record]))
+    boxes = re.findall(r'<li class="(\w*)">([^<]*)<ul>(.*?)</ul>', flow)
+    assert [(kind, name) for kind, name, _ in boxes] == [
+        ("", "forward, 4 times"), ("", "backward, 4 times"), ("net", "between ranks"), ("", "gradient"), ("", "update")
+    ]  # fmt: skip
+    assert re.findall(r"<strong>(\w+)", boxes[2][2]) == ["data_parallel", "dgc"]
+    assert boxes[3][2] == "<li><strong>clip</strong>: limit it</li>"
 
 
 def test_the_schedule_of_a_pipeline_is_drawn(tmp_path):
@@ -129,6 +147,12 @@ def test_throughput_counts_all_replicas_and_no_evaluation(tmp_path):
     found = dict(facts.throughput(record))
     assert found[2] == pytest.approx(32 * 2 / 0.05)
     assert found[3] == pytest.approx(32 * 2 / 0.09)
+
+
+def test_the_samples_of_an_update_are_the_usual_ones(tmp_path):
+    record = read(write(tmp_path / "run"))
+    record.rounds[-1]["samples"] = 1
+    assert facts.summary(record)["samples per update"] == "64"
 
 
 def test_the_command_writes_one_file_and_says_what_is_wrong(tmp_path):

@@ -16,6 +16,7 @@ from fleetx.errors import UsageError
 Function = Callable[[Any], Any]
 Kind = type | tuple[type, ...]
 LossFn = Callable[..., Tensor]
+_LEAVES = (type(None), bool, int, float, str)  # no tensor is inside
 
 
 def map_tensors(function: Function, value: Any, *, strict: bool = False, kind: Kind = Tensor) -> Any:
@@ -32,13 +33,28 @@ def map_tensors(function: Function, value: Any, *, strict: bool = False, kind: K
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a structure, in order."""
     found: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(see, value)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    """Plain structures are walked here: pytree takes twenty times as long, and this is called in every step."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for item in value:
+            _collect(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _collect(item, found)
+    elif kind not in _LEAVES:
+
+        def see(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        map_tensors(see, value)
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -48,7 +64,11 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def samples_in(value: Any) -> int:
     """How many samples a batch has: the most common first dimension of its tensors; 0 without tensors."""
-    lengths = [len(t) for t in tensors_of(value) if t.dim()]
+    return samples_of(tensors_of(value))
+
+
+def samples_of(tensors: list[Tensor]) -> int:
+    lengths = [len(t) for t in tensors if t.dim()]
     return max(lengths, key=lengths.count, default=0)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fleetx import __version__
 from fleetx.base import seams
+from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.session import Session, current
 from fleetx.errors import UsageError
@@ -37,13 +38,17 @@ _VARIABLES = (
 
 
 @peers.naming()
-def record(folder: str | Path, *, every_rank: bool = False, trackers: str | Sequence[str] = ()) -> Recorder:
+def record(
+    folder: str | Path, *, every_rank: bool = False, predict_memory: bool = False, trackers: str | Sequence[str] = ()
+) -> Recorder:
     """Write what happens in this run to `folder`, as JSON lines. Every worker must call it, after `fleet.init`.
 
     Rank 0 writes, with what the other ranks measured. `fleetx report FOLDER` makes a page of it. A run that is resumed
     appends. It ends with the script, or with `close()` of what this returns, on every worker.
 
     every_rank: have the other ranks write their rounds as well, each to a file of its own.
+    predict_memory: predict the peak of a step, to compare it with what is measured. For this, rank 0 calls a copy of
+        the model and of the optimizer with the first batch once more, on tensors without data: a few seconds.
     trackers: "tensorboard", "wandb" or "mlflow", or several: rank 0 passes the same facts on to them.
     """
     from fleetx.record import trackers as known
@@ -66,7 +71,7 @@ def record(folder: str | Path, *, every_rank: bool = False, trackers: str | Sequ
         sinks=known.made(names, folder) if first else [],
     )  # fmt: skip
     session.stop_recording()  # of fleet.progress, which keeps nothing
-    recorder = session.recorder = Recorder(world, stream)
+    recorder = session.recorder = Recorder(world, stream, predicts=predict_memory)
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
     recorder.say("start", schema=SCHEMA, ranks=world.size, device=world.device.type, restart=restart, **_environment())
     if restart and first:
@@ -78,8 +83,17 @@ def record(folder: str | Path, *, every_rank: bool = False, trackers: str | Sequ
 
 def attach(session: Session, engine: Engine) -> None:
     """Record this training, if anything is recorded."""
-    if session.recorder is not None:
-        session.recorder.attach(engine, partial(_plan, session))
+    recorder = session.recorder
+    if recorder is None:
+        return
+    if recorder.predicts and (engine.layout.shard_group is not None or engine.layout.reduced or not engine.taps):
+        raise UsageError(
+            "fleet.record(..., predict_memory=True): the memory of a model that is divided between ranks (sharding, "
+            "pipeline) is not predicted: remove it"
+        )
+    recorder.attach(
+        engine, partial(_plan, session), _predicted if recorder.predicts and not recorder.world.rank else None
+    )
 
 
 def _environment() -> dict[str, Any]:
@@ -112,6 +126,25 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     return line if predicted is None else line | {"predicted": predicted}
 
 
+def _predicted(engine: Engine) -> dict[str, Any]:
+    """The peak bytes of a step with the batch that is about to enter the model."""
+    from fleetx.measure.fake_step import TrainingStep, estimate
+    from fleetx.parts.recompute import budget
+
+    args, kwargs = engine.step.inputs
+    part = next((part for part in engine.plan.parts if part.segments), None)
+    if getattr(part, "memory_budget", None) is not None:
+        return {}  # the part predicts it itself
+    ranks = engine.layout.replica_group.size
+    try:
+        step = TrainingStep.under(engine.plan, engine.model, engine.optimizer, ranks=ranks, args=args, kwargs=kwargs)
+        return {"predicted": estimate(step, budget.install_for(part, step)).peak}
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        warn(f"the memory of a step is not predicted: this model cannot run on tensors without data: {first}")
+        return {}
+
+
 def facts() -> dict[str, Any]:
     """`fleet.metrics()`."""
     recorder = current().recorder
@@ -135,7 +168,7 @@ def log(**values: float) -> None:
 def progress(loader: Iterable[Any], *, total: int | None = None, every: float = 10.0) -> Iterator[Any]:
     """`for batch in fleet.progress(loader)`: a live table on rank 0, or a line now and then where there is no terminal.
 
-    total: how many batches there are, if `len(loader)` does not know it.
+    total: how many batches there are, if the loader has no length.
     every: seconds between two lines, where there is no terminal.
     """
     from fleetx.record.progress import shown

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +22,12 @@ class Losses:
 
         @functools.wraps(self._plain)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            roots = (tensors,) if isinstance(tensors, Tensor) else tensors
-            if isinstance(roots, list | tuple) and len(roots) == 1 and roots[0].numel() == 1:
-                self.last = roots[0].detach()
-            with record_function("fleetx backward") if seams.profiler_enabled() else nullcontext():
+            root = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+            if isinstance(root, Tensor) and root.numel() == 1:
+                self.last = root.detach()
+            if not seams.profiler_enabled():
+                return self._plain(tensors, *args, **kwargs)
+            with record_function("fleetx backward"):
                 return self._plain(tensors, *args, **kwargs)
 
         self._ours = backward

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +23,7 @@ def shown(loader: Iterable[Any], total: int | None, every: float, session: Sessi
         yield from loader
         return
     if total is None:
-        total = len(loader) if isinstance(loader, Sized) else None
+        total = operator.length_hint(loader) or None
     console = Console(stderr=True)
     pace = _Pace(session, total)
     if console.is_terminal:
@@ -33,16 +34,17 @@ def shown(loader: Iterable[Any], total: int | None, every: float, session: Sessi
 
 
 def _counted(loader: Iterable[Any], pace: _Pace, every: float, show: Any) -> Iterator[Any]:
-    due = time.monotonic() + every
+    due, said = time.monotonic() + every, -1
     try:
         for batch in loader:
             yield batch
             pace.done += 1
             if time.monotonic() >= due:
                 show()
-                due = time.monotonic() + every
+                due, said = time.monotonic() + every, pace.done
     finally:
-        show()
+        if said != pace.done:
+            show()
 
 
 class _Pace:

@@ -6,12 +6,14 @@ The session passes on what the engine marks. The other ranks are never asked, an
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,7 @@ from fleetx.base import seams
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.record.losses import Losses
-from fleetx.record.schema import TIMES
+from fleetx.record.schema import EVENTS, TIMES
 from fleetx.record.stopwatch import Mark, Stopwatch
 from fleetx.record.tally import Ended, Span, Tally, trace
 from fleetx.strategy.stage import Act, Stage
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
     from fleetx.record.stream import Stream
 
+Describe = Callable[["Engine"], dict[str, Any]]  # facts about a training
 # What a rank does, as it marks it, and where its time counts.
 _KINDS = {
     "": "data",
@@ -42,14 +45,27 @@ _KINDS = {
 }
 _NAMES = {"": "data", "the code after forward": "loss", "optimizer.step": "update"}  # in a trace
 _RANGES = {"forward": "fleetx forward", "optimizer.step": "fleetx update"}
-_SHARE = 300  # the norm of all gradients is computed if this many times what it takes has passed
+_SHARE = 1000  # the norm of all gradients is computed if this many times what it takes has passed
 FLUSH = 1.0  # seconds between two times that lines are written
 _EACH = 0.02  # seconds more for each other rank, whose lines rank 0 collects
 
 
+@dataclass(slots=True)
+class _Model:
+    """What is known of one of the models."""
+
+    number: int
+    scaled: bool  # is its loss scaled?
+    tally: Tally = field(default_factory=Tally)  # since its last round
+    seen: Tensor | None = None  # the last loss that its engine knew
+    plan: Describe | None = None  # describes it; None when its first round is done
+    predict: Describe | None = None  # facts that need a batch; None when the first batch is there
+    predicted: dict[str, Any] = field(default_factory=dict)
+
+
 class Recorder:
-    def __init__(self, world: World, stream: Stream | None = None):
-        self.world, self.stream = world, stream
+    def __init__(self, world: World, stream: Stream | None = None, *, predicts: bool = False):
+        self.world, self.stream, self.predicts = world, stream, predicts
         self.latest: dict[str, Any] = {}  # the last round that is known
         self.counts: Counter[str] = Counter()  # of events
         self._watch, self._thread = Stopwatch(world.device), threading.get_ident()
@@ -57,14 +73,12 @@ class Recorder:
         self._doing, self._kind, self._since = "", "data", self._watch.mark()
         self._spans: list[Span] = []
         self._range: Any = None
-        self._tallies: weakref.WeakKeyDictionary[Any, Tally] = weakref.WeakKeyDictionary()
-        self._seen: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # the engine's last loss
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the models
-        self._plans: weakref.WeakKeyDictionary[Any, Callable[[Engine], dict[str, Any]]]
-        self._plans = weakref.WeakKeyDictionary()  # what describes them, until their first round is done
+        self._models: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()  # by engine
+        self._numbers = itertools.count()  # of models; some may be gone
         self._ended: list[Ended] = []  # rounds whose numbers are on the device
         self._lines: list[dict[str, Any]] = []  # to be written
         self._totals: dict[str, Any] = {"rounds": 0, "seconds": 0.0, "time": dict.fromkeys(TIMES, 0.0), "samples": 0}
+        self._predicted: int | None = None  # peak bytes of a step of the last model
         self._norm_at = 0.0  # when the norm may be computed again
         self._tracing = False
         self._pause = FLUSH + _EACH * world.size
@@ -78,8 +92,12 @@ class Recorder:
         if run is not None and not doing:
             self._stepped(run)
         elif run is not None and torch.is_grad_enabled():
-            self._tally(run).feed(run.step.inputs)
-        if doing == "backward":
+            model = self._model(run)
+            model.tally.feed(run.step.inputs)
+            if model.predict is not None:
+                model.predicted, model.predict = model.predict(run), None
+                self._totals["before"] = self._held()  # with what predicting has imported
+        if doing == "backward" and self.world.size > 1:
             self._watch_reduction()
         if doing == "forward" and not torch.is_grad_enabled():
             self._kind = "other"  # an evaluation
@@ -131,18 +149,23 @@ class Recorder:
                 norm = get_total_norm(grads)
             end = time.perf_counter()
             self._norm_at = end + _SHARE * (end - start)
-        self._tally(run).norm = norm
+        self._model(run).tally.norm = norm
 
     def _stepped(self, run: Engine) -> None:
         """optimizer.step() is done, and the round with it if the gate was open."""
-        tally = self._tally(run)
+        model, step = self._model(run), run.step
+        tally = model.tally
         tally.spans += self._spans
         self._spans = []
-        tally.steps += not run.step.flushing
-        if (loss := self._loss_of(run)) is not None and not run.step.flushing:
-            tally.losses.append(loss)
-        if run.step.opens:
-            self._end_round(run, tally)
+        given, known = self._losses.take(), step.loss
+        if known is not None and known is not model.seen:  # the engine has seen it in this step
+            given = model.seen = known
+        if not step.flushing:
+            tally.steps += 1
+            if given is not None:
+                tally.losses.append(given)
+        if step.opens:
+            self._end_round(run, model)
         if time.monotonic() > self._flush_at:
             self.flush()
 
@@ -162,10 +185,10 @@ class Recorder:
 
     def metrics(self) -> dict[str, Any]:
         self._settle(wait=False)
-        counts = {what: self.counts[what] for what in ("overflow", "skipped", "checkpoint", "restored")}
         usage = self.stream.usage if self.stream is not None else None
         used = {} if usage is None else {"peak": usage.peak(), "sent": usage.sent()}
-        return {**self.latest, **used, "events": counts}
+        predicted = {} if self._predicted is None else {"predicted": self._predicted}
+        return {**self.latest, **used, **predicted, "events": {what: self.counts[what] for what in EVENTS}}
 
     @property
     def rounds(self) -> int:
@@ -176,15 +199,15 @@ class Recorder:
         return int(self._totals["samples"])
 
     # --- beginning and end ------------------------------------------------------------------------
-    def attach(self, run: Engine, plan: Callable[[Engine], dict[str, Any]]) -> None:
-        """A model is distributed. plan: describes how."""
+    def attach(self, run: Engine, plan: Describe, predict: Describe | None = None) -> None:
+        """A model is distributed. plan: describes how. predict: what is known of it when a batch is there."""
         run.wrap_acts(self._around)
-        self._numbers[run] = len(self._numbers)
+        model = self._model(run)
         self._spans, self._since = [], self._watch.mark()  # what was before is no part of a round
         if self.stream is not None:
-            self._plans[run] = plan
-            self._totals.setdefault("before", self.stream.usage.held())
-            self._say_plan(run)
+            model.plan, model.predict = plan, predict
+            self._totals.setdefault("before", self._held())
+            self.say("plan", model=model.number, **plan(run))
 
     def flush(self) -> None:
         """Hand what is known to the thread that writes it."""
@@ -207,7 +230,7 @@ class Recorder:
         self._settle(wait=not self.counts["fault"])
         self.flush()
         self._losses.close()
-        for run in list(self._numbers):
+        for run in list(self._models):
             run.wrap_acts(None)
         if current().recorder is self:
             current().recorder = None
@@ -223,48 +246,43 @@ class Recorder:
         self._spans.append(Span(self._kind, start, now, name=_NAMES.get(self._doing, self._doing)))
         self._since = now
 
-    def _say_plan(self, run: Engine) -> None:
-        self.say("plan", model=self._numbers[run], **self._plans[run](run))
+    def _held(self) -> int:
+        assert self.stream is not None
+        return self.stream.usage.held()
 
-    def _tally(self, run: Engine) -> Tally:
-        found = self._tallies.get(run)
+    def _model(self, run: Engine) -> _Model:
+        found = self._models.get(run)
         if found is None:
-            found = self._tallies[run] = Tally()
+            found = self._models[run] = _Model(next(self._numbers), bool(run.plan.at(Stage.LOSS)))
         return found
 
-    def _loss_of(self, run: Engine) -> Tensor | None:
-        """The one that the engine has seen in this step, else the one that the script passed to backward."""
-        given, known = self._losses.take(), run.step.loss
-        if known is not None and known is not self._seen.get(run):
-            self._seen[run] = known
-            return known
-        return given
-
-    def _end_round(self, run: Engine, tally: Tally) -> None:
+    def _end_round(self, run: Engine, model: _Model) -> None:
+        tally, model.tally = model.tally, Tally()
         line = {
-            **line_of("round", self.world.rank, time.time()), "model": self._numbers.get(run, 0), "round": run.round,
-            "updated": run.updated, "steps": tally.steps, "samples": tally.samples,
+            "kind": "round", "t": round(time.time(), 4), "rank": self.world.rank, "model": model.number,
+            "round": run.round, "updated": run.updated, "steps": tally.steps, "samples": tally.samples,
         }  # fmt: skip
         rate = run.optimizer.param_groups[0]["lr"]
         if not isinstance(rate, Tensor) or rate.device.type == "cpu":  # else the host would wait for it
             line["rate"] = float(rate)
         if tally.tokens:
             line["tokens"] = tally.tokens
-        if run.plan.at(Stage.LOSS):
+        if model.scaled:
             line["scale"] = run.loss_scale()
-        period = next((state["k"] for state in run.state.values() if "k" in state), None)
-        if period is not None:
-            line["k"] = period
+        for state in run.state.values():
+            if "k" in state:
+                line["k"] = state["k"]
         if not run.finite:
             what = "overflow" if run.step.overflowed else "skipped"
             self.counts[what] += 1
             self.say("event", what=what, round=run.round)
-        if run in self._plans:  # some strategies decide in the first step
-            self._say_plan(run)
+        if model.plan is not None:  # some strategies decide in the first step
+            described = model.plan(run) | model.predicted
+            self._predicted = described.get("predicted")
+            self.say("plan", model=model.number, **described)
             self._totals["optimizer"] = _state_bytes(run)
-            del self._plans[run]
+            model.plan = None
         ended = Ended(line, tally, self._tracing)
-        self._tallies[run] = Tally()
         self._tracing = self.stream is not None and _is_traced(run.round + 1)
         if self.world.device.type == "cuda":
             ended.ask()
@@ -272,17 +290,18 @@ class Recorder:
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
+        totals = self._totals
         while self._ended and (wait or self._ended[0].known()):
             ended = self._ended.pop(0)
-            line = ended.settle()
-            self.latest = line
-            totals = self._totals
+            line = self.latest = ended.settle()
+            if not totals["rounds"]:
+                totals["first"] = line["time"]
             totals["rounds"] += 1
-            totals.setdefault("first", line["time"])
             totals["samples"] += line["samples"]
             totals["seconds"] += line["seconds"]
+            times = totals["time"]
             for kind, seconds in line["time"].items():
-                totals["time"][kind] += seconds
+                times[kind] += seconds
             if self.stream is None:
                 continue
             self._lines.append(line)

@@ -11,8 +11,8 @@ Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not
     plan    a model was distributed; again after its first round, when every strategy has decided: `model` (its number),
             `name`, `replicas` (different batches per step), `window` (steps per round), `strategy` (as in its YAML
             file), `acts` ([stage, switch, what it does]), `explain`, `parameters` (their number), `bytes` (of
-            `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step, where a strategy
-            predicted them)
+            `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step, where a strategy or
+            `predict_memory` predicted them)
     round   a round ended: `model`, `round`, `updated` (was the update applied?), `seconds`, `time` (seconds by TIMES),
             `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps, before
             the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient)
@@ -48,14 +48,15 @@ EVENTS = {
     "end": "the training ended",
 }
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # json.dumps would make one for each line
 _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(line: dict[str, Any]) -> str:
     try:
-        return json.dumps(line, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(line)
     except ValueError:
-        return json.dumps(_plain(line), allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(_plain(line))
 
 
 def _plain(value: Any) -> Any:

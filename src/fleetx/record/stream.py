@@ -72,14 +72,14 @@ class Stream:
 
     def _handle(self, lines: list[dict[str, Any]], totals: dict[str, Any]) -> None:
         used = {"sent": self.usage.sent(), "peak": self.usage.peak(), "host": self._host}
-        mine = {"kind": "rank", "t": round(time.time(), 4), "rank": self.rank, **_rounded(totals)}
+        mine = {"kind": "rank", "t": round(time.time(), 4), "rank": self.rank, **totals}
         lines.append(mine | {key: value for key, value in used.items() if value is not None})
         self._write(lines)
         if self._store is None:
             return
         if self.rank:
             told = [line for line in lines if line["kind"] == "rank" or line["kind"] in _GATHERED]
-            self._store.set(f"{self.rank}/{self._sent}", json.dumps([encode(line) for line in told]))
+            self._store.set(f"{self.rank}/{self._sent}", json.dumps([encode(_rounded(line)) for line in told]))
             self._sent += 1
         else:
             self._write(list(self._collected()))
@@ -93,7 +93,7 @@ class Stream:
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._file is not None and lines:
-            self._file.write("".join(f"{encode(line)}\n" for line in lines))
+            self._file.write("".join(f"{encode(_rounded(line))}\n" for line in lines))
             self._file.flush()
         for sink in self._sinks:
             for line in lines:
@@ -123,6 +123,12 @@ def _opened(path: Path) -> Any:
     return file
 
 
-def _rounded(totals: dict[str, Any]) -> dict[str, Any]:
-    times = {kind: round(seconds, 4) for kind, seconds in totals["time"].items()}
-    return totals | {"seconds": round(totals["seconds"], 4), "time": times}
+def _rounded(line: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to the microsecond."""
+    if "time" not in line:
+        return line
+    found = line | {"seconds": round(line["seconds"], 6)}
+    for key in ("time", "first"):
+        if key in line:
+            found[key] = {kind: round(seconds, 6) for kind, seconds in line[key].items()}
+    return found

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fleetx.base.trees import samples_in, tensors_of
+from fleetx.base.trees import samples_of, tensors_of
 from fleetx.engine.dtensors import local
 from fleetx.record.schema import TIMES
 from fleetx.record.stopwatch import Mark, Stopwatch
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 LANE = {"communication": "wait"}  # of a span in a trace; the others are computed
 
 
@@ -45,9 +46,9 @@ class Tally:
 
     def feed(self, inputs: Any) -> None:
         """A batch enters the model in training."""
-        self.samples += samples_in(inputs)
-        whole = (t for t in tensors_of(inputs) if t.dim() == 2 and not t.is_floating_point() and not t.is_complex())
-        words = next((t for t in whole if t.dtype is not torch.bool), None)
+        found = tensors_of(inputs)
+        self.samples += samples_of(found)
+        words = next((t for t in found if t.dtype in _WHOLE and t.dim() == 2), None)
         self.tokens += 0 if words is None else words.numel()
 
 
@@ -85,36 +86,39 @@ class Ended:
             numbers = [] if self.copied is None else self.copied.tolist()
             losses, norm = numbers[: len(tally.losses)], numbers[len(tally.losses) :]
         else:
-            losses = [float(local(t)) for t in tally.losses]
+            losses = [local(t).item() for t in tally.losses]
             norm = [] if tally.norm is None else [float(tally.norm)]
         if losses:
             line["loss"] = sum(losses) / len(losses)
         if norm:
             line["norm"] = norm[0]
-        line["time"] = {kind: round(seconds, 6) for kind, seconds in times(tally.spans).items()}
-        line["seconds"] = round(sum(line["time"].values()), 6)
+        found = line["time"] = times(tally.spans)
+        line["seconds"] = sum(found.values())
         return line
 
 
 def times(spans: Iterable[Span]) -> dict[str, float]:
+    """Not rounded: this is called in every step, `encode` only by the thread that writes."""
     found = dict.fromkeys(TIMES, 0.0)
-    for span in spans:
-        if span.kind:
-            on_host = type(span.start) is float  # asked here, because calls add up
-            seconds = span.end - span.start if on_host else span.seconds
-            found[span.kind] += seconds
-            if span.within:
-                found[span.within] -= seconds
-    return {kind: max(seconds, 0.0) for kind, seconds in found.items()}
+    for kind, start, end, within, _, _ in spans:
+        if kind:
+            on_host = type(start) is float  # asked here, because calls add up
+            seconds = end - start if on_host else Stopwatch.seconds(start, end)
+            found[kind] += seconds
+            if within:
+                found[within] -= seconds
+    for kind, seconds in found.items():
+        if seconds < 0.0:
+            found[kind] = 0.0
+    return found
 
 
 def trace(spans: list[Span]) -> list[list[Any]]:
     """[lane, name, start, seconds] of each span that has a name, from the beginning of the first one on."""
-    if not spans:
-        return []
-    begin, found = spans[0].start, []
-    for span in spans:
-        if span.name:
-            lane = span.lane or LANE.get(span.kind, "compute")
-            found.append([lane, span.name, round(Stopwatch.seconds(begin, span.start), 6), round(span.seconds, 6)])
-    return found
+    starts = [Stopwatch.seconds(spans[0].start, span.start) for span in spans]
+    first = min(starts, default=0.0)  # a wait is known before the span in which it lies
+    return [
+        [span.lane or LANE.get(span.kind, "compute"), span.name, round(start - first, 6), round(span.seconds, 6)]
+        for span, start in zip(spans, starts, strict=True)
+        if span.name
+    ]

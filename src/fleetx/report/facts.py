@@ -85,6 +85,12 @@ def shares(record: Record) -> list[Share]:
     return found
 
 
+def of_step(used: Line, plan: Line, on_gpu: bool) -> int:
+    """Peak bytes to be compared with what was predicted: of a process, what it needs beyond what it held before its
+    first step, when the parameters were there already."""
+    return int(used["peak"] if on_gpu else used["peak"] - used.get("before", 0) + plan["bytes"]["parameters"])
+
+
 def stragglers(found: list[Share]) -> list[tuple[Share, float]]:
     """Ranks for which the others wait, with how many times the median their own work takes; the slowest first."""
     if len(found) < 2:
@@ -125,7 +131,8 @@ def summary(record: Record) -> dict[str, str]:
     if "throughput" in drawn:
         found["samples per second"] = f"{statistics.median(y for _, y in drawn['throughput']):,.4g} (median)"
     if rounds:
-        found["samples per update"] = f"{rounds[-1]['samples'] * replicas(record):,}"
+        usual = statistics.mode(r["samples"] for r in rounds)  # the last of an epoch may have fewer
+        found["samples per update"] = f"{usual * replicas(record):,}"
         found["time"] = duration(rounds[-1]["t"] - record.starts[0]["t"])
     told = counts(record.events)
     skipped = told.get("overflow", 0) + told.get("skipped", 0)

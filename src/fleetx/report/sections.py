@@ -102,17 +102,51 @@ def _straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
     return f'<p>The others wait for:</p><ul class="stragglers">{"".join(said)}{more}</ul>'
 
 
+# Boxes of an update as it is planned: what happens, and the stages whose acts belong to it.
+_FLOW = (
+    ("set-up, once", ("MODEL",)), ("forward", ("FORWARD",)), ("forward and backward in stages", ("SCHEDULE",)),
+    ("backward", ("LOSS", "GATE")), ("between ranks", ("REDUCE", "WIRE")), ("gradient", ("GRADIENT",)),
+    ("update", ("UPDATE",)), ("after the update", ("PARAMETER",)),
+)  # fmt: skip
+
+
+def planned_step(plan: dict[str, Any]) -> str:
+    """The boxes of an update in their order. Those that compute have a solid border, those that communicate dashes."""
+    staged = any(stage == "SCHEDULE" for stage, *_ in plan["acts"])
+    always = ("update",) if staged else ("forward", "backward", "update")
+    boxes = []
+    for name, stages in _FLOW:
+        acts = [(switch, meaning) for stage, switch, meaning in plan["acts"] if stage in stages]
+        if (
+            name == "between ranks"
+            and plan["replicas"] > 1
+            and not any(stage == "REDUCE" for stage, *_ in plan["acts"])
+        ):
+            acts.insert(0, ("data_parallel", "average the gradients, while backward runs"))
+        if not acts and name not in always:
+            continue
+        times = f", {plan['window']} times" if plan["window"] > 1 and name in ("forward", "backward") else ""
+        items = "".join(f"<li><strong>{escape(switch)}</strong>: {escape(meaning)}</li>" for switch, meaning in acts)
+        kind = "net" if name in ("between ranks", "forward and backward in stages") else ""
+        boxes.append(f'<li class="{kind}">{name}{times}<ul>{items}</ul></li>')
+    return f'<ol class="flow">{"".join(boxes)}</ol>'
+
+
 def one_step(record: Record) -> str:
+    planned = [planned_step(plan) for _, plan in sorted(record.plans.items())]
+    as_planned = f"<p>As planned; what is dashed waits for other ranks.</p>{''.join(planned)}" if planned else ""
     traces = facts.step_traces(record)
     which = f"<p>Update {traces[0]['round']}, as it was measured.</p>" if traces else ""
     picture = timeline.step(traces)
-    return f'{which}<figure data-plot="step"><div class="scroll">{picture}</div>{svg.legend(timeline.LEGEND)}</figure>'
+    figure = f'<figure data-plot="step"><div class="scroll">{picture}</div>{svg.legend(timeline.LEGEND)}</figure>'
+    return as_planned + which + figure
 
 
 def memory(record: Record) -> str:
     plan, lines = record.plans.get(0), {rank: lines[-1] for rank, lines in record.ranks.items()}
     if not plan or not lines:
         return '<p class="none">Not measured yet.</p>'
+    on_gpu = record.starts[-1]["device"] == "cuda"
     state = {**plan["bytes"], "optimizer": lines.get(0, {}).get("optimizer", 0)}
     rows = [("state", [state["parameters"], state["gradients"], state["optimizer"], state["kept"]])]
     told = [["state of rank 0: parameters, gradients, optimizer, strategies", facts.size(sum(state.values()))]]
@@ -125,11 +159,18 @@ def memory(record: Record) -> str:
             rows.append((f"rank {rank}", [0, 0, 0, 0, before, max(line["peak"] - before, 0)]))
             told.append([f"rank {rank}: peak", facts.size(line["peak"])])
             told.append([f"rank {rank}: of that, before its first step", facts.size(before)])
+            if "predicted" in plan:
+                added = facts.size(facts.of_step(line, plan, on_gpu))
+                told.append([f"rank {rank}: what training added, with the parameters", added])
     names = ["parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then"]
-    on_gpu = record.starts[-1]["device"] == "cuda"
     note = "" if on_gpu else "<p>Measured is the whole process, with Python and torch.</p>"
+    if "predicted" in plan and not on_gpu:
+        note += (
+            "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded "
+            "on first use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
+        )
     if "predicted" not in plan:
-        note += "<p>No strategy predicted the peak of a step; recompute with a memory_budget does.</p>"
+        note += "<p>The peak of a step was not predicted: fleet.record(..., predict_memory=True) does it.</p>"
     picture = svg.bars("bytes", rows, facts.size)
     return f'{note}<figure data-plot="memory">{picture}{svg.legend(names)}</figure>{table(["", "bytes"], told)}'
 

@@ -27,7 +27,7 @@ h2.run {{ font-size:1.5rem; margin-top:3rem }}
 h3 {{ font-size:1.05rem; margin:1.5rem 0 .5rem }}
 p, ul, dl {{ margin:.4rem 0 }}
 .none, h1+p {{ color:var(--dim) }}
-.tiles {{ display:grid; grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr)); gap:.5rem; margin:1rem 0 }}
+.tiles {{ display:grid; grid-template-columns:repeat(auto-fill,minmax(11rem,1fr)); gap:.5rem; margin:1rem 0 }}
 .tiles div {{ background:var(--tile); border-radius:.4rem; padding:.5rem .7rem }}
 dt {{ color:var(--dim); font-size:.82rem }}
 dd {{ margin:0; font-weight:600; overflow-wrap:anywhere }}
@@ -54,6 +54,11 @@ table {{ border-collapse:collapse; font-size:.88rem; margin:.5rem 0 }}
 td, th {{ padding:.2rem .7rem .2rem 0; text-align:left; vertical-align:top }}
 tr {{ border-bottom:1px solid var(--rule) }}
 .compare td+td, .numbers td {{ white-space:nowrap; font-variant-numeric:tabular-nums }}
+.flow {{ list-style:none; padding:0; display:flex; flex-wrap:wrap; gap:.4rem 1.4rem; font-weight:600 }}
+.flow > li {{ position:relative; max-width:20rem; padding:.2rem .6rem; border:1.5px solid; border-radius:.4rem }}
+.flow > li.net {{ border-style:dashed }}
+.flow > li:not(:last-child)::after {{ content:"→"; position:absolute; right:-1.2rem; top:.2rem; font-weight:400 }}
+.flow ul {{ padding-left:1rem; font-weight:400; font-size:.85rem; margin:0 }}
 details {{ margin:.3rem 0 }}
 summary {{ cursor:pointer; color:var(--dim); font-size:.85rem }}
 details .scroll {{ max-height:18rem; overflow:auto }}

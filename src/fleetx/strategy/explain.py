@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -126,5 +127,6 @@ def _table(title: str, *columns: str) -> Table:
 
 def _render(table: Table) -> str:
     out = io.StringIO()
-    Console(file=out, width=_WIDTH, force_terminal=False, no_color=True).print(table)
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)  # wider lines would be broken anywhere
+    Console(file=out, width=width, force_terminal=False, no_color=True).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

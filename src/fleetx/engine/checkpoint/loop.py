@@ -87,6 +87,10 @@ class Checkpoints:
         """Steps that are done."""
         return self._extras.step
 
+    def __length_hint__(self) -> int:
+        """Steps that are left, for `fleet.progress`; 0 if nobody knows."""
+        return max((self._steps or 0) - self.step, 0)
+
     def __iter__(self) -> Iterator[int]:
         with self:
             while self._steps is None or self.step < self._steps:
