@@ -83,7 +83,8 @@ def examples() -> str:
 
 def api(name: str) -> str:
     """A page that mkdocstrings fills from the docstrings of the source."""
-    return f"# {name}\n\n::: {name}\n"
+    more = "\n## metrics\n\n::: fleetx.fleet.reductions.Metrics\n" if name == "fleetx.fleet" else ""  # an object
+    return f"# {name}\n\n::: {name}\n{more}"
 
 
 def gather() -> None:
