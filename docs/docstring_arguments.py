@@ -1,4 +1,4 @@
-"""A griffe extension for the API reference: a line `name: meaning` of a docstring becomes an item of a list.
+"""A griffe extension for the API reference: a line `name: meaning` (or `name   meaning`) becomes an item of a list.
 
 Our docstrings name arguments in this way, without a heading, because they are read in the source more often than here.
 """
@@ -14,8 +14,9 @@ from griffe import Extension, Function
 class Arguments(Extension):
     def on_function(self, *, func: Function, **kwargs: Any) -> None:
         if func.docstring:
-            names = "|".join(re.escape(p.name.lstrip("*")) for p in func.parameters)
-            text = re.sub(rf"^((?:{names})(?:, (?:{names}))*): (?=\S)", r"- **\1**: ", func.docstring.value, flags=re.M)
+            name = "(?:" + "|".join(re.escape(p.name.lstrip("*")) for p in func.parameters) + ")"
+            line = re.compile(rf"^({name}(?:, {name})*)(?:: |  +)(?=\S)", re.M)
+            text = line.sub(r"- **\1**: ", func.docstring.value)
             func.docstring.value = _after_a_blank_line(text)
 
 

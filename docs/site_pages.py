@@ -64,8 +64,9 @@ def page(path: str, text: str, sources: set[str]) -> str:
 
 
 def nested(text: str) -> str:
-    """GitHub nests lists and tables at two spaces, Python-Markdown at four."""
-    return re.sub(r"^ {2,3}(?=\S)", "    ", text, flags=re.M)
+    """GitHub nests at two spaces; Python-Markdown at four, and it wants a blank line before the next item."""
+    text = re.sub(r"^ {2,3}(?=\S)", "    ", text, flags=re.M)
+    return re.sub(r"(\n\n(?: {4}.+\n)+)(?=- )", r"\1\n", text)
 
 
 def source(path: str) -> str:
