@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from benchmarks.frame.pages import CannotWriteError, filled
 from benchmarks.pictures.__main__ import drawn
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -232,6 +234,18 @@ def test_the_figures_of_the_decision_table_are_those_of_the_pages_it_links_to():
     assert checked > 30
 
 
+@pytest.mark.parametrize("study", ["recompute", "slow_network"])
+def test_the_tables_of_a_study_are_those_of_its_committed_results(study):
+    report = importlib.import_module(f"benchmarks.{study}.report")
+    page = (ROOT / f"docs/results/{study}.md").read_text()
+    data = json.loads((ROOT / f"docs/results/{study}.json").read_text())
+    tables = {title: report.as_markdown(list(lines)) for title, lines in report.tables(data)}
+    assert page.count("<!-- table: ") >= 6
+    assert filled(page, tables) == page
+    with pytest.raises(CannotWriteError, match="which these results do not have"):
+        filled(page, {})
+
+
 def test_the_chinese_readme_has_the_code_of_the_english_one_and_links_to_the_same_cards():
     english, chinese = ([(b.kind, b.text) for b in blocks(page)] for page in ("README.md", "README.zh.md"))
     assert chinese == english
@@ -239,6 +253,18 @@ def test_the_chinese_readme_has_the_code_of_the_english_one_and_links_to_the_sam
         set(re.findall(r"docs/parts/\w+\.md", (ROOT / page).read_text())) for page in ("README.md", "README.zh.md")
     ]
     assert cards[0] == cards[1]
+
+
+TIMED = "auto chaos large_batch loaders optimizers overhead paddle_agreement pipeline recompute slow_network"
+
+
+@pytest.mark.parametrize("name", TIMED.split())
+def test_a_page_of_figures_names_machine_command_and_date(name):
+    text = (ROOT / f"docs/results/{name}.md").read_text()
+    assert "torch 2." in text
+    assert re.search(r"Machine: |EPYC", text)
+    assert re.search(r"python -m benchmarks|make bench", text)
+    assert re.search(r"20\d\d-\d\d-\d\d", text)
 
 
 def test_pictures_are_drawn_from_the_committed_figures():

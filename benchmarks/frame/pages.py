@@ -2,13 +2,16 @@
 
 A file of benchmarks says which page shows them, `PAGE = "overhead.md"`; several files may share one. What lies between
 two marks of that page is replaced by a line per benchmark, or by what `tables(out)` of the file yields.
+
+The page of a study has text between its tables. Each stands below a mark of its own, `<!-- table: TITLE -->`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,28 @@ def write(page: str, benchmarks: Sequence[Benchmark], *, out: Path) -> Path:
     new = "\n".join([measured_on(found), "", *lines])
     path.write_text(old[: old.index(BEGIN) + len(BEGIN)] + f"\n{new}\n" + old[old.index(END) :])
     return path
+
+
+def publish(name: str, tables: Mapping[str, str], out: Path) -> Path:
+    """Put the tables of a study into its page if `out` is docs/results, and into tables.md anywhere else."""
+    page = out / f"{name}.md"
+    if page.exists():
+        page.write_text(filled(page.read_text(), tables))
+    else:
+        page = out / "tables.md"
+        page.write_text("\n".join(f"## {title}\n\n{table}" for title, table in tables.items()))
+    return page
+
+
+def filled(page: str, tables: Mapping[str, str]) -> str:
+    """The text of a study's page with the tables below its marks, found by title; it need not show all of them."""
+
+    def table(mark: re.Match[str]) -> str:
+        if mark[1] not in tables:
+            raise CannotWriteError(f"the page shows the table {mark[1]!r}, which these results do not have")
+        return f"<!-- table: {mark[1]} -->\n{tables[mark[1]].strip()}\n"
+
+    return re.sub(r"<!-- table: (.+) -->\n(?:\|.*\n)*", table, page)
 
 
 def measured_on(found: Sequence[Found]) -> str:
