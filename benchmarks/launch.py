@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.frame import CannotRunError, Run, Sides, benchmark, interleave
 
+PAGE = "overhead.md"
 WORKERS = 2
 SECONDS = 60  # limit for one launch
 

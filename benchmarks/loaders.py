@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.frame import Run, Sides, benchmark
 
+PAGE = "loaders.md"
 LINES, WORDS, LONGEST, LINES_A_BATCH = 2000, 21128, 512, 32
 IMAGES, IMAGES_A_BATCH, SIDE = 128, 32, 224
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]

@@ -10,12 +10,15 @@ system between steps; without it, page faults take most of the time of a step wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from statistics import median
 
 from benchmarks.frame import Run, Sides, benchmark, interleave
 from benchmarks.frame.interleave import clocked
 
+PAGE = "optimizers.md"
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 MALLOCS = {"": {}, "_arena": KEEP}
 MODELS = {"bert": "BERT-base", "resnet": "ResNet-50"}
@@ -23,6 +26,12 @@ KERNELS = ("compiled", "foreach")
 GOALS = {("lamb", "compiled"): 1.6, ("lars", "compiled"): 1.25}  # none for foreach, the fallback
 PEERS = {"timm": "timm", "pytorch_optimizer": "pytorch_optimizer", "paddle": "Paddle"}
 FIVE_TIMES_FASTER = 0.2
+
+
+def tables(out: Path) -> Iterator[str]:
+    from benchmarks.optimizer_steps.tables import text
+
+    return text(out)
 
 
 def in_units(run: Run, side: str, optimizer: str, model: str, warm_up: int = 2) -> Sides:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.frame import Run, Sides, benchmark
 from fleetx import fleet
 
+PAGE = "overhead.md"
 HEADS, CLASSES = 4, 10
 CHECKED_UPDATES = 3  # updates that must agree before anything is timed
 

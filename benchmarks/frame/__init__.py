@@ -7,6 +7,7 @@ ranks.py       a function in n processes, bounded in time; rank.py is what they 
 machine.py     where and when it was measured
 result.py      one benchmark from start to JSON
 table.py       what is printed
+pages.py       the tables of docs/results
 """
 
 from benchmarks.frame.declare import Benchmark, CannotRunError, benchmark

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frame import CannotRunError, machine
+from benchmarks.frame import CannotRunError, machine, pages
 from benchmarks.recompute import batches, compiled, report, trade
 
 OUT = Path(__file__).parents[1] / "out" / "recompute"
@@ -91,7 +91,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 def show(results: dict[str, Any], out: Path) -> None:
     console = Console()
     console = Console(width=max(console.width, 150))
-    page = []
+    tables = {}
     for title, (head, *rest) in report.tables(results):
         table = Table(title=title, title_justify="left")
         for i, word in enumerate(head):
@@ -99,8 +99,8 @@ def show(results: dict[str, Any], out: Path) -> None:
         for line in rest:
             table.add_row(*line)
         console.print(table)
-        page.append(f"## {title}\n\n{report.as_markdown([head, *rest])}")
-    (out / "tables.md").write_text("\n".join(page))
+        tables[title] = report.as_markdown([head, *rest])
+    pages.publish("recompute", tables, out)
     try:
         if results.get("trade"):
             report.plot(out, results)

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frame import CannotRunError, machine
+from benchmarks.frame import CannotRunError, machine, pages
 from benchmarks.netlab import LabError
 from benchmarks.slow_network import report, steps, study, task
 
@@ -110,7 +110,7 @@ def _compact(results: dict[str, Any]) -> str:
 def show(results: dict[str, Any], out: Path) -> None:
     console = Console()
     console = Console(width=max(console.width, 150))  # even if the output is a file
-    page = []
+    tables = {}
     for title, lines in report.tables(results):
         head, *rest = lines
         table = Table(title=title, title_justify="left")
@@ -119,8 +119,8 @@ def show(results: dict[str, Any], out: Path) -> None:
         for line in rest:
             table.add_row(*line)
         console.print(table)
-        page.append(f"## {title}\n\n{report.as_markdown(iter([head, *rest]))}")
-    (out / "tables.md").write_text("\n".join(page))
+        tables[title] = report.as_markdown(iter([head, *rest]))
+    pages.publish("slow_network", tables, out)
     try:
         report.plots(out, results)
     except ImportError:

@@ -83,7 +83,7 @@ def main(request: Path) -> None:
     fleet.init(is_collective=True)
     plan = Plan(**job["plan"])
     shaping = Shaping([tuple(end) for end in job["ends"]])
-    split = load(Path(plan.data), hold_out=plan.hold_out)
+    split = load(Path(plan.data), train=-plan.hold_out)  # all but these
     pixels = split.train.normalised().flatten(1)  # once, because the network is so small that this would dominate
 
     def accuracies(method: Method, learning_rate: float, rate: str | None, judged_on: Images) -> dict[str, Any]:

@@ -312,6 +312,50 @@ def test_an_unknown_name_on_the_command_line_is_a_usage_error(monkeypatch, tmp_p
     assert "did you mean 'test_benchmarks.good'?" in out.output
 
 
+def page(monkeypatch, folder, text="before\n<!-- the tables -->\nold\n<!-- end of the tables -->\nafter\n"):
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", "page.md", raising=False)
+    monkeypatch.setattr(command.pages, "RESULTS", folder)
+    (folder / "page.md").write_text(text)
+    return folder / "page.md"
+
+
+def test_tables_are_written_between_the_marks_of_a_page(monkeypatch, tmp_path):
+    path = page(monkeypatch, tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "KNOWN", {b.name: b for b in (good.benchmark, homeless.benchmark)})
+    out = run(monkeypatch, tmp_path, "--rounds", "12", "--write")
+    assert "wrote" in out.output
+    before, _, rest = path.read_text().partition("<!-- the tables -->\n")
+    table, _, after = rest.partition("<!-- end of the tables -->\n")
+    assert (before, after) == ("before\n", "after\n")
+    machine, _, _, _, first, second = table.splitlines()
+    assert machine.startswith("Machine: ")
+    assert machine.endswith('Command: `make bench ARGS="test_benchmarks"`.')
+    assert first.startswith("| `test_benchmarks.good` | Two numbers (x / y) |")
+    assert first.endswith("| 1.050 | 1.000 to 1.100 | at most 1.5 | met |")
+    assert second.endswith("|  |  |  |  |  | cannot run |")
+    (tmp_path / "page.md").write_text("<!-- the tables --><!-- end of the tables -->")
+    run(monkeypatch, tmp_path, "test_benchmarks.good", "--write", "--measured")
+    assert table in path.read_text(), "from what was measured before"
+
+
+def test_a_page_of_which_something_was_not_run_stays_as_it_is(monkeypatch, tmp_path):
+    path = page(monkeypatch, tmp_path)
+    old = path.read_text()
+    monkeypatch.setattr(sys.modules[__name__], "KNOWN", {b.name: b for b in (good.benchmark, bad.benchmark)})
+    out = run(monkeypatch, tmp_path, "test_benchmarks.good", "--rounds", "4", "--write")
+    assert "has no results of test_benchmarks.bad" in " ".join(out.output.split())
+    assert path.read_text() == old
+    assert run(monkeypatch, tmp_path, "test_benchmarks.good", "--quick", "--write").exit_code == 2
+
+
+def test_every_page_that_a_file_declares_has_its_marks():
+    pages = {command.pages.page_of(b) for b in every().values()} - {""}
+    assert pages == {"overhead.md", "loaders.md", "optimizers.md"}
+    for name in pages:
+        text = (command.pages.RESULTS / name).read_text()
+        assert text.index(command.pages.BEGIN) < text.index(command.pages.END)
+
+
 def test_the_list_runs_nothing(monkeypatch, tmp_path):
     out = run(monkeypatch, tmp_path, "--list")
     assert out.exit_code == 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from guests import SAME, Model, Samples, as_launched, whole
@@ -58,3 +62,16 @@ def plain(k):
 def test_a_trainer_of_one_device_per_worker_equals_one_process(ranks, declared):
     for found in ranks.run(as_launched, trained, declared):
         torch.testing.assert_close(found, plain(2 if declared else 1), **SAME)
+
+
+def test_the_script_of_the_page_trains(tmp_path, monkeypatch):
+    """docs/coming_from_lightning.md, in one process."""
+    page = Path(__file__).parents[2] / "docs" / "coming_from_lightning.md"
+    (text,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+    space = {"lightning": lightning, "torch": torch, "fleet": fleet, "data": data}
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(text, space)
+    assert space["trainer"].global_step == 8

@@ -19,6 +19,7 @@ def worker_num() -> int:
 
 
 def is_first_worker() -> bool:
+    """Is this rank 0, the one that should print and write?"""
     return current().here().rank == 0
 
 
