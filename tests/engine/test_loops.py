@@ -973,3 +973,21 @@ def test_a_second_backward_that_is_not_reduced_is_found_in_the_first_update(rank
         else:
             assert "differ from the others, first in '0.weight', after 1 update. The script may have changed" in message
             assert "a backward() does that does not go through what model(x) returned" in message
+
+
+def backward_to_the_last_layer(declared):
+    fleet.init()
+    model = net()
+    model, o = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    x, y = batches(1)[0]
+    mse_loss(model(x), y).backward(inputs=list(model[4].parameters()))
+    with pytest.raises(UsageError) as error:
+        o.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("declared", [{}, {"find_unused_parameters": True}], ids=str)
+def test_a_backward_that_leaves_parameters_out_is_told_to_freeze_them(ranks, declared):
+    for message in ranks.run(backward_to_the_last_layer, declared):
+        assert "freeze it before the forward (in place of backward(inputs=...))" in message
+        assert ("set strategy.find_unused_parameters" in message) == (not declared)
