@@ -185,7 +185,7 @@ class Engine(Windows):
         self.step.called = True
         if self.reducer is not None:
             out = self.reducer.after_forward(out, communicate=self._opens())
-        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales)
+        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales or self.layout.reduced)
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
         """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""

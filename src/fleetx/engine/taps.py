@@ -99,9 +99,10 @@ def check_reached(reached: bool) -> None:
     """Before a step on shards: did a backward follow the forward, or is there a gradient?"""
     if not reached:
         warn(
-            "optimizer.step() found no gradient, although the model was called. Under sharding, backward(inputs=...) "
-            "and torch.autograd.grad do not reach parameters, because the model computes with gathered copies: call "
-            "loss.backward(), and requires_grad_(False) on what must not be trained"
+            "optimizer.step() found no gradient, although the model was called. Under sharding, backward(inputs=...), "
+            "torch.autograd.grad, and tensors that the model returned inside an object other than tuples, dicts and "
+            "dataclasses do not reach parameters: call loss.backward(), and requires_grad_(False) on what must not be "
+            "trained"
         )
 
 
