@@ -13,6 +13,7 @@ from torch.distributions import Normal
 from torch.nn.functional import linear
 
 from fleetx import StrategyError, UsageError, fleet
+from fleetx.comm import alarm
 
 O = torch.optim
 SAME = {"rtol": 1e-12, "atol": 1e-12}
@@ -182,6 +183,22 @@ def test_a_segment_that_is_not_called_is_explained(ranks):
     for (note,) in ranks.run(borrowed):
         assert "uses a parameter of another segment" in note
         assert "segment_anchors" in note
+
+
+def called_alone():
+    """As an error that leaves the script: a module of the model, which is no segment."""
+    model, _ = armed(net)
+    with pytest.raises(RuntimeError) as error:
+        model[0](inputs()[0])
+    alarm.add_hint(error.value)
+    alarm.add_hint(error.value)
+    return error.value.__notes__
+
+
+def test_a_module_that_is_called_alone_is_explained(ranks):
+    for (note,) in ranks.run(called_alone):
+        assert "call the model, not one of its modules" in note
+        assert "register_fsdp_forward_method(model, 'method')" in note
 
 
 class Remembering(nn.Module):
