@@ -114,6 +114,13 @@ def test_samples_may_be_fetched_together_and_collated_by_a_function():
         assert all(isinstance(text, str) for text in batch)
 
 
+def test_a_loader_has_the_dataset_and_batch_size_that_scripts_print():
+    dataset = Numbers()
+    loader = fleet.loader(dataset, 4)
+    assert loader.dataset is dataset
+    assert (len(loader.dataset), loader.batch_size, len(loader)) == (23, 4, 6)
+
+
 def test_batches_keep_the_form_that_the_dataset_gives_them():
     (x, y), *_ = fleet.loader(TensorDataset(torch.arange(6).float(), torch.arange(6)), 3, shuffle=False)
     assert (x.tolist(), y.tolist()) == ([0, 1, 2], [0, 1, 2])

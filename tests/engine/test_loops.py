@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import Normal
 from torch.nn.functional import mse_loss
 
-from fleetx import StrategyError, UsageError, fleet
+from fleetx import NumbersError, StrategyError, UsageError, fleet
 from training import (
     Lazy,
     assert_close,
@@ -945,3 +945,49 @@ def test_a_closure_with_a_gradient_that_is_not_finite_changes_nothing(kind):
     mse_loss(plain(x), y).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_equal(weights(model), weights(plain))
+
+
+# --- what a backward does not reach, and what parts the ranks ---------------------------------------------
+def backward_beside_the_model(declared):
+    """Another backward in the same step, through one of the model's modules."""
+    fleet.init()
+    model = net()
+    model, o = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    try:
+        for x, y in share(batches(3), fleet.worker_index(), 2):
+            mse_loss(model(x), y).backward()
+            model[0](x).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    except (NumbersError, UsageError) as error:
+        return fleet.updated, str(error)
+    return None
+
+
+@pytest.mark.parametrize("declared", [{}, {"clip": {"clip_norm": 0.1}}, {"gradient_merge": {"k_steps": 2}}], ids=str)
+def test_a_second_backward_that_is_not_reduced_is_found_in_the_first_update(ranks, declared):
+    for updated, message in ranks.run(backward_beside_the_model, declared):
+        if "gradient_merge" in declared:  # before it
+            assert not updated
+            assert "a gradient was changed between backward() and step()" in message
+        else:
+            assert "differ from the others, first in '0.weight', after 1 update. The script may have changed" in message
+            assert "a backward() does that does not go through what model(x) returned" in message
+
+
+def backward_to_the_last_layer(declared):
+    fleet.init()
+    model = net()
+    model, o = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
+    x, y = batches(1)[0]
+    mse_loss(model(x), y).backward(inputs=list(model[4].parameters()))
+    with pytest.raises(UsageError) as error:
+        o.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("declared", [{}, {"find_unused_parameters": True}], ids=str)
+def test_a_backward_that_leaves_parameters_out_is_told_to_freeze_them(ranks, declared):
+    for message in ranks.run(backward_to_the_last_layer, declared):
+        assert "freeze it before the forward (in place of backward(inputs=...))" in message
+        assert ("set strategy.find_unused_parameters" in message) == (not declared)

@@ -458,8 +458,8 @@ def test_what_is_not_used_is_not_saved():
 # --- what it costs --------------------------------------------------------------------------------
 def test_the_ranks_talk_once_at_the_beginning_and_once_a_round_where_weights_are_used(ranks):
     data = rounds(3, 2, n=4)
-    assert ranks.run(_count, data, True) == [(8, 1)] * 2
-    assert ranks.run(_count, data, False) == [(4, 1)] * 2
+    assert ranks.run(_count, data, True) == [(8, 2)] * 2  # a gather is that of the hashes after the first update
+    assert ranks.run(_count, data, False) == [(4, 2)] * 2
 
 
 def _count(data, use):

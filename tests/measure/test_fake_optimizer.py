@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
@@ -42,6 +43,25 @@ def test_a_budget_beside_a_scheduler_does_not_step_the_optimizer(scheduler):
     plain, wanted = trained(merge, scheduler)
     assert updates == plain == [False, False, False, True] * 2 + [False]
     assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_largest_batch_beside_a_scheduler_is_the_one_without(scheduler):
+    """And neither the optimizer nor the model changes, nor the rate."""
+    fleet.init()
+    answers = []
+    for makes in (None, SCHEDULERS[scheduler]):
+        model = net()
+        optimizer = adam(model)
+        if makes is not None:
+            makes(optimizer)
+        before, rate = weights(model), optimizer.param_groups[0]["lr"]
+        found = fleet.largest_batch(model, batches(1)[0], memory="64KiB", optimizer=optimizer, loss_fn=mse_loss)
+        answers.append((found.micro, found.predicted, found.tried))
+        assert_equal(weights(model), before)
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == rate
+    assert answers[0] == answers[1]
 
 
 class Averaging(Optimizer):

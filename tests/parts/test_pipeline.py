@@ -127,6 +127,38 @@ def test_the_clipped_norm_is_that_of_the_whole_model(ranks):
     assert_near(ranks.run(piped, declared, data(), Late), want)
 
 
+def ones(dtype):
+    """One number per stage: the norm of several overflows in plain PyTorch too."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(dtype)
+    for p in model.parameters():
+        nn.init.ones_(p)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def clipped(scale, dtype):
+    fleet.init()
+    model, o = ones(dtype)
+    declared = {"pipeline": {"micro_batch": 2, "stages": ["1"]}, "clip": {"clip_norm": 1.0}}
+    model, o = fleet.distribute(model, o, fleet.DistributedStrategy(**declared))
+    x = torch.ones(2, 1, dtype=dtype)
+    fleet.forward_backward(x, x, loss_fn=lambda out, y: (out * y).mean() * scale)
+    o.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e-20, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_clip_neither_overflows_nor_rounds_to_float32(ranks, scale, dtype):
+    """The stages add up the squares of their norms, and 1e40 is no number in float32."""
+    model, o = ones(torch.float64)
+    (model(torch.ones(2, 1, dtype=torch.float64)).mean() * scale).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    o.step()
+    found = {name: value.double() for held in ranks.run(clipped, scale, dtype) for name, value in held.items()}
+    bound = 1e-15 if dtype is torch.float64 else 1e-6
+    torch.testing.assert_close(found, weights(model), rtol=bound, atol=0)
+
+
 def test_merged_steps_are_more_micro_batches(ranks):
     declared = {"pipeline": config(TWO, 4), "gradient_merge": {"k_steps": 2}}
     assert_near(ranks.run(piped, declared, data()), reference(data(), every=2))

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributions import Normal
 from torch.nn.functional import linear
 
 from fleetx import StrategyError, UsageError, fleet
+from fleetx.comm import alarm
 
 O = torch.optim
 SAME = {"rtol": 1e-12, "atol": 1e-12}
@@ -181,6 +183,73 @@ def test_a_segment_that_is_not_called_is_explained(ranks):
     for (note,) in ranks.run(borrowed):
         assert "uses a parameter of another segment" in note
         assert "segment_anchors" in note
+
+
+def called_alone():
+    """As an error that leaves the script: a module of the model, which is no segment."""
+    model, _ = armed(net)
+    with pytest.raises(RuntimeError) as error:
+        model[0](inputs()[0])
+    alarm.add_hint(error.value)
+    alarm.add_hint(error.value)
+    return error.value.__notes__
+
+
+def test_a_module_that_is_called_alone_is_explained(ranks):
+    for (note,) in ranks.run(called_alone):
+        assert "call the model, not one of its modules" in note
+        assert "register_fsdp_forward_method(model, 'method')" in note
+
+
+class Remembering(nn.Module):
+    """Makes its hidden state from a weight, as the word_language_model of pytorch/examples does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+        self.double()
+
+    def init_hidden(self, n):
+        return next(self.parameters()).new_zeros(1, n, 5)
+
+    def forward(self, x, hidden):
+        out, hidden = self.cell(x, hidden)
+        return self.head(out), hidden
+
+
+def remembered(model, x):
+    out, _ = model(x, hidden=model.init_hidden(len(x)))
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_input_that_is_made_from_a_weight(ranks, stage):
+    setting = {"stage": stage, "segment_broadcast_MB": 0.0005}
+    equals_one_rank(ranks, make=Remembering, loss=remembered, shape=(4, 2, 6), setting=setting)
+
+
+class Hiding(nn.Module):
+    """Returns an object in which FSDP does not find the tensors, at which its backward would begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        return Normal(self.net(x), 1.0)
+
+
+def hidden():
+    model, _ = armed(Hiding)
+    with pytest.raises(UsageError) as error:
+        model(inputs()[0])
+    return str(error.value)
+
+
+def test_an_output_that_hides_its_tensors_is_an_error(ranks):
+    for message in ranks.run(hidden):
+        assert "the model returns a Normal, and the strategy cannot see the gradient of its loc" in message
 
 
 def reads_whole_weights(model, x):

@@ -218,7 +218,9 @@ UNSENT = _attribute(f"{_DDP}._ddp_params_and_buffers_to_ignore", "on a model: bu
 
 # --- torch's composable functions (fully_shard, replicate) ------------------------------------------
 COMPOSABLE = "torch.distributed._composable.contract"
-_named(applied_to=Seam(f"{COMPOSABLE}:_get_registry", "which of them the script has applied to a module", "module"))
+_named(applied_to=Seam(f"{COMPOSABLE}:_get_registry", "which of them the script has applied to a module", "module"),
+       states=Seam("torch.distributed._composable_state:_module_state_mapping", "a module is divided only once"),
+)  # fmt: skip
 
 # --- process groups -------------------------------------------------------------------------------
 _C10D = "torch.distributed.distributed_c10d"

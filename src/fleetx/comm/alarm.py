@@ -106,3 +106,14 @@ def ended(left: dict[int, int], *, here: int, updates: int) -> str:
         f"the script had already ended on {who}, while rank {here} continued after {updates}. If the "
         "ranks have different numbers of batches, `for batch in fleet.join(loader)` stops all of them together"
     )
+
+
+def add_hint(error: BaseException) -> None:
+    """Say what torch's words about shards mean, where fleetx could not: the model was not called."""
+    said = any("fleetx" in note for note in getattr(error, "__notes__", ()))
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error) and not said:
+        error.add_note(
+            "fleetx: under sharding, parameters are whole only inside model(x): call the model, not one of its "
+            "modules. For another method, call torch.distributed.fsdp.register_fsdp_forward_method(model, 'method') "
+            "after fleet.distribute"
+        )

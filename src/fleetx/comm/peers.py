@@ -138,6 +138,7 @@ class Peers:
         known = next((named for one, named in self._errors if error in (one, named)), None)
         if known is not None:
             return known
+        alarm.add_hint(error)
         named = self.explained(error)
         if named is not error:
             named.__traceback__, named.__suppress_context__ = error.__traceback__, True

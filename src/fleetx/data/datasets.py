@@ -26,7 +26,7 @@ def load_dataset(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **options: Unpack[LoaderOptions],
-) -> Loader:
+) -> DatasetLoader:
     """Load any map-style dataset: `dataset[i]` for i from 0 to len(dataset) - 1.
 
     batch_size: samples per rank and step. Every rank gets equally many batches. The last ones of an epoch may be
@@ -38,7 +38,16 @@ def load_dataset(
     """
     _check(dataset, options)
     source = DatasetSource(dataset, collate_fn or default_collate)
-    return Loader(source, MaxSamples(batch_size), shuffle=shuffle, **options)
+    loader = DatasetLoader(source, MaxSamples(batch_size), shuffle=shuffle, **options)
+    loader.dataset, loader.batch_size = dataset, batch_size
+    return loader
+
+
+class DatasetLoader(Loader):
+    """A loader that knows its dataset, as a DataLoader does: scripts print `len(loader.dataset)`."""
+
+    dataset: Dataset[Any]
+    batch_size: int
 
 
 def _check(dataset: Any, options: LoaderOptions) -> None:

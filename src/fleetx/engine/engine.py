@@ -121,14 +121,13 @@ class Engine(Windows):
             self.handles += [Tensor.register_hook(p, reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
-        alone = self.layout.reduced or self.layout.replica_group.size == 1
-        if alone or self.reducer_settings is None or not self.names:
+        group = self.layout.replica_group
+        if self.layout.reduced or group.size == 1 or self.reducer_settings is None or not self.names:
             return None
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
         hook = self._reduce if ours or self.step_norm.every else None
-        moved = self.gradients.look_again
-        self.buffers.send(self.layout.replica_group, strict=self.shares_buffers)
-        return Reducer(self.model, self.names, self.layout.replica_group, hook, moved=moved, **self.reducer_settings)
+        self.buffers.send(group, strict=self.shares_buffers)
+        return Reducer(self.model, self.names, group, hook, moved=self.gradients.look_again, **self.reducer_settings)
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed
@@ -183,9 +182,10 @@ class Engine(Windows):
             self.step.loss = loss.detach()
         if out is None or not self._tapping or not torch.is_grad_enabled() or self._forwards:
             return out
+        self.step.called = True
         if self.reducer is not None:
             out = self.reducer.after_forward(out, communicate=self._opens())
-        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales)
+        return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales or self.layout.reduced)
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
         """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""
@@ -296,6 +296,7 @@ class Engine(Windows):
         if self._watching or (self.weights.used and self._tapping):
             self.gradients.check_before_step(tapped=step.tapped)
         taps.check_called(self._called or not self._calls[Stage.FORWARD] or not self.gradients.any)
+        taps.check_reached(not self.layout.reduced or not step.called or step.backward != -1 or self.gradients.any)
         opens = self._opens()
         self.merged += not step.flushing
         if opens and not step.tapped and self._calls[Stage.GATE]:
@@ -329,7 +330,7 @@ class Engine(Windows):
                 call(params, ctx)
             self.merged = 0
             self.step_norm.end_round()
-            if self._checks.same_parameters and self.round % self._checks.same_parameters == 0:
+            if self._checks.compares(self.round):
                 self._look_at_parameters(params)
         self._session.mark("", run=self)
         self.step = self.step.next()

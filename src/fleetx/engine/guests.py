@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
+from fleetx.engine.dtensors import local
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
@@ -203,7 +204,7 @@ class Places:
 
     def __init__(self, model: nn.Module, *, every: bool):
         self._all = [
-            (f"{path}.{key}".lstrip("."), module, key, p, p.dtype, p.device)
+            (f"{path}.{key}".lstrip("."), module, key, p, p.dtype, p.device, _wrapper(p))
             for path, module in model.named_modules()
             for key, p in seams.parameters(module).items()
             if p is not None and p.requires_grad
@@ -212,7 +213,12 @@ class Places:
 
     def check(self, *, every: bool = False) -> None:
         """In a step compare the first and the last one, which is cheap, unless told at set-up that it must be all."""
-        for name, module, key, p, dtype, device in self._all if every else self._some:
+        for name, module, key, p, dtype, device, wrapper in self._all if every else self._some:
+            if wrapper != _wrapper(p):
+                raise UsageError(
+                    f"`p.data = ...` has no effect on parameter {plain_name(name)!r}, of which this rank has a shard: "
+                    "write into it, as p.data.copy_(...) and p.data.mul_(...) do"
+                )
             if p.dtype is not dtype or p.device != device:
                 changed = f"was converted from {dtype} on {device} to {p.dtype} on {p.device}"
             elif seams.parameters(module).get(key) is not p:
@@ -223,3 +229,8 @@ class Places:
                 f"parameter {plain_name(name)!r} {changed} after fleet.distribute, so the strategy would no longer act "
                 f"on its gradient: {BEFORE}"
             )
+
+
+def _wrapper(p: nn.Parameter) -> int:
+    """What `p.data = ...` replaces of a parameter that is divided, instead of the part that this rank holds; else 0."""
+    return 0 if local(p) is p else seams.storage_id(p.untyped_storage())

@@ -39,13 +39,18 @@ class Checks:
     """Look at every gradient, which costs a pass over them; by default at up to 32 with up to 4096 elements. Under
     `clip` the norm tells of all of them."""
     same_parameters: int = 100
-    """Every so many updates, check that the parameters are finite, and equal on all replicas; 0 for never."""
+    """After the first update and then every so many, check that the parameters are finite, and equal on all replicas; 0
+    for never."""
 
     def __post_init__(self) -> None:
         if self.on_nonfinite not in ("skip", "stop", "restore", "ignore"):
             raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: must be 'skip', 'stop', 'restore' or 'ignore'")
         if self.in_a_row < 1 or self.same_parameters < 0:
             raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
+
+    def compares(self, round: int) -> bool:
+        """After this round? What parts the ranks in every step does so in the first one."""
+        return self.same_parameters > 0 and (round == 1 or round % self.same_parameters == 0)
 
 
 class Numbers:
@@ -203,10 +208,16 @@ def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], g
     who = listed([group.number(rank) for rank in odd])
     raise NumbersError(
         f"the parameters of {who} differ from the others, first in {names.get(kept[column], '?')!r}, after {round} "
-        "updates. A bit may have flipped in memory, or the script changed parameters on some ranks only: load the last "
-        "checkpoint, and test the memory of that host. If the ranks have different processors, whose roundings differ, "
-        "turn this off with fleet.Checks(same_parameters=0)"
+        f"update{'s' if round > 1 else ''}. {_PARTED}"
     )
+
+
+_PARTED = (
+    "The script may have changed parameters or gradients on some ranks only, as a backward() does that does not go "
+    "through what model(x) returned: its gradients are not reduced, so add its loss to that of model(x). Or a bit has "
+    "flipped in memory: load the last checkpoint, and test that host. If the ranks have different processors, whose "
+    "roundings differ, turn this off with fleet.Checks(same_parameters=0)"
+)
 
 
 def _digest(p: Tensor) -> Tensor:

@@ -269,9 +269,10 @@ class Reducer(LateReducer):
         except RuntimeError as error:
             places.check(every=True)
             unused = [name for p, name in self._names.items() if p.requires_grad and p.grad is None]
+            way = "" if self._finds_unused else "set strategy.find_unused_parameters = True, or "
             raise UsageError(
                 f"the reduction between ranks is incomplete, because {', '.join(unused[:5]) or 'a parameter'} got no "
-                "gradient: set strategy.find_unused_parameters = True, or freeze it before the forward"
+                f"gradient: {way}freeze it before the forward (in place of backward(inputs=...))"
             ) from error
 
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:

@@ -40,6 +40,7 @@ class Step:
     """What has happened since the last optimizer.step(). The engine makes a new one after each step."""
 
     opens: bool | None = None  # does this step update? The gate is asked once
+    called: bool = False  # has the model returned something that a backward can enter?
     backward: int = -1  # torch's number of the backward that last entered the model
     tapped: bool = False  # has a backward entered through the model's output?
     scaled_at_loss: bool = False  # is fleet.backward running, which scales the loss itself?

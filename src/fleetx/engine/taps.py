@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.base import seams
+from fleetx.base.user_line import warn
 from fleetx.engine import graph
 from fleetx.errors import UsageError
 
@@ -96,6 +97,17 @@ def check_called(called: bool) -> None:
         raise UsageError(
             "these gradients did not come from model(x), which was never called, so the strategy did not act on the "
             "forward: call the model itself, not model.forward(x) or one of its modules"
+        )
+
+
+def check_reached(reached: bool) -> None:
+    """Before a step on shards: did a backward follow the forward, or is there a gradient?"""
+    if not reached:
+        warn(
+            "optimizer.step() found no gradient, although the model was called. Under sharding, backward(inputs=...), "
+            "torch.autograd.grad, and tensors that the model returned inside an object other than tuples, dicts and "
+            "dataclasses do not reach parameters: call loss.backward(), and requires_grad_(False) on what must not be "
+            "trained"
         )
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from fleetx.data import Loader, LoaderOptions
+    from fleetx.data import LoaderOptions
+    from fleetx.data.datasets import DatasetLoader
 
 
 def loader(
@@ -18,7 +19,7 @@ def loader(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **options: Unpack[LoaderOptions],
-) -> Loader:
+) -> DatasetLoader:
     """A loader for any map-style dataset: each replica of the model gets its share of every epoch, in a seeded order.
 
     It resumes in the middle of an epoch (`fleet.checkpoints(..., loader=loader)`), also with another number of ranks:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class Segment(FSDPParamGroup):
     def _to_sharded(self) -> None:
         self._kept = False
         super()._to_sharded()
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return super().pre_forward(module, *map_tensors(_whole, (args, kwargs)))
 
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)
@@ -131,6 +134,13 @@ def _has_gradient(p: Any) -> bool:
 def _own(t: Tensor) -> Tensor:
     """An output that is no view: writing into a view would bypass the hook with which FSDP gathers in backward."""
     return tap(t, lambda grad: grad) if seams.base(t) is not None else t
+
+
+def _whole(t: Any) -> Tensor:
+    """An input that was made from a shard, as `weight.new_zeros(...)` makes a hidden state."""
+    if not hasattr(t, "device_mesh") or t.requires_grad:
+        return cast("Tensor", t)
+    return cast("Tensor", t.full_tensor())
 
 
 def _explain(error: BaseException | None) -> None:

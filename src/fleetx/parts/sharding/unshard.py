@@ -42,6 +42,7 @@ class Unsharded:
             optimizer.state[new] = {k: _full(v) if isinstance(v, Tensor) else v for k, v in state.items()}
         for module, (kind, attributes) in self._before.items():
             module.__class__ = kind
+            seams.states.pop(module, None)
             for name in set(vars(module)) - attributes:
                 if is_of_fsdp(name):
                     del vars(module)[name]
