@@ -122,10 +122,10 @@ def test_python_runs_as_it_is_written_on_two_ranks(ranks, tmp_path, block):
 
 # --- commands --------------------------------------------------------------------------------------
 def commands(block):
-    return [line for line in block.text.splitlines() if re.match(r"(fleetrun|fleetx) ", line)]
+    return re.findall(r"^(?:\$ )?((?:fleetrun|fleetx) .*)", block.text, re.M)
 
 
-@pytest.mark.parametrize("block", [b for b in SHELL if commands(b)], ids=str)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.kind in ("", "shell") and commands(b)], ids=str)
 def test_commands_have_options_that_exist(block, tmp_path, monkeypatch):
     """Also those of blocks that cannot run here."""
     monkeypatch.chdir(tmp_path)
