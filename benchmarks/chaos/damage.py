@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +55,9 @@ class Target:
         from fleetx.errors import CheckpointError
 
         try:
-            fleet.load(folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the scheduler and the loader, which are not compared
+                fleet.load(folder)
         except CheckpointError as error:
             return str(error)
         return None
