@@ -145,6 +145,10 @@ class _NoSync:
         return nullcontext()
 
 
+class MissingError(UsageError, KeyError):
+    """Fabric raises a KeyError then."""
+
+
 class _Rest:
     """What else a script saves: objects with a state, and plain values."""
 
@@ -158,7 +162,7 @@ class _Rest:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if self._strict and (missing := [key for key in self._items if key not in saved]):
-            raise KeyError(f"the checkpoint has no {missing[0]!r}: it has {', '.join(saved) or 'no other values'}")
+            raise MissingError(f"the checkpoint has no {missing[0]!r}: it has {', '.join(saved) or 'no other values'}")
         for key, value in saved.items():
             if key not in self._items:
                 self.unknown[key] = value
