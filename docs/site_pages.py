@@ -30,7 +30,7 @@ def place(path: str) -> str | None:
     if path in TOP:
         return TOP[path]
     if path == "examples":
-        return "examples/index.md"
+        return "examples.md"
     if path.endswith(".py"):
         return path.removesuffix(".py") + ".md"
     if path.startswith("docs/"):
@@ -74,14 +74,6 @@ def source(path: str) -> str:
     return f"# {Path(path).name}\n\n`{path}`\n\n````python\n{(ROOT / path).read_text()}````\n"
 
 
-def examples() -> str:
-    rows = ["# Examples\n\nEach starts in one command, on data that it creates.\n", "| | |", "| --- | --- |"]
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        first = path.read_text().split('"""')[1].strip().splitlines()[0]
-        rows.append(f"| [{path.stem}]({path.stem}.md) | {first} |")
-    return "\n".join(rows) + "\n"
-
-
 def api(name: str) -> str:
     """A page that mkdocstrings fills from the docstrings of the source."""
     more = "\n## metrics\n\n::: fleetx.fleet.reductions.Metrics\n" if name == "fleetx.fleet" else ""  # an object
@@ -104,7 +96,6 @@ def gather() -> None:
         write(place(path) or "", source(path).encode())
     for name in API:
         write(f"api/{name}.md", api(name).encode())
-    write("examples/index.md", examples().encode())
 
 
 def write(path: str, content: bytes) -> None:

@@ -209,7 +209,7 @@ def test_every_page_is_in_the_contents_of_the_site():
     import site_pages
 
     expected = {site_pages.place(page) for page in EVERY} | {f"api/{name}.md" for name in site_pages.API}
-    assert set(flat) == expected | {"examples/index.md"}
+    assert set(flat) == expected
 
 
 def test_the_figures_of_the_decision_table_are_those_of_the_pages_it_links_to():
