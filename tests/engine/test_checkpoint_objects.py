@@ -223,7 +223,9 @@ def test_a_loader_may_keep_any_plain_data(tmp_path, state):
     assert loader.state == state
 
 
-@pytest.mark.parametrize("state", [b"bytes", {1, 2}, object(), {"a": lambda: 0}], ids=["bytes", "set", "object", "function"])
+@pytest.mark.parametrize(
+    "state", [b"bytes", {1, 2}, object(), {"a": lambda: 0}], ids=["bytes", "set", "object", "function"]
+)
 def test_a_loader_that_keeps_something_else_is_refused(tmp_path, state):
     build()
     with pytest.raises(UsageError, match=r"loader.* is a .*, which a checkpoint cannot hold"):
