@@ -73,7 +73,7 @@ class Hierarchical(Part):
     @at(Stage.MODEL, makes={Fact.ROUTED})
     def group_ranks(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """reduce within each host, all-reduce between host leaders, broadcast within each host"""
-        replicas = ctx.replica_group
+        replicas = ctx.network.world
         if replicas.size > 1:
             ctx.network.inside = self._group_size(replicas)
             if problems := list(self._misfits(ctx.network.inside, replicas.size)):
@@ -86,10 +86,10 @@ class Hierarchical(Part):
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is None:
             return
-        if ctx.replica_group.size == 1:
+        if ctx.network.world.size == 1:
             yield "no effect here: there is one replica of the model, so nothing is sent"
             return
-        inside, size = ctx.network.inside, ctx.replica_group.size
+        inside, size = ctx.network.inside, ctx.network.world.size
         if inside == size:
             yield f"all {size} ranks are in one group: a flat all-reduce would be faster"
         elif inside == 1:

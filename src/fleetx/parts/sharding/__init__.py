@@ -65,10 +65,10 @@ class Sharding(Part):
     done_by_torch: ClassVar[dict[Stage, str]] = {
         Stage.REDUCE: "FSDP reduce-scatters the gradients of each segment during backward"
     }
-    unbuilt_in_torch: ClassVar[frozenset[Fact]] = frozenset({Fact.ROUTED})
+    for_replicas: ClassVar[str] = "set a smaller sharding_degree, and hybrid_dp=True"
     neutral: ClassVar[dict[str, int]] = {"sharding_degree": 1}
     effect: ClassVar[Effect] = less("bytes_held", "a rank holds fewer parameters", than=0.9)
-    example: ClassVar[dict[str, Any]] = {"sharding_degree": 2}
+    example: ClassVar[dict[str, Any]] = {"sharding_degree": 2, "hybrid_dp": True}
     costs: ClassVar[str] = (
         "network: 1.5 times the traffic of data parallelism; memory: 1 / sharding_degree of the parameters, "
         "gradients and optimizer state, plus the gathered segments"
@@ -122,6 +122,9 @@ class Sharding(Part):
             yield from fsdp.incompatibilities(model, self.segment_anchors)
             yield from unsupported_optimizers(optimizer)
 
+    def shards(self, world: World) -> int:
+        return self._degree(world.size)
+
     def _degree(self, ranks: int) -> int:
         return self.sharding_degree or self.sharding_group_size or ranks
 
@@ -152,9 +155,8 @@ class Sharding(Part):
             ctx.notes["segments"] = names
             unsharded = Unsharded(model)
             group, gathered = fsdp.shard(
-                model, names, ctx.world, self._degree(ctx.world.size),
-                reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu",
-                finds_unused=ctx.finds_unused,
+                model, names, self._degree(ctx.world.size),
+                reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu", ctx=ctx,
             )  # fmt: skip
             ctx.notes["forward"] = gathered.forward
             ctx.divide(group, reduced=True, leaves=gathered.leaves)
