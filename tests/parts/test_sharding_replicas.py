@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,8 @@ SHARDED = {"sharding": {"sharding_degree": 2, "hybrid_dp": True}}
 BY_NAME = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0", "2"]}
 SEGMENTS = {"sharding": {"sharding_degree": 2, "hybrid_dp": True, "stage": 3, **BY_NAME}}
 HALF = {"fp16_allreduce": True}
+LOCAL = {"localsgd": {"k_steps": 4}}
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.5}
 
 
 def near(got, expected):
@@ -135,6 +139,231 @@ def test_the_bytes_between_replicas_are_those_of_a_shard(four, declared, rounds,
         assert got == pytest.approx(rounds * (600 * 400 + 400) / 2 * bytes_per_value, rel=0.02)
 
 
+# --- local updates: an island is a group that shares one copy -------------------------------------
+@pytest.mark.parametrize("sharded", [SHARDED, SEGMENTS], ids=["one segment", "three segments"])
+@pytest.mark.parametrize("local", [{"localsgd": {"k_steps": 1}}, {"adaptive_localsgd": {"max_k_steps": 1}}], ids=str)
+def test_at_neutral_settings_local_updates_are_data_parallelism(four, local, sharded):
+    for got in four.run(trained, batches(), sharded | local):
+        near(got, wires.data_parallel(batches(), 1))
+
+
+TENSORS = [name for name, _ in net().named_parameters()]
+
+
+@pytest.mark.parametrize("wire", [{}, HALF], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, OUTER, {"overlap": True}, {"overlap": True} | OUTER, {"fragments": 2} | OUTER], ids=str
+)
+def test_local_updates_between_groups_equal_a_simulation(four, settings, wire):
+    """The first two tensors have not quite half of all numbers."""
+    simulated = wires.local_updates(
+        batches(9), 4, 2, wires.Half() if wire else None, island=2,
+        fragments=[TENSORS[:2], TENSORS[2:]] if "fragments" in settings else 1,
+        lr=settings.get("outer_lr", 1.0), momentum=settings.get("outer_momentum", 0.0),
+        share=0.5 if "overlap" in settings else None,
+    )  # fmt: skip
+    for rank, got in enumerate(four.run(trained, batches(9), SHARDED | wire | {"localsgd": {"k_steps": 2} | settings})):
+        near(got, simulated[rank // 2])
+
+
+def adapted(data):
+    model, o = build(SHARDED | {"adaptive_localsgd": {"init_k_steps": 4}})
+    periods = []
+    for x, y in share(data, fleet.worker_index(), 4):
+        fleet.backward(mse_loss(model(x.double()), y.double()), optimizer=o)
+        o.step()
+        o.zero_grad()
+        periods.append(fleet._engine(model).state["AdaptiveLocalSGD"]["k"])
+    return periods
+
+
+def test_the_adaptive_period_follows_the_loss_of_all_ranks(four):
+    data = batches(9)
+    losses = []
+    models = [wires.double_net() for _ in range(2)]
+    for x, y in data:
+        halves = [mse_loss(m(a.double()), b.double()) for m, a, b in zip(models, x.chunk(2), y.chunk(2), strict=True)]
+        losses.append(sum(loss.item() for loss in halves) / 2)
+        for m, loss in zip(models, halves, strict=True):
+            loss.backward()
+            with torch.no_grad():
+                for p in m.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+        if len(losses) in (1, 5):
+            with torch.no_grad():
+                for same in zip(*(m.parameters() for m in models), strict=True):
+                    mean = sum(same) / 2
+                    for p in same:
+                        p.copy_(mean)
+    expected = [4] * 4 + [math.ceil(math.sqrt(losses[4] / losses[0]) * 4)]
+    for got in four.run(adapted, data):
+        assert got[:5] == expected
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def drift(declared):
+    """The weights and buffers after each round."""
+    model, o = build(declared, Normed)
+    out = []
+    for x, y in share(batches(4, 8), fleet.worker_index(), 4):
+        mse_loss(model(x), y).backward()
+        o.step()
+        o.zero_grad()
+        out.append(whole(model))
+    return out
+
+
+def test_a_group_is_equal_after_every_round_and_all_are_after_an_average(four):
+    results = four.run(drift, SHARDED | {"localsgd": {"k_steps": 3}})
+    for number, (a, b, c, d) in enumerate(zip(*results, strict=True), start=1):
+        for name in a:
+            assert torch.equal(a[name], b[name])
+            assert torch.equal(c[name], d[name])
+        everywhere = all(torch.equal(a[name], c[name]) for name in a)
+        assert everywhere == (number in (1, 4))
+
+
+def weighted(data):
+    """Rank 0 of each group has three times as many items as rank 1."""
+    model, o = build(SHARDED | {"localsgd": {"k_steps": 100}})
+    for x, y in data:
+        group, rank = divmod(fleet.worker_index(), 2)
+        mine = slice(4 * group + 3 * rank, 4 * group + 3 + rank)
+        fleet.weight(3 - 2 * rank)
+        mse_loss(model(x[mine].double()), y[mine].double()).backward()
+        o.step()
+        o.zero_grad()
+    return whole(model)
+
+
+def test_weights_count_within_a_group(four):
+    data = batches(3, 8)
+    simulated = wires.local_updates(data, 2, 100)
+    for rank, got in enumerate(four.run(weighted, data)):
+        near(got, simulated[rank // 2])
+
+
+class Branches(nn.Module):
+    """Each rank takes one of three branches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x, branch):
+        return self.branches[branch](x)
+
+
+def branching(declared):
+    """Groups (0, 1) and (2, 3) use branches 0 and 1, and 2. After round 1 they train on their own."""
+    model, o = build(
+        declared | {"find_unused_parameters": True}, Branches,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.5),
+    )  # fmt: skip
+    out = []
+    for x, y in batches(3):
+        mse_loss(model(x, min(fleet.worker_index(), 2)), y).backward()
+        o.step()
+        o.zero_grad()
+        out.append(whole(model))
+    return out
+
+
+def test_what_nobody_in_a_group_uses_does_not_decay_there(four):
+    results = four.run(branching, SHARDED | {"localsgd": {"k_steps": 100}})
+    for name in results[0][0]:
+        idle = [0, 1] if name.startswith("branches.2") else [2, 3]
+        for rank, rounds in enumerate(results):
+            assert torch.equal(rounds[0][name], rounds[2][name]) == (rank in idle)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+def on(model, o, data, start=0):
+    for x, y in share(data, fleet.worker_index(), fleet.worker_num())[start:]:
+        fleet.backward(mse_loss(model(x), y), optimizer=o)
+        o.step()
+        o.zero_grad()
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 3))
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def saves(declared, folder, at):
+    model, o = build(declared, wide, momentum)
+    on(model, o, batches(10)[:at])
+    fleet.save(folder)
+    on(model, o, batches(10), at)
+    return whole(model)
+
+
+MERGED = {"gradient_merge": {"k_steps": 2}}
+KEPT = [HALF | MERGED, LOCAL, {"localsgd": {"k_steps": 3, "overlap": True, "fragments": 2} | OUTER} | HALF,
+        {"adaptive_localsgd": {"init_k_steps": 3}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("declared", KEPT, ids=str)
+def test_a_run_resumed_in_the_middle_is_bit_identical(four, tmp_path, declared):
+    folder = str(tmp_path / "checkpoint")
+    wanted = four.run(saves, SEGMENTS | declared, folder, 5)
+    for got, want in zip(four.run(goes_on, SEGMENTS | declared, folder, 5), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def goes_on(declared, folder, at):
+    model, o = build(declared, wide, momentum)
+    fleet.load(folder)
+    on(model, o, batches(10), at)
+    return whole(model)
+
+
+OTHERS = {"two ranks": {}, "two shards of one": {"sharding": {"sharding_degree": 1, "hybrid_dp": True}}}
+
+
+def anchors(declared, folder):
+    """What this rank takes over, before it trains on."""
+    model, _ = build(declared, wide, momentum)
+    fleet.load(folder)
+    state = fleet._engine(model).state["LocalSGD"]
+    return whole(model), {key: state[key] for key in ("anchor", "outer")}
+
+
+def kept(declared, folder):
+    model, o = build(declared, wide, momentum)
+    on(model, o, batches(6))
+    fleet.save(folder)
+    state = fleet._engine(model).state["LocalSGD"]
+    return whole(model), {key: state[key] for key in ("anchor", "outer")}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_ranks_take_over_whole_anchors(four, ranks, tmp_path, other):
+    folder, outer = str(tmp_path / "checkpoint"), {"localsgd": {"k_steps": 4} | OUTER}
+    saved = four.run(kept, SHARDED | outer, folder)
+    for params, state in ranks.run(anchors, OTHERS[other] | outer, folder):
+        for name, p in params.items():
+            torch.testing.assert_close(p, (saved[0][0][name] + saved[2][0][name]) / 2)
+            for key in ("anchor", "outer"):
+                shards = torch.cat([saved[rank][1][key][name] for rank in (0, 1)])
+                torch.testing.assert_close(state[key][name], shards, rtol=0, atol=0)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 def refused(declared):
     try:
@@ -144,7 +373,7 @@ def refused(declared):
     return ""
 
 
-@pytest.mark.parametrize("declared", [HALF, {"nccl_comm_num": 2}, {"use_hierarchical_allreduce": True}], ids=str)
+@pytest.mark.parametrize("declared", [HALF, LOCAL, {"nccl_comm_num": 2}, {"use_hierarchical_allreduce": True}], ids=str)
 def test_without_replicas_there_is_nothing_to_act_on(four, declared):
     for message in four.run(refused, {"sharding": True} | declared):
         assert "acts between replicas of the model, but `sharding` divides the only one between all 4 ranks" in message
@@ -165,7 +394,7 @@ def released(declared):
     return before, type(model).__name__, [type(p).__name__ for p in model.parameters()]
 
 
-@pytest.mark.parametrize("declared", [HALF], ids=str)
+@pytest.mark.parametrize("declared", [HALF, LOCAL], ids=str)
 def test_release_leaves_a_plain_model_without_hooks(four, declared):
     results = four.run(released, SEGMENTS | declared)
     for before, kind, params in results:

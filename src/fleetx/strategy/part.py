@@ -96,6 +96,9 @@ class Part:
     # Keys of the state that hold, by the name of a parameter, a tensor of what this rank holds of it. `fleet.save`
     # writes them as it writes parameters, so any number of ranks, shards or stages can resume with them.
     per_parameter: ClassVar[tuple[str, ...]] = ()
+    # The same, where each rank keeps its own. Another number of ranks, shards or stages takes over the mean over those
+    # that held the same piece: what they would have sent later has the same mean.
+    own_per_parameter: ClassVar[tuple[str, ...]] = ()
     # Does the part divide the model between ranks, so that state_dict() has only what this rank holds?
     divides: ClassVar[bool] = False
 
