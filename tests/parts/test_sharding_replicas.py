@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import wires
-from fleetx import StrategyError, fleet
+from fleetx import StrategyError, UsageError, fleet
 from training import batches, net, share
 
 SHARDED = {"sharding": {"sharding_degree": 2, "hybrid_dp": True}}
@@ -19,6 +19,8 @@ BY_NAME = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["
 SEGMENTS = {"sharding": {"sharding_degree": 2, "hybrid_dp": True, "stage": 3, **BY_NAME}}
 HALF = {"fp16_allreduce": True}
 LOCAL = {"localsgd": {"k_steps": 4}}
+QUANTIZED = {"quantized_allreduce": {"bits": 8, "block": 8}}
+SPARSE = {"dgc": {"sparsity": [0.9]}}
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.5}
 
 
@@ -46,10 +48,30 @@ def trained(data, declared, make=wires.double_net, optimizer=wires.plain_sgd):
     return whole(model)
 
 
+TENSORS = [name for name, _ in net().named_parameters()]
+
+
+def code_of(wire):
+    """The simulated exchange of two replicas of two shards."""
+    if wire is HALF:
+        return wires.Half()
+    bits = wire["quantized_allreduce"]["bits"]
+    return wires.Sharded(lambda: wires.Quantized(bits, 8, 2), TENSORS)
+
+
 # --- nothing is coded -----------------------------------------------------------------------------
 @pytest.mark.parametrize("sharded", [SHARDED, SEGMENTS], ids=["one segment", "three segments"])
 @pytest.mark.parametrize(
-    "declared", [{}, {"nccl_comm_num": 2}, {"use_hierarchical_allreduce": True}, {"clip": {"clip_norm": 1e9}}], ids=str
+    "declared",
+    [
+        {},
+        {"nccl_comm_num": 2},
+        {"use_hierarchical_allreduce": True},
+        {"clip": {"clip_norm": 1e9}},
+        {"dgc": {"sparsity": [0.0]}},
+        {"quantized_allreduce": {"bits": 32}},
+    ],
+    ids=str,
 )
 def test_at_neutral_settings_it_is_data_parallelism(four, declared, sharded):
     for got in four.run(trained, batches(), sharded | declared):
@@ -118,6 +140,56 @@ def test_half_precision_between_replicas_equals_a_simulation(four, sharded):
         near(got, simulated)
 
 
+@pytest.mark.parametrize("wire", [QUANTIZED, {"quantized_allreduce": {"bits": 4, "block": 8}}], ids=str)
+def test_blocks_between_replicas_equal_a_simulation(four, wire):
+    """Every shard begins with a block of its own."""
+    simulated = wires.data_parallel(batches(), 2, code_of(wire))
+    for got in four.run(trained, batches(), SHARDED | wire):
+        near(got, simulated)
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 3))
+
+
+def wide_double():
+    return wide().double()
+
+
+WIDE = [name for name, _ in wide().named_parameters()]
+
+
+def sparse():
+    """The shards of the one tensor of 16384 elements have half as many."""
+    return wires.Sharded(lambda: wires.Sparse(0.1, 8192, 2), WIDE)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("sharded", [SHARDED, SEGMENTS], ids=["one segment", "three segments"])
+def test_the_largest_values_between_replicas_equal_a_simulation(four, sharded):
+    simulated = wires.data_parallel(batches(7), 2, sparse(), make=wide_double)
+    for got in four.run(trained, batches(7), sharded | SPARSE, wide):
+        expected = {k: v.float() for k, v in simulated.items()}
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_dgc_sends_everything_with_momentum(four):
+    """With nothing left out, the momentum that it keeps on each rank is that of SGD."""
+    model = wide_double()
+    o = momentum(model)
+    for x, y in batches(7):
+        mse_loss(model(x.double()), y.double()).backward()
+        o.step()
+        o.zero_grad()
+    for got in four.run(trained, batches(7), SEGMENTS | {"dgc": {"sparsity": [0.0]}}, wide, momentum):
+        expected = {k: v.float() for k, v in model.state_dict().items()}
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
+
+
 def large():
     torch.manual_seed(0)
     return nn.Linear(600, 400)
@@ -126,7 +198,7 @@ def large():
 def sent(declared):
     model, o = build(declared, large)
     for _ in range(5):
-        model(torch.randn(2, 600)).sum().backward()
+        (model(torch.randn(64, 600)) * torch.randn(64, 400)).sum().backward()
         o.step()
         o.zero_grad()
     return fleet._engine(model).network.traffic.sent
@@ -139,31 +211,43 @@ def test_the_bytes_between_replicas_are_those_of_a_shard(four, declared, rounds,
         assert got == pytest.approx(rounds * (600 * 400 + 400) / 2 * bytes_per_value, rel=0.02)
 
 
+def test_the_bytes_of_the_largest_values_follow_the_code(four):
+    """A tenth of the values in 4 bytes; gaps of 9 on average in 3 bits, one for each 8, and one."""
+    indices = (3 + 1 + 0.9**8 / (1 - 0.9**8)) / 8
+    for got in four.run(sent, SHARDED | SPARSE):
+        assert got == pytest.approx(5 * (600 * 400 / 2 / 10 * (4 + indices) + 400 / 2 * 4), rel=0.02)
+
+
 # --- local updates: an island is a group that shares one copy -------------------------------------
 @pytest.mark.parametrize("sharded", [SHARDED, SEGMENTS], ids=["one segment", "three segments"])
 @pytest.mark.parametrize("local", [{"localsgd": {"k_steps": 1}}, {"adaptive_localsgd": {"max_k_steps": 1}}], ids=str)
-def test_at_neutral_settings_local_updates_are_data_parallelism(four, local, sharded):
-    for got in four.run(trained, batches(), sharded | local):
+@pytest.mark.parametrize("wire", [{}, {"dgc": {"sparsity": [0.0]}}, {"quantized_allreduce": {"bits": 32}}], ids=str)
+def test_at_neutral_settings_local_updates_are_data_parallelism(four, wire, local, sharded):
+    for got in four.run(trained, batches(), sharded | local | wire):
         near(got, wires.data_parallel(batches(), 1))
 
 
-TENSORS = [name for name, _ in net().named_parameters()]
-
-
-@pytest.mark.parametrize("wire", [{}, HALF], ids=str)
+@pytest.mark.parametrize("wire", [{}, HALF, QUANTIZED], ids=str)
 @pytest.mark.parametrize(
     "settings", [{}, OUTER, {"overlap": True}, {"overlap": True} | OUTER, {"fragments": 2} | OUTER], ids=str
 )
 def test_local_updates_between_groups_equal_a_simulation(four, settings, wire):
     """The first two tensors have not quite half of all numbers."""
     simulated = wires.local_updates(
-        batches(9), 4, 2, wires.Half() if wire else None, island=2,
+        batches(9), 4, 2, code_of(wire) if wire else None, island=2,
         fragments=[TENSORS[:2], TENSORS[2:]] if "fragments" in settings else 1,
         lr=settings.get("outer_lr", 1.0), momentum=settings.get("outer_momentum", 0.0),
         share=0.5 if "overlap" in settings else None,
     )  # fmt: skip
     for rank, got in enumerate(four.run(trained, batches(9), SHARDED | wire | {"localsgd": {"k_steps": 2} | settings})):
         near(got, simulated[rank // 2])
+
+
+def test_a_sparse_outer_gradient_between_groups_equals_a_simulation(four):
+    simulated = wires.local_updates(batches(7), 4, 2, sparse(), island=2, make=wide_double)
+    for rank, got in enumerate(four.run(trained, batches(7), SHARDED | SPARSE | {"localsgd": {"k_steps": 2}}, wide)):
+        expected = {k: v.float() for k, v in simulated[rank // 2].items()}
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
 
 
 def adapted(data):
@@ -296,15 +380,6 @@ def on(model, o, data, start=0):
         o.zero_grad()
 
 
-def wide():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 3))
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def saves(declared, folder, at):
     model, o = build(declared, wide, momentum)
     on(model, o, batches(10)[:at])
@@ -314,8 +389,11 @@ def saves(declared, folder, at):
 
 
 MERGED = {"gradient_merge": {"k_steps": 2}}
-KEPT = [HALF | MERGED, LOCAL, {"localsgd": {"k_steps": 3, "overlap": True, "fragments": 2} | OUTER} | HALF,
-        {"adaptive_localsgd": {"init_k_steps": 3}}]  # fmt: skip
+KEPT = [
+    HALF | MERGED, LOCAL, {"localsgd": {"k_steps": 3, "overlap": True, "fragments": 2} | OUTER} | HALF,
+    {"adaptive_localsgd": {"init_k_steps": 3}}, SPARSE, SPARSE | MERGED, QUANTIZED, QUANTIZED | MERGED,
+    {"localsgd": {"k_steps": 3, "overlap": True} | OUTER} | QUANTIZED, LOCAL | SPARSE,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("declared", KEPT, ids=str)
@@ -336,32 +414,45 @@ def goes_on(declared, folder, at):
 OTHERS = {"two ranks": {}, "two shards of one": {"sharding": {"sharding_degree": 1, "hybrid_dp": True}}}
 
 
-def anchors(declared, folder):
-    """What this rank takes over, before it trains on."""
-    model, _ = build(declared, wide, momentum)
-    fleet.load(folder)
-    state = fleet._engine(model).state["LocalSGD"]
-    return whole(model), {key: state[key] for key in ("anchor", "outer")}
+def state_of(model, key):
+    return {k: dict(v) for k, v in fleet._engine(model).state[key].items() if isinstance(v, dict)}
 
 
-def kept(declared, folder):
+def kept(declared, key, folder):
     model, o = build(declared, wide, momentum)
     on(model, o, batches(6))
     fleet.save(folder)
-    state = fleet._engine(model).state["LocalSGD"]
-    return whole(model), {key: state[key] for key in ("anchor", "outer")}
+    return whole(model), state_of(model, key)
+
+
+def taken_over(declared, key, folder):
+    model, _ = build(declared, wide, momentum)
+    fleet.load(folder)
+    return whole(model), state_of(model, key)
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_ranks_take_over_whole_anchors(four, ranks, tmp_path, other):
-    folder, outer = str(tmp_path / "checkpoint"), {"localsgd": {"k_steps": 4} | OUTER}
-    saved = four.run(kept, SHARDED | outer, folder)
-    for params, state in ranks.run(anchors, OTHERS[other] | outer, folder):
+@pytest.mark.parametrize(
+    ("declared", "key", "names"),
+    [
+        ({"localsgd": {"k_steps": 4} | OUTER}, "LocalSGD", ["anchor", "outer"]),
+        (SPARSE, "DGC", ["u", "v"]),
+        (QUANTIZED, "QuantizedAllReduce", ["residual"]),
+    ],
+    ids=str,
+)
+def test_other_ranks_take_over_the_mean_of_what_the_replicas_kept(four, ranks, tmp_path, declared, key, names, other):
+    folder = str(tmp_path / "checkpoint")
+    saved = four.run(kept, SHARDED | declared, key, folder)
+    for params, state in ranks.run(taken_over, OTHERS[other] | declared, key, folder):
         for name, p in params.items():
             torch.testing.assert_close(p, (saved[0][0][name] + saved[2][0][name]) / 2)
-            for key in ("anchor", "outer"):
-                shards = torch.cat([saved[rank][1][key][name] for rank in (0, 1)])
-                torch.testing.assert_close(state[key][name], shards, rtol=0, atol=0)
+        for kind in names:
+            assert state[kind].keys() == saved[0][1][kind].keys() != set()
+            for name, t in state[kind].items():
+                copies = [torch.cat([saved[rank][1][kind][name] for rank in ranks]) for ranks in ((0, 1), (2, 3))]
+                assert copies[0].any()
+                torch.testing.assert_close(t, sum(copies) / 2)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -373,11 +464,25 @@ def refused(declared):
     return ""
 
 
-@pytest.mark.parametrize("declared", [HALF, LOCAL, {"nccl_comm_num": 2}, {"use_hierarchical_allreduce": True}], ids=str)
+@pytest.mark.parametrize(
+    "declared", [HALF, LOCAL, SPARSE, QUANTIZED, {"nccl_comm_num": 2}, {"use_hierarchical_allreduce": True}], ids=str
+)
 def test_without_replicas_there_is_nothing_to_act_on(four, declared):
     for message in four.run(refused, {"sharding": True} | declared):
         assert "acts between replicas of the model, but `sharding` divides the only one between all 4 ranks" in message
         assert "set a smaller sharding_degree, and hybrid_dp=True, or turn one of them off" in message
+
+
+def reads_a_weight():
+    model, _ = build(SHARDED | SPARSE, wide, momentum)
+    with pytest.raises(UsageError, match=r"p.full_tensor\(\) in a loss, while gradients contain momentum"):
+        model[2].weight.full_tensor()
+    with torch.no_grad():
+        return tuple(model[2].weight.full_tensor().shape)
+
+
+def test_a_loss_cannot_read_a_weight_whose_gradient_contains_momentum(four):
+    assert four.run(reads_a_weight) == [(128, 128)] * 4
 
 
 def released(declared):
@@ -394,7 +499,7 @@ def released(declared):
     return before, type(model).__name__, [type(p).__name__ for p in model.parameters()]
 
 
-@pytest.mark.parametrize("declared", [HALF, LOCAL], ids=str)
+@pytest.mark.parametrize("declared", [HALF, LOCAL, SPARSE, QUANTIZED], ids=str)
 def test_release_leaves_a_plain_model_without_hooks(four, declared):
     results = four.run(released, SEGMENTS | declared)
     for before, kind, params in results:

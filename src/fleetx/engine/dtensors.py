@@ -66,7 +66,7 @@ class WholeReader:
             return cast("Tensor", type(p).full_tensor(p, grad_placements=grad_placements))
         if self._momentum:
             raise UsageError(
-                f"p.full_tensor() in a loss together with dgc's momentum_correction {NOT_BUILT}: set "
+                f"p.full_tensor() in a loss, while gradients contain momentum (dgc), {NOT_BUILT}: set "
                 "dgc_configs['momentum_correction'] = False, or decay the weights in the optimizer"
             )
         mesh = p.device_mesh
