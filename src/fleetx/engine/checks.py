@@ -54,15 +54,13 @@ def _model(model: nn.Module) -> Iterator[str]:
 
 def _replicas(plan: Plan, world: World) -> Iterator[str]:
     """What ranks exchange with each other needs several that hold the same shards."""
-    between = [a for a in plan.acts if a.call is not None and a.stage in (Stage.REDUCE, Stage.WIRE)]
-    between += [a for a in plan.acts if Fact.ROUTED in a.claim.makes]
     for part in plan.parts:
         if 1 < part.shards(world) == world.size:
-            for switch in sorted({a.switch for a in between}):
+            for switch in plan.between_replicas:
                 divides = switch_of(type(part))
                 yield (
                     f"`{switch}` acts between replicas of the model, but `{divides}` divides the only one between all "
-                    f"{world.size} ranks: {part.for_replicas}, or turn one of them off"
+                    f"{world.size} ranks: {part.for_replicas}, or {part.instead.get(switch, 'turn one of them off')}"
                 )
 
 

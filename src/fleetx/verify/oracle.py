@@ -25,7 +25,7 @@ Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with 
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {
-    "recompute", "sharding", "use_hierarchical_allreduce", "quantized_allreduce", "amp", "dgc", "noise_scale",
+    "recompute", "use_hierarchical_allreduce", "quantized_allreduce", "amp", "dgc", "noise_scale",
 }  # fmt: skip
 # Of the others, the settings that are computed here, or that change no number.
 READS = {
@@ -41,6 +41,10 @@ READS = {
     "pipeline": {
         "micro_batch", "accumulate_steps", "micro_batch_size", "schedule_mode", "stages", "degree", "p2p_cache_shape",
         "enable_partial_send_recv",
+    },
+    "sharding": {
+        "sharding_degree", "sharding_group_size", "stage", "offload", "hybrid_dp", "dp_degree", "segment_anchors",
+        "sharding_segment_strategy", "segment_broadcast_MB", "fuse_broadcast_MB", "pp_allreduce_in_optimize",
     },
     "sync_batch_norm": set[str](),
 }  # fmt: skip

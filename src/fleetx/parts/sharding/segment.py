@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from fleetx.engine.context import Bucket, SetupContext
 from fleetx.engine.dtensors import local
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
+from fleetx.parts.sharding.coded import CodedReduceScatter, seed_of
 
 
 class Segment(FSDPParamGroup):
@@ -154,6 +156,13 @@ class Segments:
                 module.set_gradient_divide_factor(1.0)
                 module.set_all_reduce_hook(mine[0].exchange)
 
+    def code(self, bits: int, block: int, ctx: SetupContext) -> None:
+        """Reduce-scatter gradients in few bits from now on."""
+        modules = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
+        for number, module in enumerate(m for m in modules if seams.param_groups(seams.fsdp_state(m))):
+            coded: Any = CodedReduceScatter(bits, block, partial(_seed, ctx, number))
+            module.set_custom_reduce_scatter(coded)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around each forward of the whole model."""
@@ -168,6 +177,10 @@ class Segments:
         """The full parameters, in which backward accumulates. They exist once they have been gathered."""
         params = (p for group in self._groups for p in group.fsdp_params)
         return (seams.unsharded(p) for p in params if hasattr(p, seams.UNSHARDED))
+
+
+def _seed(ctx: SetupContext, segment: int) -> int:
+    return seed_of(ctx.clock, ctx.world.rank, segment)
 
 
 def _has_gradient(p: Any) -> bool:

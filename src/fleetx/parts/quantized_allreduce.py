@@ -1,8 +1,3 @@
-"""`quantized_allreduce`: send values in blocks of 8 or 4 bits.
-
-blocks.py   the format of a block
-"""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +13,7 @@ from fleetx.base.module_names import sparse_problem
 from fleetx.comm.world import World
 from fleetx.engine.context import Outgoing, SetupContext, StepContext
 from fleetx.errors import UsageError
-from fleetx.parts.quantized_allreduce.blocks import BlockLayout, decode, encode, row_bytes
+from fleetx.parts._blocks import BlockLayout, decode, encode, row_bytes
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
