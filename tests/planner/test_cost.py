@@ -205,7 +205,8 @@ def test_declared_parts_are_kept_and_conflicting_ones_are_not_offered():
 
 def test_what_acts_between_replicas_is_offered_with_sharding_only_where_there_are_some():
     for ranks, groups in ((2, False), (4, True)):
-        found = [p for p in plans("lossy", ranks=ranks, ranks_per_host=2) if "sharding" in p.chosen]
+        others = {"amp": False, "recompute": False, "use_hierarchical_allreduce": False, "pipeline": False}
+        found = [p for p in plans("lossy", others, ranks=ranks, ranks_per_host=2) if "sharding" in p.chosen]
         between = [p for p in found if {"dgc", "localsgd", "fp16_allreduce", "quantized_allreduce"} & set(p.chosen)]
         assert found
         assert bool(between) == groups
