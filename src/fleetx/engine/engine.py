@@ -30,7 +30,7 @@ from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import acts, dcp, state, taps
 from fleetx.engine.checks import check
-from fleetx.engine.dtensors import WholeReader, local, renamed
+from fleetx.engine.dtensors import local, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
@@ -115,8 +115,7 @@ class Engine(Windows):
         if self.layout.reduced:
             before = Hook(self._before_gathering)
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
-            between, momentum = None if self._local() else self.layout.replicas, self.plan.makes(Fact.MOMENTUM)
-            readers = [(p, WholeReader(p, between, momentum=momentum)) for p in self.names]
+            readers = [(p, self._reader(p)) for p in self.names]
             self.handles += [reader for _, reader in readers]
             # Not through the attribute, which is no longer the user's to call.
             self.handles += [Tensor.register_hook(p, reader.check) for p, reader in readers if p.requires_grad]

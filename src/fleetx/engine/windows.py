@@ -17,6 +17,7 @@ from fleetx.comm.session import Undone
 from fleetx.comm.world import World
 from fleetx.engine import state, taps
 from fleetx.engine.context import Bucket, Outgoing, StepContext
+from fleetx.engine.dtensors import WholeReader
 from fleetx.engine.numbers import Checks, check_finite, compare
 from fleetx.engine.reducer import LateReducer, Reducer
 from fleetx.engine.run import Run, key_of
@@ -160,6 +161,10 @@ class Windows(Run):
             return None
         # The ranks of a group have used the same parameters already.
         return LateReducer(self.names, layout.island or layout.replicas, settings["bucket_cap_mb"])
+
+    def _reader(self, p: nn.Parameter) -> WholeReader:
+        replicas = None if self._local() else self.layout.replicas
+        return WholeReader(p, replicas, momentum=self.plan.makes(Fact.MOMENTUM))
 
     def _check_not_released(self) -> None:
         if self.released:
