@@ -100,6 +100,27 @@ class Sparse:
         return out
 
 
+class Sharded:
+    """Every rank holds a piece of the first dimension of each tensor, and exchanges it with its replicas in a code."""
+
+    def __init__(self, code, names, shards=2):
+        """names: of the tensors, in the order in which they are sent."""
+        self._codes, self._names = [code() for _ in range(shards)], names
+
+    def __call__(self, by_rank):
+        shards = len(self._codes)
+        found = [
+            code([{name: _shard(t[name], shards, i) for name in self._names if name in t} for t in by_rank])
+            for i, code in enumerate(self._codes)
+        ]
+        return {name: torch.cat([shard[name] for shard in found]) for name in found[0]}
+
+
+def _shard(t, shards, i):
+    pieces = t.chunk(shards)
+    return pieces[i] if i < len(pieces) else t[:0]
+
+
 def data_parallel(data, ranks, code=None, make=double_net, optimizer=plain_sgd):
     """Every rank has its share of each batch.
 

@@ -7,7 +7,7 @@ import torch
 
 import wires
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.parts.quantized_allreduce.blocks import BlockLayout, decode, encode, row_bytes
+from fleetx.parts._blocks import BlockLayout, decode, encode, row_bytes
 from training import assert_equal, batches, net, resumes, share, train, train_fleet, weights, zero_last
 
 

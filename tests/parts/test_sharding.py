@@ -189,11 +189,15 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
         (
             {"sharding": config(2), "dgc": True},
-            "together with parameters sharded across ranks, which `sharding` produces, is not built yet",
+            "`dgc` acts between replicas of the model, but `sharding` divides the only one between all 2 ranks",
         ),
         (
             {"sharding": config(2), "localsgd": True},
-            "together with parameters sharded across ranks, which `sharding` produces, is not built yet",
+            "`localsgd` acts between replicas of the model, but `sharding` divides the only one between all 2 ranks",
+        ),
+        (
+            {"sharding": config(1, hybrid_dp=True), "localsgd": {"group_size": 2}},
+            "with group_size=2 together with parameters sharded across ranks, which `sharding` produces, is not built",
         ),
         (
             {"sharding": config(2), "recompute": {"memory_budget": "min"}},

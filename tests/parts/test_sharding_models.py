@@ -299,14 +299,6 @@ def shard_count():
     return next(model.parameters()).device_mesh.size()
 
 
-@pytest.mark.parametrize(
-    "other", [{"use_hierarchical_allreduce": True}, {"nccl_comm_num": 2}], ids=["hierarchical", "nccl"]
-)
-def test_other_paths_are_refused_by_the_plan(other):
-    with pytest.raises(StrategyError, match="`sharding` together with gradients sent over several process groups"):
-        fleet.DistributedStrategy(sharding=True, **other).plan()
-
-
 def explained(more):
     armed(**more)
     return str(fleet.explain())

@@ -203,6 +203,22 @@ def test_declared_parts_are_kept_and_conflicting_ones_are_not_offered():
         assert len({"dgc", "fp16_allreduce", "quantized_allreduce"} & set(plan.chosen)) <= 1
 
 
+def test_what_acts_between_replicas_is_offered_with_sharding_only_where_there_are_some():
+    for ranks, groups in ((2, False), (4, True)):
+        others = {"amp": False, "recompute": False, "use_hierarchical_allreduce": False, "pipeline": False}
+        found = [p for p in plans("lossy", others, ranks=ranks, ranks_per_host=2) if "sharding" in p.chosen]
+        between = [p for p in found if {"dgc", "localsgd", "fp16_allreduce", "quantized_allreduce"} & set(p.chosen)]
+        assert found
+        assert bool(between) == groups
+        assert all(p.chosen["sharding"]["sharding_degree"] == 2 for p in between)
+
+
+def test_fewer_bits_shorten_the_reduce_scatter():
+    by_bits = {b: cost(sharding={"sharding_degree": 2, "stage": 2, "gradient_bits": b}).network for b in (32, 16, 8)}
+    saved = {bits: by_bits[32] - seconds for bits, seconds in by_bits.items()}
+    assert saved[8] / saved[16] == pytest.approx((1 - 0.25 - 1 / 256) / (1 - 0.5 - 1 / 256))
+
+
 def test_replicas_divide_the_orthogonalization_of_muon_and_gather_its_result():
     # 0.5 s of update: 7 passes over 200 MB at 14000 MB/s are 0.1 s on each rank; the rest is divided
     cluster = replace(CLUSTER, bandwidth=14000 * MB)

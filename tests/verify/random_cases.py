@@ -45,6 +45,7 @@ ONLY_THERE = {
     "nesterov_plain": lambda params: O.SGD(params, lr=0.05, momentum=0.8, nesterov=True),
     "adamw_plain": lambda params: O.AdamW(params, lr=0.01, weight_decay=0.0, betas=(0.8, 0.99)),
 }
+BETWEEN_REPLICAS = {"hierarchical", "nccl_comm_num", "fp16_allreduce", "localsgd", "adaptive_localsgd"}
 WHOLE_TENSORS = {"adafactor"}  # sharding does not take them
 NO_COMPLEX_THERE = {"adafactor", "nadam", "radam", "adamax", "asgd", "amsgrad", "centered"}
 NO_COMPLEX = {"lars", "lamb", "muon", "adaptive_localsgd", "fp16_allreduce"}
@@ -94,7 +95,8 @@ def draw(seed: int) -> Case:
         apart = local or "fp16_allreduce" in chosen
         if apart and "sync_batch_norm" in declared:  # the oracle follows these only in a flat model: see test_verify
             continue
-        if None in declared.values() or ("sharding" in declared and {"hierarchical", "nccl_comm_num"} & chosen):
+        sharding = declared.get("sharding") or {"hybrid_dp": True}
+        if None in declared.values() or ("hybrid_dp" not in sharding and chosen & BETWEEN_REPLICAS):
             continue
         if model.unused:
             declared["find_unused_parameters"] = True

@@ -120,7 +120,6 @@ def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be(chosen):
 def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
     pairs, single = list(unbuilt.beside_others()), list(unbuilt.messages())
     assert [text.partition(": ")[0] for text in pairs] == [
-        "nccl_comm_num=2 + sharding",
         "recompute with memory_budget='min' + pipeline",
         "recompute with memory_budget='min' + sharding",
     ]

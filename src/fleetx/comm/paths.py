@@ -81,7 +81,7 @@ class FlatPath(Path):
         self._traffic.sent += _ring(buffer, self._world.size)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])
+        return work.get_future().then(lambda future: (future.value(), buffer)[1])  # value() raises its error
 
     def gather(self, message: Tensor) -> list[Tensor]:
         return _gather(message, self._world.size, self._messages, self._traffic)

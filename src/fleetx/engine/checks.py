@@ -18,6 +18,7 @@ from fleetx.comm.world import World
 from fleetx.engine.dtensors import local
 from fleetx.errors import StrategyError
 from fleetx.strategy.compose import Plan
+from fleetx.strategy.part import switch_of
 from fleetx.strategy.stage import Fact, Stage
 
 Names = Mapping[nn.Parameter, str]
@@ -33,6 +34,7 @@ def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> N
     problems = [p for part in plan.parts for p in part.incompatibilities(model, optimizer, world)]
     problems += _model(model)
     problems += _optimizer(plan, optimizer, names)
+    problems += _replicas(plan, world)
     if problems:
         raise StrategyError(problems)
 
@@ -48,6 +50,18 @@ def _model(model: nn.Module) -> Iterator[str]:
             f"parameter {plain_name(divided)!r} is a DTensor, as fully_shard makes them: pass the plain model, and set "
             "strategy.sharding = True to divide it"
         )
+
+
+def _replicas(plan: Plan, world: World) -> Iterator[str]:
+    """What ranks exchange with each other needs several that hold the same shards."""
+    for part in plan.parts:
+        if 1 < part.shards(world) == world.size:
+            for switch in plan.between_replicas:
+                divides = switch_of(type(part))
+                yield (
+                    f"`{switch}` acts between replicas of the model, but `{divides}` divides the only one between all "
+                    f"{world.size} ranks: {part.for_replicas}, or {part.instead.get(switch, 'turn one of them off')}"
+                )
 
 
 def _manager(module: nn.Module) -> str:

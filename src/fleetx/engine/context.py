@@ -105,7 +105,7 @@ class Context:
 
     @property
     def replica_group(self) -> World:
-        """The ranks that hold the same part of the model as this one. Without sharding or stages: all ranks."""
+        """The ranks that train the same stage of the model on different batches. Without stages: all ranks."""
         return self._run.layout.replica_group
 
     @property
@@ -115,7 +115,7 @@ class Context:
 
     @property
     def network(self) -> Network:
-        """The paths to the other ranks of the replica group."""
+        """The paths to the other ranks that hold what this one holds. Without sharding: to the replica group."""
         return self._run.network
 
     # --- what is trained ---
@@ -158,7 +158,7 @@ class Context:
 
     @property
     def reduced(self) -> bool:
-        """Does backward itself reduce gradients over all ranks, as under sharding?"""
+        """Does backward itself reduce gradients, as under sharding?"""
         return self._run.layout.reduced
 
     @property
@@ -195,11 +195,25 @@ class SetupContext(Context):
     ) -> None:
         """Declare that these ranks hold one copy of the model together.
 
-        reduced: does backward itself leave gradients that are reduced over all ranks?
+        reduced: does backward itself reduce gradients over the group, and hand them to `reduce`?
         leaves: the tensors in which backward accumulates, if they are not the parameters.
         """
-        layout = self._run.layout
+        run, layout = self._run, self._run.layout
         layout.shard_group, layout.reduced, layout.leaves = group, reduced, leaves
+        if reduced and self.apart:
+            layout.island = group
+            run.weights = LossWeights(run.plan, group, island=True)
+
+    @property
+    def opens(self) -> bool:
+        """Does the step that is running update?"""
+        return self._run.opens()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Exchange gradients of shards with the ranks that hold the same shards, as the strategy says."""
+        reduced = self._run.reduce(bucket).wait()
+        if reduced is not bucket.buffer:
+            bucket.buffer.copy_(reduced)
 
     def make_islands(self, size: int) -> Network:
         """Group consecutive replicas that update with the same gradient. Returns the paths within this rank's island.

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
+from fleetx.comm.world import World
 from fleetx.engine.taps import OF_SHARDS, tap
-from fleetx.errors import StrategyError, UsageError
+from fleetx.errors import NOT_BUILT, StrategyError, UsageError
 
 
 @cache
@@ -48,8 +49,12 @@ class WholeReader:
     torch takes the gradient of the whole tensor to be equal on all ranks, and keeps only this rank's part of its own.
     """
 
-    def __init__(self, p: Any):
-        self._p, self._expected = weakref.ref(p), False
+    def __init__(self, p: Any, replicas: World | None, *, momentum: bool = False):
+        """replicas: the ranks that hold the same shard, unless they update on their own.
+
+        momentum: do the gradients that a backward leaves contain momentum?
+        """
+        self._p, self._replicas, self._momentum, self._expected = weakref.ref(p), replicas, momentum, False
         p.full_tensor = self  # found before the method of the class
         p.register_hook = _refuse_hook
 
@@ -59,12 +64,21 @@ class WholeReader:
         p: Any = self._p()
         if grad_placements is not None or not p.requires_grad or not torch.is_grad_enabled():
             return cast("Tensor", type(p).full_tensor(p, grad_placements=grad_placements))
+        if self._momentum:
+            raise UsageError(
+                f"p.full_tensor() in a loss, while gradients contain momentum (dgc), {NOT_BUILT}: set "
+                "dgc_configs['momentum_correction'] = False, or decay the weights in the optimizer"
+            )
         mesh = p.device_mesh
         return tap(type(p).full_tensor(p, grad_placements=[Partial()] * mesh.ndim), partial(self._mean, mesh.size()))
 
     def _mean(self, ranks: int, grad: Tensor) -> Tensor:
         self._expected = True
-        return grad / ranks
+        if self._replicas is None:
+            return grad / ranks
+        mean = (grad / (ranks * self._replicas.size)).contiguous()
+        self._replicas.sum(mean)
+        return mean
 
     def check(self, grad: Tensor) -> None:
         """When a backward reaches the shard itself, other than through FSDP."""

@@ -30,7 +30,7 @@ from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.engine import acts, dcp, state, taps
 from fleetx.engine.checks import check
-from fleetx.engine.dtensors import WholeReader, local, renamed
+from fleetx.engine.dtensors import local, renamed
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
@@ -115,7 +115,7 @@ class Engine(Windows):
         if self.layout.reduced:
             before = Hook(self._before_gathering)
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
-            readers = [(p, WholeReader(p)) for p in self.names]
+            readers = [(p, self._reader(p)) for p in self.names]
             self.handles += [reader for _, reader in readers]
             # Not through the attribute, which is no longer the user's to call.
             self.handles += [Tensor.register_hook(p, reader.check) for p, reader in readers if p.requires_grad]
@@ -125,7 +125,7 @@ class Engine(Windows):
         if self.layout.reduced or group.size == 1 or self.reducer_settings is None or not self.names:
             return None
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
-        hook = self._reduce if ours or self.step_norm.every else None
+        hook = self.reduce if ours or self.step_norm.every else None
         self.buffers.send(group, strict=self.shares_buffers)
         return Reducer(self.model, self.names, group, hook, moved=self.gradients.look_again, **self.reducer_settings)
 
@@ -184,7 +184,7 @@ class Engine(Windows):
             return out
         self.step.called = True
         if self.reducer is not None:
-            out = self.reducer.after_forward(out, communicate=self._opens())
+            out = self.reducer.after_forward(out, communicate=self.opens())
         return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales or self.layout.reduced)
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
@@ -240,15 +240,15 @@ class Engine(Windows):
         if self.merged == 0:
             self.step_norm.begin_backward()
         self.step.tapped = True
-        if self.reducer is not None and self._opens():
+        if self.reducer is not None and self.opens():
             self.reducer.agree()
-        self._session.mark("backward", inside=self._opens() or self.layout.reduced)
-        self.weights.begin(opens=self._opens())
+        self._session.mark("backward", inside=self.opens() or self.layout.reduced)
+        self.weights.begin(opens=self.opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
         if self._owns_grad:
             self.gradients.watch()
-        if self.reducer is not None and self._opens():
+        if self.reducer is not None and self.opens():
             self.reducer.begin_backward()
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
@@ -264,7 +264,7 @@ class Engine(Windows):
         before, self.step.scaled_at_loss = self.step.backward, True
         self.step.loss = loss.detach()
         try:
-            self.weights.begin(opens=self._opens())
+            self.weights.begin(opens=self.opens())
             (loss * self._factor if self._scales else loss).backward()
         finally:
             self.step.scaled_at_loss = self.step.create_graph = False
@@ -275,7 +275,7 @@ class Engine(Windows):
             self.gradients.put_back()
 
     # --- optimizer.step() -------------------------------------------------------------------------
-    def _opens(self) -> bool:
+    def opens(self) -> bool:
         """Does this step update? The gate is asked once per step."""
         if self.step.opens is None:
             self.step.opens = all(call(self.merged + 1, ctx) for call, ctx in self._calls[Stage.GATE])
@@ -297,7 +297,7 @@ class Engine(Windows):
             self.gradients.check_before_step(tapped=step.tapped)
         taps.check_called(self._called or not self._calls[Stage.FORWARD] or not self.gradients.any)
         taps.check_reached(not self.layout.reduced or not step.called or step.backward != -1 or self.gradients.any)
-        opens = self._opens()
+        opens = self.opens()
         self.merged += not step.flushing
         if opens and not step.tapped and self._calls[Stage.GATE]:
             self._catch_up()
@@ -322,8 +322,8 @@ class Engine(Windows):
         if dcp.made_state(self):
             return
         self.gradients.end_step(leaves=self.updated and self._mixes)
-        self.weights.end_step(opened=self._opens(), steps=self.merged)
-        if self._opens():
+        self.weights.end_step(opened=self.opens(), steps=self.merged)
+        if self.opens():
             self.round += 1
             params = self.gradients.params()
             for call, ctx in self._calls[Stage.PARAMETER]:

@@ -25,13 +25,19 @@ _EVALUATE_TOGETHER = (
 class Layout:
     """Parts fill it in at MODEL, through SetupContext."""
 
-    replica_group: World  # ranks that hold the same part of the model, and reduce its gradients
+    replica_group: World  # ranks that take different batches and train the same stage together
+    replicas: World  # of these, the ranks that hold the same shards: what the network leads to
     island: World | None = None  # ranks that update with the same gradient, where islands update on their own
     shard_group: World | None = None  # ranks that hold one copy together; None: each rank has a copy
-    reduced: bool = False  # does backward itself reduce gradients over all ranks?
+    reduced: bool = False  # does backward itself reduce gradients?
     leaves: Callable[[], Iterable[Tensor]] | None = None  # where backward accumulates, if not in the parameters
     counts: Callable[[nn.Parameter], bool] = lambda p: True  # does this rank count it in a sum over the model?
     absent: frozenset[str] = frozenset()  # names that only other ranks hold
+
+    @property
+    def shard(self) -> int:
+        """Which shard of each parameter this rank holds."""
+        return self.shard_group.rank if self.reduced and self.shard_group is not None else 0
 
     @property
     def sharing(self) -> list[int] | None:
@@ -54,5 +60,12 @@ class Layout:
 
 
 def of(parts: Iterable[Part], model: nn.Module, world: World) -> Layout:
+    parts = list(parts)
     span = math.prod(part.span(model, world) for part in parts)
-    return Layout(world.split([list(range(first, world.size, span)) for first in range(span)]))
+    group = _strided(world, span)
+    return Layout(group, _strided(group, math.prod(part.shards(group) for part in parts)))
+
+
+def _strided(world: World, step: int) -> World:
+    """This rank, and those that are a multiple of so many ranks away."""
+    return world.split([list(range(first, world.size, step)) for first in range(step)])

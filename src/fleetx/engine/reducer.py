@@ -24,6 +24,7 @@ from fleetx.base.trees import as_real
 from fleetx.comm import peers
 from fleetx.comm.world import World, listed
 from fleetx.engine.context import Bucket
+from fleetx.engine.dtensors import local, shard_of
 from fleetx.engine.guests import Places, Wrappers, check_known
 from fleetx.errors import UsageError
 
@@ -62,10 +63,11 @@ class LateReducer:
             sizes = [g.numel() for g in real]
             flat = torch.cat([g.reshape(-1) for g in real])
             views = [v.view_as(g) for g, v in zip(real, flat.split(sizes), strict=True)]
-            reduced = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
-            for p, grad, g, v in zip(group, grads, real, reduced.split(sizes), strict=True):
+            if sum(sizes):  # a rank may have nothing of parameters that others have
+                flat = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
+            for p, grad, g, v in zip(group, grads, real, flat.split(sizes), strict=True):
                 g.copy_(v.view_as(g))
-                p.grad = grad
+                p.grad = shard_of(p, grad)
 
     def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         out: list[list[nn.Parameter]] = []
@@ -336,4 +338,5 @@ def _in_plain_words() -> Iterator[None]:
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
-    return p.grad.resolve_conj() if p.grad is not None else torch.zeros_like(p)
+    """What this rank holds of it."""
+    return local(p.grad).resolve_conj() if p.grad is not None else torch.zeros_like(local(p))

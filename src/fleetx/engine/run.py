@@ -91,7 +91,7 @@ class Run:
         self.gradients: Gradients  # made when the optimizer is final
         self.layout = layout.of(plan.parts, model, world)
         self.weights = LossWeights(plan, self.layout.replica_group)
-        self.network = Network(self.layout.replica_group)
+        self.network = Network(self.layout.replicas)
         # Not at exit: then `fleet` closes everything in the right order.
         weakref.finalize(self, self.network.close).atexit = False
 
@@ -119,6 +119,12 @@ class Run:
         raise NotImplementedError
 
     def mean(self, bucket: Any) -> Future[Tensor]:
+        raise NotImplementedError
+
+    def opens(self) -> bool:
+        raise NotImplementedError
+
+    def reduce(self, bucket: Any) -> Future[Tensor]:
         raise NotImplementedError
 
 

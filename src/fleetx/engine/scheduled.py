@@ -40,7 +40,7 @@ class ScheduledEngine(Engine):
         self.check_not_lent()
         self.step.inputs = (inputs,), {}
         self._session.mark("forward and backward", inside=True, run=self)
-        self.weights.begin(opens=self._opens())
+        self.weights.begin(opens=self.opens())
         self.gradients.check_before_backward()
         self.gradients.put_back()
         self.step.tapped = True
@@ -48,8 +48,8 @@ class ScheduledEngine(Engine):
             factor = 0.0 if self.weights.empty else self._factor
             loss: Tensor = run(StepInput(inputs, target, loss_fn, factor, self.weights.given), ctx)
         self.step.loss = loss
-        if self._opens() and self.reducer is not None:
-            self.reducer.reduce_now(self._trained(), self._reduce)
+        if self.opens() and self.reducer is not None:
+            self.reducer.reduce_now(self._trained(), self.reduce)
         if self._owns_grad:
             self.gradients.look()
         return loss

@@ -17,8 +17,9 @@ from fleetx.comm.session import Undone
 from fleetx.comm.world import World
 from fleetx.engine import state, taps
 from fleetx.engine.context import Bucket, Outgoing, StepContext
+from fleetx.engine.dtensors import WholeReader
 from fleetx.engine.numbers import Checks, check_finite, compare
-from fleetx.engine.reducer import Reducer
+from fleetx.engine.reducer import LateReducer, Reducer
 from fleetx.engine.run import Run, key_of
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
@@ -58,7 +59,7 @@ class Windows(Run):
         if self.step_norm.due(self.round) and not self.weights.used:
             self.step_norm.add(grads, self.loss_scale())
 
-    def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         if self.merged == 0 and not self.step.collected and self.step_norm.backwards == 1:
             self._measure_step([bucket.buffer])
         for call, ctx in self._calls[Stage.REDUCE]:
@@ -145,12 +146,25 @@ class Windows(Run):
         """Put the withheld gradients of this many steps back, and reduce them. join: other ranks are in a backward."""
         self.gradients.put_back()
         self.weights.collect()
-        if self.reducer is not None:
+        late = self.reducer or self._shard_reducer()
+        if late is not None:
             self.step.collected = steps
             params = [p for p in self.gradients.params() if p.requires_grad]
-            self.reducer.join_backward(params) if join else self.reducer.reduce_now(params, self._reduce)
+            late.join_backward(params) if join else late.reduce_now(params, self.reduce)
             self.step.collected = 0
         self.step.tapped = True
+
+    def _shard_reducer(self) -> Any:
+        """For gradients that FSDP has reduced only within its group."""
+        layout, settings = self.layout, self.reducer_settings
+        if not layout.reduced or layout.replicas.size == 1 or settings is None:
+            return None
+        # The ranks of a group have used the same parameters already.
+        return LateReducer(self.names, layout.island or layout.replicas, settings["bucket_cap_mb"])
+
+    def _reader(self, p: nn.Parameter) -> WholeReader:
+        replicas = None if self._local() else self.layout.replicas
+        return WholeReader(p, replicas, momentum=self.plan.makes(Fact.MOMENTUM))
 
     def _check_not_released(self) -> None:
         if self.released:

@@ -16,6 +16,7 @@ from fleetx.comm.averaging import average, completed
 from fleetx.comm.paths import Network, inside_hosts
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, SetupContext, StepContext
+from fleetx.engine.dtensors import local
 from fleetx.errors import NOT_BUILT, StrategyError, UsageError
 from fleetx.parts._outer_optimizer import Delayed, OuterOptimizer
 from fleetx.strategy.compose import Plan
@@ -52,6 +53,7 @@ class LocalUpdates(Part):
     """Allow a single rank, for debugging."""
 
     decides: ClassVar[str] = "in which rounds the parameters are averaged"
+    own_per_parameter: ClassVar[tuple[str, ...]] = ("anchor", "outer")
 
     def period(self) -> int:
         """Rounds in a period, as far as the cost of communication is concerned."""
@@ -87,7 +89,7 @@ class LocalUpdates(Part):
             yield f"{where} = {size} does not divide {ranks} ranks: use {divisors}"
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
-        if ctx is not None and ctx.replica_group.size == 1:
+        if ctx is not None and ctx.network.world.size == 1:
             yield "no effect here: there is one replica of the model, so there is nothing to average"
         elif ctx is not None and ctx.island is not None:
             alone = ": this is data parallelism" if ctx.network.parties == 1 else ""
@@ -123,9 +125,9 @@ class LocalUpdates(Part):
             ctx.notes["inside"] = ctx.make_islands(size)
         return model
 
-    @at(Stage.REDUCE, unbuilt={Fact.PARTED}, makes={Fact.LOCAL, Fact.APART}, when=lambda self: not self._has_islands)
+    @at(Stage.REDUCE, makes={Fact.LOCAL, Fact.APART}, when=lambda self: not self._has_islands)
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
-        """keep each rank's own gradient: nothing is sent during backward"""
+        """keep each rank's own gradient, or that of its group under sharding: nothing is sent to others in backward"""
         self._prepare(bucket, ctx)
         return completed(bucket.buffer)
 
@@ -154,6 +156,8 @@ class LocalUpdates(Part):
 
     def _note_missing(self, bucket: Bucket, ctx: StepContext) -> None:
         """The reducer fills the gradient of a parameter with zeros if this rank did not use it, but another one did."""
+        if ctx.reduced:  # FSDP leaves out what no rank of the group used
+            return
         notes = ctx.notes
         if notes.get("missing_in") != ctx.round:
             notes["missing_in"], notes["missing"] = ctx.round, []
@@ -209,7 +213,7 @@ class LocalUpdates(Part):
         if last and self.overlap:
             for delayed, fragment in zip(self._delayed(ctx), _divided(params, self.fragments), strict=True):
                 delayed.finish(fragment, ctx)
-            average(params, ctx.network)  # overlapped averages leave the ranks a small distance apart
+            average(list(map(local, params)), ctx.network)  # overlapped averages leave the ranks a small distance apart
             if "anchor" in ctx.state:
                 self._step.start(ctx)
             self._sync_buffers(ctx)
@@ -222,7 +226,7 @@ class LocalUpdates(Part):
 
     def unfinished(self, ctx: StepContext) -> Iterator[str]:
         rounds = ctx.round - min(ctx.state["last"])
-        if rounds and ctx.replica_group.size > 1:
+        if rounds and ctx.network.world.size > 1:
             yield (
                 f"while the ranks have different parameters, because {name_of(type(self))} has not averaged them for "
                 f"{rounds} round{'s' if rounds > 1 else ''}"
@@ -269,7 +273,7 @@ class LocalUpdates(Part):
     def _start(self, ctx: StepContext) -> None:
         """Before the first update, while the ranks are still equal."""
         if ctx.round:  # resumed from a checkpoint without an anchor: the ranks may differ
-            average(list(ctx.names), ctx.network)
+            average(list(map(local, ctx.names)), ctx.network)
         self._step.start(ctx)
 
 
@@ -290,10 +294,10 @@ def _has_mean(t: Tensor) -> bool:
 def _optimizer_state(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
     """The optimizer's floating-point state tensors, such as momentum. Every rank must have equally many values."""
     state = ctx.optimizer.state
-    values = [s for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
+    values = [local(s) for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
     values = [s for s in values if s.dim() and _has_mean(s)]
     count = torch.tensor([sum(s.numel() for s in values)], device=ctx.device)
-    counts = ctx.replica_group.gather(count).flatten().tolist()
+    counts = ctx.network.world.gather(count).flatten().tolist()
     if len(set(counts)) > 1:
         raise UsageError(
             f"average_momentum: the ranks' optimizers hold different numbers of values ({counts}), because some "

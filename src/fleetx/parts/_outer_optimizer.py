@@ -29,6 +29,7 @@ from fleetx.base.trees import as_real
 from fleetx.comm.averaging import arrived, buckets, completed, pack, views
 from fleetx.comm.paths import Network
 from fleetx.engine.context import Outgoing, StepContext
+from fleetx.engine.dtensors import local
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class OuterOptimizer:
 
     def start(self, ctx: StepContext) -> None:
         """Keep an anchor from here on, where the ranks are equal."""
-        ctx.state["anchor"] = {name: p.detach().clone() for p, name in ctx.names.items()}
+        ctx.state["anchor"] = {name: local(p).detach().clone() for p, name in ctx.names.items()}
         if self.momentum and "outer" not in ctx.state:
             ctx.state["outer"] = {name: torch.zeros_like(a) for name, a in ctx.state["anchor"].items()}
 
@@ -126,6 +127,6 @@ class _Bucket:
 
 def _bucketed(params: Sequence[Tensor], ctx: StepContext) -> Any:
     names: Any = ctx.names
-    for number, bucket in enumerate(buckets(params)):
-        chosen = [params[i] for i in bucket]
-        yield _Bucket(number, [as_real(p.detach()) for p in chosen], [names[p] for p in chosen])
+    held = [local(p).detach() for p in params]
+    for number, bucket in enumerate(buckets(held)):
+        yield _Bucket(number, [as_real(held[i]) for i in bucket], [names[params[i]] for i in bucket])

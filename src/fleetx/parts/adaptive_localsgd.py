@@ -75,5 +75,5 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         yield from super().remarks(ctx)
-        if ctx is not None and ctx.replica_group.size > 1:
+        if ctx is not None and ctx.network.world.size > 1:
             yield f"the current period is {ctx.state['k']} rounds"

@@ -50,7 +50,6 @@ class DataParallel(Part):
     }
     neutral: ClassVar[dict[str, str]] = {}
     effect: ClassVar[Effect] = more("bytes_sent", "gradients are sent")
-    other_examples: ClassVar[tuple[dict[str, int], ...]] = ({"nccl_comm_num": 2},)
     costs: ClassVar[str] = (
         "network: the size of the gradients, overlapped with backward; changed buffers in every round"
     )

@@ -67,15 +67,19 @@ class Hierarchical(Part):
                 f"use {' or '.join(map(str, divisors))}"
             )
 
-    def _group_size(self, world: World) -> int:
-        return self.inter_nranks if self.inter_nranks > 1 else inside_hosts(world.hosts())
+    def _group_size(self, world: World, shards: int = 1) -> int:
+        return max(self.inter_nranks // shards, 1) if self.inter_nranks > 1 else inside_hosts(world.hosts())
 
     @at(Stage.MODEL, makes={Fact.ROUTED})
     def group_ranks(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """reduce within each host, all-reduce between host leaders, broadcast within each host"""
-        replicas = ctx.replica_group
+        replicas = ctx.network.world
         if replicas.size > 1:
-            ctx.network.inside = self._group_size(replicas)
+            shards = ctx.replica_group.size // replicas.size  # of the ranks in a group, one in so many is a replica
+            if self.inter_nranks % shards and shards % self.inter_nranks:
+                where = f"hierarchical_allreduce_inter_nranks = {self.inter_nranks}"
+                raise StrategyError(f"{where} with {shards} shards: use a multiple of {shards}")
+            ctx.network.inside = self._group_size(replicas, shards)
             if problems := list(self._misfits(ctx.network.inside, replicas.size)):
                 divided = (
                     f" (only the {replicas.size} ranks that hold the same part of the model reduce with each other)"
@@ -86,10 +90,10 @@ class Hierarchical(Part):
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is None:
             return
-        if ctx.replica_group.size == 1:
+        if ctx.network.world.size == 1:
             yield "no effect here: there is one replica of the model, so nothing is sent"
             return
-        inside, size = ctx.network.inside, ctx.replica_group.size
+        inside, size = ctx.network.inside, ctx.network.world.size
         if inside == size:
             yield f"all {size} ranks are in one group: a flat all-reduce would be faster"
         elif inside == 1:

@@ -99,8 +99,11 @@ def offered(
             plan = compose(parts)
         except StrategyError:
             continue
+        if 1 < terms.shards == cluster.ranks and plan.between_replicas:
+            continue
         chosen = {switch: offer.settings for switch, (offer, _) in taken.items()}
-        cost = step_cost(terms, profile, profile.forward_with(parts), feed, kept=kept_bytes(plan, params))
+        kept = kept_bytes(plan, params) // terms.shards
+        cost = step_cost(terms, profile, profile.forward_with(parts), feed, kept=kept)
         yield Candidate(mine, chosen, plan, feed, terms, cost)
 
 

@@ -71,7 +71,8 @@ def step_cost(
         network += 2 * (terms.stages - 1) * message + (terms.micro_batches - 1) * message
     if terms.shards > 1:
         network += terms.gathers * _by_segments(terms, terms.cluster.all_gather, terms.parameters, profile.tensors)
-        network += _by_segments(terms, terms.cluster.reduce_scatter, terms.gradients, profile.tensors)
+        scattered = int(terms.scattered * terms.gradients)
+        network += _by_segments(terms, terms.cluster.reduce_scatter, scattered, profile.tensors)
     compute, bubble, network = (terms.merged * x for x in (compute, bubble, network))
     network += _reduction(terms, profile, backward)
     if stages is not None and (tied := sum(tied_bytes(stages))):
@@ -191,7 +192,7 @@ def _peak(terms: CostTerms, profile: ModelProfile, variant: ForwardProfile, n: f
     elif terms.merged > 1 and terms.cluster.ranks > 1:
         running += profile.gradients  # DDP's buckets, in addition to the gradients that are merged outside of it
     if terms.averages_parameters and stages is None:
-        updating = max(updating, profile.fixed + profile.averaging)
+        updating = max(updating, profile.fixed / terms.shards + profile.averaging)
     return int(max(running, updating))
 
 

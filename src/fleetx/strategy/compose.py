@@ -29,6 +29,12 @@ class Plan:
         """Does an act make this fact true, if only for a while?"""
         return any(fact in act.claim.makes for act in self.acts)
 
+    @property
+    def between_replicas(self) -> list[str]:
+        """Switches whose acts decide what replicas of the model exchange, how, or along which path."""
+        acts = [a for a in self.acts if a.call is not None and a.stage in (Stage.REDUCE, Stage.WIRE)]
+        return sorted({a.switch for a in acts} | {a.switch for a in self.acts if Fact.ROUTED in a.claim.makes})
+
     def facts_at(self, act: Act) -> frozenset[Fact]:
         return self.facts[self.acts.index(act)]
 

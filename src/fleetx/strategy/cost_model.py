@@ -69,6 +69,7 @@ class CostTerms:
     shards: int = 1  # ranks that share each tensor
     gathers: int = 0  # all-gathers of sharded parameters per step
     sent: float = 1.0  # bytes reduced per byte of gradients
+    scattered: float = 1.0  # bytes reduce-scattered between shards per byte of gradients
     reduce_every: int = 1  # updates per reduction
     island: int = 1  # ranks that also reduce gradients among themselves in every update
     after_backward: bool = False  # the reduction starts after backward instead of overlapping with it

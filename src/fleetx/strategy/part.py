@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect
-from fleetx.strategy.stage import Act, Claim, Fact, Stage
+from fleetx.strategy.stage import Act, Claim, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,8 +73,8 @@ class Part:
     neutral: ClassVar[Mapping[str, Any] | None] = None
     # Stages that torch takes over because of this part, with what it does there.
     done_by_torch: ClassVar[Mapping[Stage, str]] = {}
-    # Facts with which that is not built yet.
-    unbuilt_in_torch: ClassVar[frozenset[Fact]] = frozenset()
+    # What to change where this part divides the only replica of the model between all ranks.
+    for_replicas: ClassVar[str] = ""
     # What only one part can decide, where several would, to complete "both decide ...".
     decides: ClassVar[str] = ""
     # Switches that do not work with this part, with what to do instead of turning one of them off.
@@ -96,6 +96,9 @@ class Part:
     # Keys of the state that hold, by the name of a parameter, a tensor of what this rank holds of it. `fleet.save`
     # writes them as it writes parameters, so any number of ranks, shards or stages can resume with them.
     per_parameter: ClassVar[tuple[str, ...]] = ()
+    # The same, where each rank keeps its own. Another number of ranks, shards or stages takes over the mean over those
+    # that held the same piece: what they would have sent later has the same mean.
+    own_per_parameter: ClassVar[tuple[str, ...]] = ()
     # Does the part divide the model between ranks, so that state_dict() has only what this rank holds?
     divides: ClassVar[bool] = False
 
@@ -104,7 +107,11 @@ class Part:
         return iter(())
 
     def span(self, model: nn.Module, world: World) -> int:
-        """How many consecutive ranks hold one copy of the model together."""
+        """How many consecutive ranks hold the stages of one copy of the model."""
+        return 1
+
+    def shards(self, world: World) -> int:
+        """Between how many consecutive ranks of these, which train the same stage, each parameter is divided."""
         return 1
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -175,8 +182,8 @@ class Part:
         mine = [(name, claim) for name, claim in claims(type(self)).items() if claim.when(self)]
         switch = switch_of(type(self))
         acts = [Act(self, switch, getattr(self, name), claim) for name, claim in mine]
-        unbuilt, done = self.unbuilt_in_torch, self.done_by_torch.items()
-        return acts + [Act(self, switch, None, Claim(stage, unbuilt=unbuilt), meaning) for stage, meaning in done]
+        done = self.done_by_torch.items()
+        return acts + [Act(self, switch, None, Claim(stage), meaning) for stage, meaning in done]
 
 
 def claims(part: type[Part]) -> dict[str, Claim]:

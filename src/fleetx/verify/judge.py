@@ -192,16 +192,16 @@ def state(results: Results) -> dict[str, Tensor]:
 
 def _replicas(results: Results, part: slice) -> Iterator[list[float]]:
     """After each of these steps, the checksums of the ranks that hold the same parameters."""
-    holding: dict[tuple[str, ...], list[list[float]]] = {}
+    holding: dict[tuple[int, tuple[str, ...]], list[list[float]]] = {}
     for result in results:
         sums = [step["checksum"] for step in result["steps"][part]]
-        holding.setdefault(tuple(result["state"]), []).append(sums)
+        holding.setdefault((result["shard"], tuple(result["state"])), []).append(sums)
     for same in holding.values():
         yield from (list(values) for values in zip(*same, strict=True))
 
 
 def ranks_for(chosen: Switches) -> int:
-    return 4 if {"pipeline", "use_hierarchical_allreduce"} & set(chosen) else 2
+    return 4 if {"pipeline", "sharding", "use_hierarchical_allreduce"} & set(chosen) else 2
 
 
 def dtype_for(chosen: Switches) -> torch.dtype:

@@ -25,7 +25,7 @@ Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with 
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {
-    "recompute", "sharding", "use_hierarchical_allreduce", "quantized_allreduce", "amp", "dgc", "noise_scale",
+    "recompute", "use_hierarchical_allreduce", "quantized_allreduce", "amp", "dgc", "noise_scale",
 }  # fmt: skip
 # Of the others, the settings that are computed here, or that change no number.
 READS = {
@@ -41,6 +41,10 @@ READS = {
     "pipeline": {
         "micro_batch", "accumulate_steps", "micro_batch_size", "schedule_mode", "stages", "degree", "p2p_cache_shape",
         "enable_partial_send_recv",
+    },
+    "sharding": {
+        "sharding_degree", "sharding_group_size", "stage", "offload", "hybrid_dp", "dp_degree", "segment_anchors",
+        "sharding_segment_strategy", "segment_broadcast_MB", "fuse_broadcast_MB", "pp_allreduce_in_optimize",
     },
     "sync_batch_norm": set[str](),
 }  # fmt: skip
@@ -65,9 +69,10 @@ def train(
     schedule: makes a scheduler that is stepped after every batch.
     """
     local = settings.get("localsgd") or settings.get("adaptive_localsgd")
-    casts = "fp16_allreduce" in settings and replicas > 1 and not local
+    groups = replicas // _group(settings, replicas)
+    casts = "fp16_allreduce" in settings and groups > 1 and not local
     apart = local or casts
-    models = [copy.deepcopy(model).double() for _ in range(replicas if apart else 1)]
+    models = [copy.deepcopy(model).double() for _ in range(groups if apart else 1)]
     optimizers = [make_optimizer(m) for m in models]
     schedulers = [schedule(optimizer) for optimizer in optimizers] if schedule is not None else []
     rules = [_rule(m, optimizer, settings) for m, optimizer in zip(models, optimizers, strict=True)]
@@ -115,6 +120,12 @@ def train(
     return models[0].state_dict() | means
 
 
+def _group(settings: Settings, replicas: int) -> int:
+    """How many ranks always have the same gradient: those that share one copy of the model."""
+    sharding = settings.get("sharding")
+    return (sharding["sharding_degree"] or sharding["sharding_group_size"] or replicas) if sharding else 1
+
+
 @contextmanager
 def _rates_scaled(optimizer: Optimizer, merge: Mapping[str, Any], merged: int) -> Iterator[None]:
     """In a ramp-up, the rate may follow the batch."""
@@ -135,7 +146,7 @@ def _backward(
     pipeline = settings.get("pipeline", {})
     pieces = max(pipeline.get("micro_batch", 1), pipeline.get("accumulate_steps", 1))
     shares = [[part.chunk(pieces) for part in share] for share in zip(*(t.chunk(replicas) for t in batch), strict=True)]
-    everyone = models if len(models) == replicas else [models[0]] * replicas
+    everyone = [models[rank * len(models) // replicas] for rank in range(replicas)]
     forward = _forward_together if "sync_batch_norm" in settings else _forward_apart
     losses = [0.0] * replicas
     for piece in range(pieces):
@@ -146,17 +157,18 @@ def _backward(
             loss = loss_fn(output, target) / pieces
             losses[rank] += loss.item()
             total = total + loss
-        (total * len(models) / replicas).backward()  # one model: the mean over the ranks
+        (total * len(models) / replicas).backward()  # the mean over the ranks of each model
     return losses
 
 
 def _forward_apart(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
     outputs = []
-    before = {name: b.clone() for name, b in models[0].named_buffers()}
-    for rank, (model, x) in enumerate(zip(models, inputs, strict=True)):
-        if rank and model is models[0]:  # it begins with the buffers of rank 0, and what it makes of them is dropped
-            outputs.append(functional_call(model, {name: b.clone() for name, b in before.items()}, x))
+    before: dict[nn.Module, dict[str, Tensor]] = {}
+    for model, x in zip(models, inputs, strict=True):
+        if model in before:  # it begins with the buffers of the first rank, and what it makes of them is dropped
+            outputs.append(functional_call(model, {name: b.clone() for name, b in before[model].items()}, x))
         else:
+            before[model] = {name: b.clone() for name, b in model.named_buffers()}
             outputs.append(model(x))
     return outputs
 

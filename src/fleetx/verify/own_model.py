@@ -188,7 +188,7 @@ def _numbers(
     model, x, y, loss_fn = made
     found, start, batches = state(results), model.state_dict(), [(x, y)] * steps
     bound = max(1e-4 if dtype is torch.float32 else 1e-10, rounding(settings))
-    replicas = 1 + max(r["replica"] for r in results)
+    replicas = 1 + max(r["share"] for r in results)
 
     make_optimizer = partial(runs.optimizer_for, switches=list(settings))
 

@@ -100,7 +100,9 @@ def train(
     return {
         "state": state,
         "steps": observer.steps,
-        "replica": replicas.rank,
+        "share": replicas.rank,
+        "replica": engine.layout.replicas.rank,
+        "shard": engine.layout.shard,
     }
 
 

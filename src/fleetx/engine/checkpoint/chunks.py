@@ -40,6 +40,10 @@ class Chunks:
         regions = [_region(chunk) for chunk in self._index.tensors[name].chunks]
         return len(set(regions)) < len(regions)
 
+    def regions(self, name: str) -> dict[int, Region]:
+        """What each rank held of a tensor."""
+        return {rank: _region(c) for c in self._index.tensors[name].chunks for rank in c.holders}
+
     def file(self, rank: int) -> TensorFile:
         if rank not in self._files:
             self._files[rank] = TensorFile(self._folder / rank_tensors(rank))

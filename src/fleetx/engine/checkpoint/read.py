@@ -33,6 +33,7 @@ from fleetx.engine.checkpoint.manifest import (
     WindowStart,
     rank_json,
 )
+from fleetx.engine.checkpoint.own_state import taken_over
 from fleetx.engine.checkpoint.restore import Checked, check_optimizer, no_tensor, restore
 from fleetx.engine.checkpoint.snapshot import (
     Extras,
@@ -46,7 +47,6 @@ from fleetx.engine.checkpoint.snapshot import (
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.checkpoint.write import replaced
 from fleetx.engine.engine import Engine
-from fleetx.engine.run import key_of
 from fleetx.errors import CheckpointError, FleetxError, UsageError
 
 
@@ -98,7 +98,8 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
         state["fleetx"]["rank"] = -1  # of another rank, whatever its number
         state["fleetx"].pop("order", None)
         with _said(folder):
-            _use_parts(engine, state, others)
+            saved_by = [s["fleetx"]["parts"] for s in (state, *others)]
+            state["fleetx"]["parts"] = taken_over(engine, chunks, saved_by)
     with _said(folder / rank_json(rank)):
         saved = engine_state.checked(engine, state["fleetx"], own=same)
     _check_model(engine, chunks)
@@ -176,13 +177,6 @@ def _use_shared(state: dict[str, Any], others: list[dict[str, Any]]) -> None:
         )
     if any(not _equal(other["random"], state["random"]) for other in others):
         state["random"] = None
-
-
-def _use_parts(engine: Engine, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    parts = state["fleetx"]["parts"]
-    for part in engine.plan.parts:
-        if (key := key_of(part)) in parts:
-            parts[key] = part.for_other_ranks([parts[key], *(other["fleetx"]["parts"][key] for other in others)])
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:

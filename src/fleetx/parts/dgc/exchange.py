@@ -45,7 +45,7 @@ class Exchange:
         """For a WorkerThread. Communication runs on `network.thread`, while this thread encodes the next payloads."""
         network = bucket.network
         large = [t for t in self.tensors if isinstance(t, LargeTensor)]
-        small = [t for t in self.tensors if isinstance(t, Tensor)]
+        small = [t for t in self.tensors if isinstance(t, Tensor) and t.numel()]
         uncompressed = network.thread.submit(lambda: _average(small, network, bucket.index)) if small else None
         payloads = torch.cat([self._encode(t) for t in large]) if large else None
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.errors import NOT_BUILT
+from fleetx.parts._blocks import row_bytes
 from fleetx.parts.sharding import fsdp
 from fleetx.parts.sharding.optimizers import unsupported as unsupported_optimizers
 from fleetx.parts.sharding.unshard import Unsharded
@@ -18,6 +19,8 @@ from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
+
+PASSES = 22  # over the gradients, to code and decode them, in units of one read or write
 
 
 @settings
@@ -47,6 +50,10 @@ class Sharding(Part):
     """Old name of `segment_broadcast_MB`."""
     segment_anchors: Names = Field(default_factory=list)
     """Names of the modules that are segments, if they are chosen by name. `*` matches within one level."""
+    gradient_bits: Literal[4, 8, 16, 32] = 32
+    """Bits per value in the reduce-scatter of gradients. 32: values as they are; fewer: blocks, rounded at random."""
+    gradient_block: Annotated[int, Field(ge=2, multiple_of=2)] = 256
+    """Values in a block, which share a scale of 32 bits."""
     mp_degree: Annotated[int, Field(ge=1)] = 1
     """Degree of tensor parallelism. Only 1 is built."""
     dp_degree: Annotated[int, Field(ge=1)] = 1
@@ -65,10 +72,14 @@ class Sharding(Part):
     done_by_torch: ClassVar[dict[Stage, str]] = {
         Stage.REDUCE: "FSDP reduce-scatters the gradients of each segment during backward"
     }
-    unbuilt_in_torch: ClassVar[frozenset[Fact]] = frozenset({Fact.ROUTED})
+    for_replicas: ClassVar[str] = "set a smaller sharding_degree, and hybrid_dp=True"
+    instead: ClassVar[dict[str, str]] = {
+        "fp16_allreduce": "set sharding_configs['gradient_bits'] = 16 in place of `fp16_allreduce`",
+        "quantized_allreduce": "set sharding_configs['gradient_bits'] = 8 in place of `quantized_allreduce`",
+    }
     neutral: ClassVar[dict[str, int]] = {"sharding_degree": 1}
     effect: ClassVar[Effect] = less("bytes_held", "a rank holds fewer parameters", than=0.9)
-    example: ClassVar[dict[str, Any]] = {"sharding_degree": 2}
+    example: ClassVar[dict[str, Any]] = {"sharding_degree": 2, "hybrid_dp": True}
     costs: ClassVar[str] = (
         "network: 1.5 times the traffic of data parallelism; memory: 1 / sharding_degree of the parameters, "
         "gradients and optimizer state, plus the gathered segments"
@@ -80,6 +91,8 @@ class Sharding(Part):
             a, b = getattr(self, new), getattr(self, old)
             if None not in (a, b) and a != b:
                 yield f"{new} = {a} and {old} = {b} are the same setting: remove one"
+        if self.gradient_bits == 32 and self.gradient_block != type(self)().gradient_block:
+            yield "gradient_block has no effect with gradient_bits=32: set fewer bits, or remove it"
         if self.mp_degree != 1:
             yield f"mp_degree = {self.mp_degree}: tensor parallelism {NOT_BUILT}: leave it at 1"
         if self.pp_degree != 1:
@@ -122,6 +135,9 @@ class Sharding(Part):
             yield from fsdp.incompatibilities(model, self.segment_anchors)
             yield from unsupported_optimizers(optimizer)
 
+    def shards(self, world: World) -> int:
+        return self._degree(world.size)
+
     def _degree(self, ranks: int) -> int:
         return self.sharding_degree or self.sharding_group_size or ranks
 
@@ -129,6 +145,7 @@ class Sharding(Part):
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
         if cluster.ranks > 1:
             yield from (Offer({"sharding_degree": cluster.ranks, "stage": stage}) for stage in (2, 3))
+            yield Offer({"sharding_degree": cluster.ranks, "stage": 2, "gradient_bits": 8}, "lossy")
         if 1 < cluster.ranks_per_host < cluster.ranks:
             yield Offer({"sharding_degree": cluster.ranks_per_host, "stage": 2, "hybrid_dp": True})
 
@@ -139,6 +156,9 @@ class Sharding(Part):
     def cost(self, terms: CostTerms) -> None:
         ranks = self._degree(terms.cluster.ranks)
         terms.shards, terms.gathers, terms.segment = ranks, 2 if self.stage == 3 else 1, self._segment
+        if self.gradient_bits < 32:
+            terms.scattered = row_bytes(self.gradient_block, self.gradient_bits) / self.gradient_block / 4
+            terms.streamed_per_step += PASSES * terms.gradients
         # Copies out of and into communication buffers.
         terms.streamed_per_step += 3 * terms.gathers * terms.parameters + 4 * terms.gradients
 
@@ -152,10 +172,11 @@ class Sharding(Part):
             ctx.notes["segments"] = names
             unsharded = Unsharded(model)
             group, gathered = fsdp.shard(
-                model, names, ctx.world, self._degree(ctx.world.size),
-                reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu",
-                finds_unused=ctx.finds_unused,
+                model, names, self._degree(ctx.world.size),
+                reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu", ctx=ctx,
             )  # fmt: skip
+            if self.gradient_bits < 32:
+                gathered.code(self.gradient_bits, self.gradient_block, ctx)
             ctx.notes["forward"] = gathered.forward
             ctx.divide(group, reduced=True, leaves=gathered.leaves)
             ctx.on_release(lambda: unsharded.restore(ctx.optimizer))

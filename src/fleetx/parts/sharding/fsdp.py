@@ -11,6 +11,7 @@ from fleetx.base import seams
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
+from fleetx.engine.context import SetupContext
 from fleetx.engine.dtensors import HOOKED
 from fleetx.errors import NOT_BUILT
 
@@ -83,28 +84,28 @@ def _by_size(module: nn.Module, name: str, size: int) -> Iterator[str]:
 def shard(
     model: nn.Module,
     names: Sequence[str],
-    world: World,
     degree: int,
     *,
     reshard: bool,
     offload: bool,
-    finds_unused: bool,
+    ctx: SetupContext,
 ) -> tuple[World, Segments]:
-    """Shard the model in place across consecutive ranks. Returns the ranks that hold one copy together."""
+    """Shard the model in place across consecutive ranks. Returns the ranks that hold one copy together.
+
+    Where there are several such groups, torch knows only this one: fleetx reduces between them, as the strategy says.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     from fleetx.parts.sharding import copies  # torch's FSDP takes a second to import
     from fleetx.parts.sharding.segment import Segments
 
+    world = ctx.world
     for p in model.parameters():
         p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
     world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
-    kind = world.device.type
-    if degree == world.size:
-        mesh = init_device_mesh(kind, (degree,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(kind, (world.size // degree, degree), mesh_dim_names=("replica", "shard"))
+    replicas = world.size // degree
+    mesh = init_device_mesh(world.device.type, (replicas, degree), mesh_dim_names=("replica", "shard"))["shard"]
     policy: Any = CPUOffloadPolicy() if offload else OffloadPolicy()
     modules = dict(named_modules(model))
     for name in names:
@@ -112,4 +113,6 @@ def shard(
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     group = world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
     copies.allow(model)
-    return group, Segments(model, world, finds_unused=finds_unused)
+    alike = group if ctx.apart else world  # ranks that must use the same parameters
+    between = ctx if replicas > 1 else None
+    return group, Segments(model, alike, finds_unused=ctx.finds_unused, ctx=between, degree=degree)

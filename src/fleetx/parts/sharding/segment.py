@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,8 +25,11 @@ from fleetx.base import seams
 from fleetx.base.seams import FSDPParamGroup, FSDPState, TrainingState
 from fleetx.base.trees import map_tensors
 from fleetx.comm.world import World, listed
+from fleetx.engine.context import Bucket, SetupContext
+from fleetx.engine.dtensors import local
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
+from fleetx.parts.sharding.coded import CodedReduceScatter, seed_of
 
 
 class Segment(FSDPParamGroup):
@@ -34,6 +38,8 @@ class Segment(FSDPParamGroup):
     _state: FSDPState
     _world: World | None = None  # of the ranks that must use the same parameters; None: not checked
     _finds_unused = False
+    _ctx: SetupContext | None = None  # where other groups of ranks hold replicas of the shards
+    _number = 0  # of the segment
     _compared = False
     _kept = False  # full parameters wait for backward, while the modules show the shards
 
@@ -78,7 +84,31 @@ class Segment(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if self._world is not None and (self._finds_unused or not self._compared):
             self._compare(self._world)
+        self._with_gradient = [p for p in self.fsdp_params if _has_gradient(p)]
         super().post_backward(*unused)
+
+    def exchange(self, summed: Tensor) -> None:
+        """Called when FSDP has summed the gradients of a backward over the group, before it hands them over.
+
+        The replicas of the shards exchange them once per round, with what earlier backwards of the round have left.
+        """
+        ctx = self._ctx
+        assert ctx is not None  # it has set this hook
+        if summed.device.type != "cpu":  # allocated on the stream of the reduce-scatter, and used on this one
+            summed.record_stream(torch.cuda.current_stream(summed.device))
+        summed.div_(self._group_size)
+        if not ctx.opens:
+            return
+        offset, views = 0, []
+        for p in self._with_gradient:
+            views.append(summed[offset : offset + p.sharded_size.numel()].view(p.sharded_size))
+            offset += p.padded_sharded_param_size.numel()
+            if (earlier := p.sharded_param.grad) is not None:
+                views[-1].add_(local(earlier).to(summed.device))
+                p.sharded_param.grad = None
+        if any(v.numel() for v in views):  # the last ranks have nothing of small parameters
+            names = [ctx.names[p.sharded_param] for p in self._with_gradient]
+            ctx.reduce(Bucket(summed, views, names, self._number))
 
     def _compare(self, world: World) -> None:
         """FSDP reduces the gradients that a rank has, and fails if other ranks have others."""
@@ -101,13 +131,37 @@ class Segment(FSDPParamGroup):
 class Segments:
     """All segments of a model that `fully_shard` has divided, the root first."""
 
-    def __init__(self, model: nn.Module, world: World | None = None, *, finds_unused: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World | None = None,
+        *,
+        finds_unused: bool = False,
+        ctx: SetupContext | None = None,
+        degree: int = 1,
+    ):
+        """ctx: with it, the groups of `degree` ranks that share a copy exchange gradients with each other."""
         self._model: Any = model
         states = [seams.fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups: list[Any] = [group for state in states for group in seams.param_groups(state)]
         owners = [state for state in states for _ in seams.param_groups(state)]
         for group, state in zip(self._groups, owners, strict=True):
             group.__class__, group._state, group._world, group._finds_unused = Segment, state, world, finds_unused
+        for number, group in enumerate(self._groups if ctx is not None else ()):
+            group._ctx, group._number, group._group_size = ctx, number, degree
+        for module in model.modules() if ctx is not None else ():
+            if isinstance(module, FSDPModule) and (mine := seams.param_groups(seams.fsdp_state(module))):
+                # FSDP's own mean would come in part after the hook, in some types.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+                module.set_all_reduce_hook(mine[0].exchange)
+
+    def code(self, bits: int, block: int, ctx: SetupContext) -> None:
+        """Reduce-scatter gradients in few bits from now on."""
+        modules = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
+        for number, module in enumerate(m for m in modules if seams.param_groups(seams.fsdp_state(m))):
+            coded: Any = CodedReduceScatter(bits, block, partial(_seed, ctx, number))
+            module.set_custom_reduce_scatter(coded)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -123,6 +177,10 @@ class Segments:
         """The full parameters, in which backward accumulates. They exist once they have been gathered."""
         params = (p for group in self._groups for p in group.fsdp_params)
         return (seams.unsharded(p) for p in params if hasattr(p, seams.UNSHARDED))
+
+
+def _seed(ctx: SetupContext, segment: int) -> int:
+    return seed_of(ctx.clock, ctx.world.rank, segment)
 
 
 def _has_gradient(p: Any) -> bool:

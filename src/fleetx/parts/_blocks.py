@@ -1,7 +1,8 @@
 """Values in blocks of a few bits: one row of bytes per block, a scale and then the codes.
 
     scale   float32: the largest absolute value of the block, divided by the largest code
-    codes   value / scale, rounded to the nearest integer: -127 to 127 in 8 bits, -7 to 7 in 4 bits, two to a byte
+    codes   value / scale, rounded to an integer: -32767 to 32767 in 16 bits, -127 to 127 in 8 bits, -7 to 7 in 4 bits,
+            two to a byte
 
 A block with a value that is not finite has a scale that is not finite, so every rank sees it.
 """
@@ -14,19 +15,26 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
-_LARGEST = {8: 127.0, 4: 7.0}
+_LARGEST = {16: 32767.0, 8: 127.0, 4: 7.0}
 
 
 def row_bytes(block: int, bits: int) -> int:
     return SCALE_BYTES + block * bits // 8
 
 
-def encode(blocks: Tensor, bits: int) -> Tensor:
-    """(n, block) values -> (n, row_bytes) bytes."""
+def encode(blocks: Tensor, bits: int, random: torch.Generator | None = None) -> Tensor:
+    """(n, block) values -> (n, row_bytes) bytes.
+
+    random: round up or down at random, so that the mean over many roundings is the value; None: to the nearest.
+    """
     # Divided in float32 and raised to a normal number, so that every device finds the same codes.
     scales = blocks.abs().amax(1).float().div_(_LARGEST[bits]).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = blocks.div(scales.unsqueeze(1)).round_().clamp_(-_LARGEST[bits], _LARGEST[bits])
-    codes = codes.nan_to_num_(0.0).to(torch.int8)
+    codes = blocks.div(scales.unsqueeze(1))
+    if random is None:
+        codes.round_()
+    else:
+        codes.add_(torch.rand(codes.shape, generator=random, dtype=codes.dtype, device=codes.device)).floor_()
+    codes = codes.clamp_(-_LARGEST[bits], _LARGEST[bits]).nan_to_num_(0.0).to(_stored(bits))
     if bits == 4:
         codes = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
     return torch.cat([scales.view(-1, 1).view(torch.uint8), codes.view(torch.uint8)], 1)
@@ -35,10 +43,14 @@ def encode(blocks: Tensor, bits: int) -> Tensor:
 def decode(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """(n, row_bytes) bytes -> (n, block) values."""
     scales = rows[:, :SCALE_BYTES].contiguous().view(torch.float32)
-    codes = rows[:, SCALE_BYTES:].view(torch.int8)
+    codes = rows[:, SCALE_BYTES:].contiguous().view(_stored(bits))
     if bits == 4:
         codes = torch.stack([(codes << 4) >> 4, codes >> 4], 2).flatten(1)
     return codes.to(dtype).mul_(scales)
+
+
+def _stored(bits: int) -> torch.dtype:
+    return torch.int16 if bits == 16 else torch.int8
 
 
 class BlockLayout:
