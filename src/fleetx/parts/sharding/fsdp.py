@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from fleetx.engine.dtensors import HOOKED
 from fleetx.errors import NOT_BUILT
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fleetx.parts.sharding.segment import Segments
 
 _READS_CHILDREN = (nn.MultiheadAttention,)  # uses the parameters of its modules without calling them
@@ -81,6 +84,28 @@ def _by_size(module: nn.Module, name: str, size: int) -> Iterator[str]:
             yield inner
 
 
+_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def _mesh(world: World, degree: int) -> DeviceMesh:
+    """The ranks that hold one copy together.
+
+    Made once per process group: a mesh cannot be destroyed with its model, because torch keeps results of DTensor's
+    operators for every equal mesh, and each group of a mesh costs threads.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = world.device.type
+    if degree == world.size:  # no group of its own
+        return init_device_mesh(kind, (degree,), mesh_dim_names=("shard",))
+    made = _meshes.setdefault(dist.group.WORLD, {})
+    if (kind, degree) not in made:
+        grid = init_device_mesh(kind, (world.size // degree, degree), mesh_dim_names=("replica", "shard"))
+        made[kind, degree] = grid["shard"]
+    return made[kind, degree]
+
+
 def shard(
     model: nn.Module,
     names: Sequence[str],
@@ -94,7 +119,6 @@ def shard(
 
     Where there are several such groups, torch knows only this one: fleetx reduces between them, as the strategy says.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     from fleetx.parts.sharding import copies  # torch's FSDP takes a second to import
@@ -105,7 +129,7 @@ def shard(
         p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
     world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
     replicas = world.size // degree
-    mesh = init_device_mesh(world.device.type, (replicas, degree), mesh_dim_names=("replica", "shard"))["shard"]
+    mesh = _mesh(world, degree)
     policy: Any = CPUOffloadPolicy() if offload else OffloadPolicy()
     modules = dict(named_modules(model))
     for name in names:
