@@ -223,7 +223,8 @@ def test_forward_backward_without_a_loss_says_what_to_pass():
         fleet.forward_backward(batches(1)[0][0])
 
 
-def test_explain_says_what_happens_in_order_and_why():
+def test_explain_says_what_happens_in_order_and_why(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     fleet.init()
     model = net()
     strategy = fleet.DistributedStrategy(amp=True, gradient_merge={"k_steps": 4}, clip=True)
