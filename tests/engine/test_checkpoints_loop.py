@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import threading
 import warnings
 from functools import partial, wraps
 from multiprocessing import get_context
@@ -251,6 +252,20 @@ def test_a_failure_in_the_background_is_raised_in_a_later_step(tmp_path):
     with pytest.raises(CheckpointError, match="root"):
         checkpoints.close()
     checkpoints.close()
+
+
+def test_a_save_is_left_out_while_another_is_written(tmp_path, monkeypatch):
+    build({})
+    checkpoints = fleet.checkpoints(tmp_path, every=1, keep=0, asynchronous=True, when_busy="skip")
+    disk, real = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: disk.wait(60) and real(file))
+    checkpoints.stepped()  # its save waits for the disk
+    checkpoints.stepped()
+    disk.set()
+    checkpoints._saver.wait()
+    checkpoints.stepped()
+    checkpoints.close()
+    assert names(tmp_path) == ["step-0000000001", "step-0000000003"]
 
 
 def samples(root, until, *, k_steps=1, term_inside=None):
