@@ -29,6 +29,7 @@ class Benchmark:
     ours: str
     theirs: str
     goal: float | None
+    budget: float | None
     ranks: int
     rounds: int
     starts: int
@@ -50,6 +51,7 @@ def benchmark(
     ours: str,
     theirs: str,
     goal: float | None = None,
+    budget: float | None = None,
     ranks: int = 1,
     rounds: int = 40,
     starts: int = 4,
@@ -59,7 +61,8 @@ def benchmark(
 ) -> Callable[[Function], Function]:
     """Declare a function to be a benchmark: it measures both sides and returns `Sides`; the ratio is ours / theirs.
 
-    `goal` is the most that the ratio may be; without one it is only reported. The function is called in `ranks` fresh
+    `goal` is the most that the ratio may be, or `budget` the most seconds that a step of ours may take longer; without
+    either the ratio is only reported. The function is called in `ranks` fresh
     processes of `threads` threads each, in one gloo group if there are several, and killed after `seconds`. They
     inherit the environment; `environment` is put on top of it, for what is read when a process begins. The rounds are
     divided among several `starts` of these processes: where things lie in memory differs from start to start, and
@@ -68,8 +71,8 @@ def benchmark(
 
     def mark(function: Function) -> Function:
         function.benchmark = Benchmark(  # type: ignore[attr-defined]
-            function, ours=ours, theirs=theirs, goal=goal, ranks=ranks, rounds=rounds, starts=starts, seconds=seconds,
-            threads=threads, environment=dict(environment or {}),
+            function, ours=ours, theirs=theirs, goal=goal, budget=budget, ranks=ranks, rounds=rounds, starts=starts,
+            seconds=seconds, threads=threads, environment=dict(environment or {}),
         )  # fmt: skip
         return function
 

@@ -105,7 +105,14 @@ def _lines(benchmarks: Sequence[Benchmark], out: Path) -> Iterator[str]:
             sides = [_median(found[side]["median"], found["unit"]) for side in ("ours", "theirs")]
             figures = [*sides, f"{found['ratio']:.3f}", f"{low} to {high}"]
         goal = "" if b.goal is None else f"at most {b.goal:g}"
-        yield row(f"`{b.name}`", f"{b.meaning.rstrip('.')} ({b.ours} / {b.theirs})", *figures, goal, found["verdict"])
+        verdict = found["verdict"]
+        if b.budget is not None:
+            goal = f"at most {b.budget * 1e6:+.0f} µs"
+        if found["unit"] == "s" and (b.budget is not None or verdict == "reported"):
+            keys = ("least_difference", "difference", "most_difference")
+            low, middle, high = (f"{found['statistics'][key] * 1e6:+,.0f}" for key in keys)
+            verdict += f": {middle} µs a step ({low} to {high})"
+        yield row(f"`{b.name}`", f"{b.meaning.rstrip('.')} ({b.ours} / {b.theirs})", *figures, goal, verdict)
 
 
 def _median(value: float, unit: str) -> str:

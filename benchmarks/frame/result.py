@@ -45,7 +45,7 @@ def measured(benchmark: Benchmark, *, rounds: int | None, out: Path) -> Result:
     else:
         sides = Sides.pooled(by_start)
         ratio = ratio_of(sides)
-        result = Result(benchmark, *judge(ratio, goal=benchmark.goal), by_start, sides, ratio)
+        result = Result(benchmark, *judge(ratio, goal=benchmark.goal, budget=benchmark.budget), by_start, sides, ratio)
     write(result, out=out, load_before=before)
     return result
 
@@ -79,6 +79,7 @@ def as_json(result: Result, *, load_before: list[float]) -> dict[str, Any]:
         "name": b.name,
         "meaning": b.meaning,
         "goal": b.goal,
+        "budget": b.budget,
         "verdict": result.verdict.value,
         "reason": result.reason,
         "ratio": ratio.value if ratio else None,

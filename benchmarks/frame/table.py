@@ -36,8 +36,10 @@ def results(found: Iterable[Result]) -> Table:
 
 def verdict(result: Result) -> str:
     reason = result.reason.strip().splitlines()
-    if result.verdict is Verdict.REPORTED and result.ratio and result.sides and result.sides.unit == "s":
-        return f"reported: {_difference(result.ratio.difference)}"
+    timed = result.ratio and result.sides and result.sides.unit == "s"
+    if result.ratio and timed and (result.verdict is Verdict.REPORTED or result.benchmark.budget is not None):
+        low, high = (_difference(x) for x in (result.ratio.least_difference, result.ratio.most_difference))
+        return f"{result.verdict.value}: {_difference(result.ratio.difference)} a step ({low} to {high})"
     # The last line of a traceback is the one that says what happened.
     return f"{result.verdict.value}: {reason[-1]}" if reason else result.verdict.value
 
@@ -52,7 +54,7 @@ def line(result: Result) -> str:
     counts = "".join(f"; {what} {x:,.0f} and {y:,.0f}" for what, (x, y) in sides.counts.items())
     if sides.cpu is not None:
         cpu = ratio_of(sides.cpu)
-        counts += f"; CPU {cpu.value:.3f} ({cpu.low:.3f}-{cpu.high:.3f}), {_difference(cpu.difference)}"
+        counts += f"; CPU {cpu.value:.3f} ({cpu.low:.3f}-{cpu.high:.3f}), {_difference(cpu.difference)} a step"
     return f"  {b.ours} {ours}, {b.theirs} {theirs} (minimum, median); spread {ratio.spread:.0%}{starts}{counts}"
 
 
@@ -71,8 +73,10 @@ def _low_and_middle(samples: list[float], unit: str) -> str:
 
 
 def _difference(seconds: float) -> str:
-    return f"{seconds * 1e6:+.0f} µs a step" if abs(seconds) < 0.01 else f"{seconds * 1e3:+,.0f} ms"
+    return f"{seconds * 1e6:+.0f} µs" if abs(seconds) < 0.01 else f"{seconds * 1e3:+,.0f} ms"
 
 
 def _goal(benchmark: Benchmark) -> str:
+    if benchmark.budget is not None:
+        return f"≤ {_difference(benchmark.budget)}"
     return "" if benchmark.goal is None else f"≤ {benchmark.goal:g}"

@@ -11,6 +11,7 @@ from benchmarks.frame.interleave import Sides
 
 LARGEST_SPREAD = 0.25
 CONFIDENCE = 0.95
+MANY = 100  # pairs, of which the interval of the median can be trusted however far they spread
 ENOUGH = 6  # pairs: all of them agree by chance with a probability of 1/64
 
 
@@ -36,13 +37,17 @@ class Ratio:
     spread: float  # from the 10th to the 90th percentile of the pairwise ratios, as a fraction of the median
     of_minima: float
     of_medians: float
-    difference: float  # the median of the pairwise differences, per step
+    difference: float  # the median of the pairwise differences, per step, and its interval
+    least_difference: float
+    most_difference: float
 
 
 def ratio_of(sides: Sides) -> Ratio:
     pairs = sorted(a / b for a, b in zip(sides.ours, sides.theirs, strict=True))
     value = median(pairs)
     low, high = interval(pairs)
+    differences = sorted((a - b) / sides.steps for a, b in zip(sides.ours, sides.theirs, strict=True))
+    least_difference, most_difference = interval(differences)
     return Ratio(
         value=value,
         low=low,
@@ -53,22 +58,36 @@ def ratio_of(sides: Sides) -> Ratio:
         spread=(percentile(pairs, 0.9) - percentile(pairs, 0.1)) / value,
         of_minima=min(sides.ours) / min(sides.theirs),
         of_medians=median(sides.ours) / median(sides.theirs),
-        difference=median(a - b for a, b in zip(sides.ours, sides.theirs, strict=True)) / sides.steps,
+        difference=median(differences),
+        least_difference=least_difference,
+        most_difference=most_difference,
     )
 
 
-def judge(ratio: Ratio, *, goal: float | None) -> tuple[Verdict, str]:
+def judge(ratio: Ratio, *, goal: float | None, budget: float | None = None) -> tuple[Verdict, str]:
     """The verdict and its reason."""
+    if budget is not None:
+        return _within(budget, ratio)
     if goal is None:
         return Verdict.REPORTED, ""
     one_voice = ratio.pairs >= ENOUGH and (ratio.most <= goal or ratio.least > goal)  # no noise could turn it
-    if ratio.spread > LARGEST_SPREAD and not one_voice:
+    if ratio.spread > LARGEST_SPREAD and ratio.pairs < MANY and not one_voice:
         return Verdict.TOO_NOISY, f"the pairs spread over {ratio.spread:.0%} of their median"
     if ratio.high <= goal:
         return Verdict.MET, ""
     if ratio.low > goal:
         return Verdict.NOT_MET, ""
     return Verdict.TOO_NOISY, f"the goal lies inside {ratio.low:.3f} to {ratio.high:.3f}: more rounds"
+
+
+def _within(budget: float, ratio: Ratio) -> tuple[Verdict, str]:
+    """A difference needs no limit on the spread: its interval is in the unit of the budget."""
+    if ratio.most_difference <= budget:
+        return Verdict.MET, ""
+    if ratio.least_difference > budget:
+        return Verdict.NOT_MET, ""
+    low, high = (f"{x * 1e6:+.0f}" for x in (ratio.least_difference, ratio.most_difference))
+    return Verdict.TOO_NOISY, f"the budget lies inside {low} to {high} µs: more rounds"
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:

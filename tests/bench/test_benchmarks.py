@@ -178,6 +178,23 @@ def test_no_spread_withholds_a_verdict_on_which_every_pair_agrees():
     assert verdict_on([0.1, 0.2, 0.3], 1.1)[0] is Verdict.TOO_NOISY, "three pairs may agree by chance"
 
 
+def test_many_pairs_carry_a_verdict_however_far_they_spread():
+    wide = [0.5, 1.0, 1.0, 1.0, 1.0, 2.0]  # the interval of the median holds whatever their distribution
+    assert verdict_on(wide * 4, 1.2)[0] is Verdict.TOO_NOISY
+    assert verdict_on(wide * 20, 1.2)[0] is Verdict.MET
+
+
+def test_a_budget_is_about_the_seconds_that_a_step_takes_longer():
+    def on(ours):
+        return judge(ratio_of(Sides(ours, [1.0] * len(ours), steps=2)), goal=None, budget=0.1)
+
+    assert on([1.1, 1.2] * 3) == (Verdict.MET, "")
+    assert on([1.3, 1.4] * 3) == (Verdict.NOT_MET, "")
+    verdict, reason = on([1.1, 1.3] * 3)
+    assert verdict is Verdict.TOO_NOISY
+    assert "+50000 to +150000 µs" in reason
+
+
 def test_without_a_goal_the_ratio_is_only_reported():
     assert verdict_on([1.0, 9.0], None) == (Verdict.REPORTED, "")
 
