@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import warnings
 from functools import partial, wraps
@@ -24,6 +25,7 @@ from fleetx.data.arrays import ArraySource
 from fleetx.data.loader import Loader
 from fleetx.data.sharding_plan import MaxSamples
 from fleetx.engine.checkpoint import claim
+from fleetx.engine.checkpoint.background import NICE
 from rank_pool import forks
 from training import net
 
@@ -266,6 +268,24 @@ def test_a_save_is_left_out_while_another_is_written(tmp_path, monkeypatch):
     checkpoints.stepped()
     checkpoints.close()
     assert names(tmp_path) == ["step-0000000001", "step-0000000003"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_a_save_in_the_background_yields_to_the_training(tmp_path, monkeypatch):
+    build({})
+    checkpoints = fleet.checkpoints(tmp_path, every=1, asynchronous=True)
+    found, real = set(), os.fsync
+
+    def fsync(file):
+        found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        real(file)
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoints.stepped()
+    checkpoints.close()
+    assert found == {max(NICE, before)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def samples(root, until, *, k_steps=1, term_inside=None):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,6 +18,7 @@ from fleetx.engine.checkpoint.snapshot import Piece, Snapshot
 from fleetx.engine.checkpoint.write import write
 
 log = logging.getLogger(__name__)
+NICE = 10  # of the thread that saves, and of those that it starts: a tenth of the weight of the training
 
 
 class Saver:
@@ -56,6 +59,9 @@ class Saver:
         self._thread.start()
 
     def _run(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
+        if sys.platform == "linux":  # where every thread has a priority of its own
+            least = os.getpriority(os.PRIO_PROCESS, 0)  # of the training; only root may go below it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(least, NICE))
         try:
             done(write(snapshot, folder, self._world, only_finite=True))
         except BaseException as error:
