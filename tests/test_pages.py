@@ -236,7 +236,7 @@ def test_the_figures_of_the_decision_table_are_those_of_the_pages_it_links_to():
     assert checked > 30
 
 
-@pytest.mark.parametrize("study", ["recompute", "slow_network"])
+@pytest.mark.parametrize("study", ["recompute", "slow_network", "auto"])
 def test_the_tables_of_a_study_are_those_of_its_committed_results(study):
     report = importlib.import_module(f"benchmarks.{study}.report")
     page = (ROOT / f"docs/results/{study}.md").read_text()

@@ -1,4 +1,4 @@
-"""python -m benchmarks.auto: run the plans and print how accurate the predictions were."""
+"""python -m benchmarks.auto: run the plans, print and publish how accurate the predictions were."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from benchmarks.auto import report
-from benchmarks.auto.models import MODELS, STUDIED
-from benchmarks.frame import machine
+from benchmarks.auto.models import STUDIED
+from benchmarks.frame import machine, pages
 from benchmarks.netlab import Lab, allowed
 from fleetx.planner import cache, whatif
 from fleetx.planner.cost import step_cost, terms_of
@@ -41,7 +41,8 @@ def main(only: str, models: str, networks: str, most: int, out: Path, only_repor
     out.mkdir(parents=True, exist_ok=True)
     file = out / "auto.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"plans": [], "machine": {}}
-    results["machine"] = machine.machine() | {"commit": machine.commit(), "load_before": machine.load()}
+    if not only_report:  # the figures of a report belong to the machine that measured them
+        results["machine"] = machine.machine() | {"commit": machine.commit(), "load_before": machine.load()}
     for part in [] if only_report else only.split(","):
         if part == "plans":
             for network in networks.split(","):
@@ -52,7 +53,7 @@ def main(only: str, models: str, networks: str, most: int, out: Path, only_repor
         elif part == "search":
             results["search"] = _run("bert_base", "loopback", "search")
         elif part == "whatif":
-            results["whatif"] = _whatif(out / "profile.json")
+            results["whatif"] = _whatif()
         else:
             raise click.BadParameter(f"--only {part}: must be one of {', '.join(PARTS)}")
         results["date"] = datetime.now(UTC).isoformat(timespec="seconds")
@@ -77,7 +78,7 @@ def _run(name: str, network: str, kind: str, *, hosts: int = 2, most: int = 0) -
         return result
 
 
-def _whatif(file: Path) -> list[dict[str, Any]]:
+def _whatif() -> list[dict[str, Any]]:
     """Predict two and four hosts from a profile of two workers on one host.
 
     Four hosts share two cores here, so compute is half as fast.
@@ -85,8 +86,10 @@ def _whatif(file: Path) -> list[dict[str, Any]]:
     rows = []
     for name in ("mlp", "bert"):
         profile = _run(name, "loopback", "profile")
-        file.write_text(json.dumps({key: profile[key] for key in ("cluster", "model", "declared", "version")}))
-        stored = cache.load_profile(file)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "profile.json"
+            file.write_text(json.dumps({key: profile[key] for key in ("cluster", "model", "declared", "version")}))
+            stored = cache.load_profile(file)
         assert stored is not None
         for hosts in (2, 4):
             machine = whatif.Machine(hosts, 1, 125e6 * 0.94, 125e6 * 0.94, 1 << 40, 1e-4, min(1.0, 2 / hosts))
@@ -100,27 +103,15 @@ def _whatif(file: Path) -> list[dict[str, Any]]:
 
 
 def _show(results: dict[str, Any], out: Path) -> None:
-    page = []
-    if results["plans"]:
-        page.append(report.markdown(report.verdicts(results["plans"])))
-        for cluster in results["plans"]:
-            page.append(f"### {MODELS[cluster['model']].title}, {cluster['network']}")
-            page.append(
-                f"tau {report.tau(cluster['plans']):.2f}; the choice is {report.regret(cluster['plans']):.1%} slower "
-                f"than the best; profiled and predicted in {cluster['profile_seconds']:.0f} s"
-            )
-            page.append(report.markdown(report.table(cluster)))
+    tables = {title: report.as_markdown(lines) for title, lines in report.tables(results)}
+    for title, table in tables.items():
+        print(f"{title}\n\n{table}")
     if "search" in results:
-        page.append(
-            f"### The whole search: {results['search']['seconds']:.0f} s\n\n```\n{results['search']['text']}\n```"
-        )
-    for row in results.get("whatif", []):
-        error = row["predicted"] / row["measured"] - 1
-        page.append(f"what if {row['model']} on {row['hosts']} hosts: {row['predicted']:.3g} s predicted, "
-                    f"{row['measured']:.3g} s measured, {error:+.0%}")  # fmt: skip
-    text = "\n\n".join(page)
-    (out / "tables.md").write_text(text)
-    print(text)
+        print(results["search"]["text"])
+    try:
+        print(f"wrote {pages.publish('auto', tables, out)}")
+    except pages.CannotWriteError as reason:
+        raise click.ClickException(f"auto.md stays as it is: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/auto: on rows that can be checked by hand, and those of the results page."""
+"""The figures of benchmarks/auto, on rows that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is not installed
 
+from benchmarks.auto import __main__ as command
 from benchmarks.auto import report
-
-ROOT = Path(__file__).parents[2]
 
 
 def row(predicted, measured, **changed):
@@ -35,14 +35,41 @@ def test_the_choice_is_the_best_of_the_plans_that_are_tried():
 def test_every_goal_has_a_verdict():
     case = {"plans": [row(1.0, 1.05), row(2.0, 2.1, title="sharding(stage=2)", predicted_peak=120)]}
     lines = report.verdicts([case])
-    assert [line[2] for line in lines[1:]] == ["met", "**not met**", "met", "met"]
-    assert report.markdown(report.table(case)).count("\n") == 3
+    assert [line[2] for line in lines] == ["met", "**not met**", "met", "met"]
+    assert report.as_markdown(report.table(case)).count("\n") == 4
 
 
-def test_the_page_shows_the_committed_measurements():
-    page = (ROOT / "docs" / "results" / "auto.md").read_text()
-    cases = json.loads((ROOT / "docs" / "results" / "auto.json").read_text())["plans"]
-    for line in report.verdicts(cases)[1:]:
-        assert " | ".join(line) in page
-    for case in cases:
-        assert report.markdown(report.table(case)) in page
+def test_goals_of_parts_that_were_not_run_are_left_out():
+    parts = {"search": {"seconds": 61.0}, "whatif": [{"model": "mlp", "hosts": 2, "predicted": 0.9, "measured": 1.0}]}
+    lines = report.goals({"plans": []} | parts)
+    assert [line[1:] for line in lines[1:]] == [["61 s", "**not met**"], ["-10%", "met"]]
+    assert [title for title, _ in report.tables({"plans": []} | parts)] == ["goals", "what if"]
+    assert [title for title, _ in report.tables({"plans": []})] == ["goals"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Results of another machine, and a page that shows them."""
+    case = {"model": "mlp", "network": "loopback", "profile_seconds": 4.0, "plans": [row(1.0, 1.05)]}
+    results = {"plans": [case], "machine": {"cpu": "another"}, "date": "2001-02-03"}
+    (tmp_path / "auto.json").write_text(json.dumps(results))
+    (tmp_path / "auto.md").write_text("before\n\n<!-- table: cases -->\n| old |\n\nafter\n")
+    return tmp_path
+
+
+def test_a_report_fills_the_page_and_leaves_machine_and_date_alone(folder):
+    old = (folder / "auto.json").read_text()
+    out = CliRunner().invoke(command.main, ["--report", "--out", str(folder)])
+    assert out.exit_code == 0, out.output
+    assert (folder / "auto.json").read_text() == old
+    before, table, after = (folder / "auto.md").read_text().split("\n\n")
+    assert (before, after) == ("before", "after\n")
+    assert table.splitlines()[-1] == "| MLP, 4 layers of 2048, loopback | 1.00 | 0.0% | 4 |"
+
+
+def test_a_page_that_shows_more_than_was_measured_stays_as_it_is(folder):
+    (folder / "auto.md").write_text("<!-- table: what if -->\n| old |\n")
+    out = CliRunner().invoke(command.main, ["--report", "--out", str(folder)])
+    assert out.exit_code == 1
+    assert "auto.md stays as it is: the page shows the table 'what if'" in " ".join(out.output.split())
+    assert "| old |" in (folder / "auto.md").read_text()
