@@ -9,13 +9,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from benchmarks.frame import machine
+from benchmarks.frame import pages
 from benchmarks.large_batch import data, report
 from benchmarks.large_batch.recipe import RECIPES
 from benchmarks.large_batch.runs import Kept
@@ -97,9 +96,8 @@ def main(
         "results": str(runs.absolute()),
         "minutes": minutes,
     }
-    before = machine.load()
     code = 0 if only_report else start(asked, out)
-    show(plans, runs, out, notes(before, quick=quick), quick=quick)
+    show(plans, runs, out, quick=quick)
     sys.exit(code)
 
 
@@ -136,37 +134,29 @@ def start(asked: dict[str, object], out: Path) -> int:
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}).returncode
 
 
-def notes(load_before: list[float], *, quick: bool) -> dict[str, object]:
-    return {
-        "quick": quick,
-        "machine": machine.machine(),
-        "load_before": load_before,
-        "load_after": machine.load(),
-        "commit": machine.commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def show(plans: Sequence[Plan], runs: Path, out: Path, notes: dict[str, object], *, quick: bool) -> None:
+def show(plans: Sequence[Plan], runs: Path, out: Path, *, quick: bool) -> None:
     console = Console()
     kept = Kept(runs)
-    mark = " (quick: untuned, not a result)" if quick else ""
     studies = [(plan, summarised(plan, kept.outcomes)) for plan in plans]
-    missing = sum(left(plan, kept.outcomes) for plan in plans)
-    if missing:
+    if not any(summary.cells for _, summary in studies):
+        console.print(f"{runs} has no runs of this study, so nothing is written", highlight=False, soft_wrap=True)
+        return
+    mark = " (quick: untuned, not a result)" if quick else ""
+    if missing := sum(left(plan, kept.outcomes) for plan in plans):
         mark += f" (incomplete: at least {missing} runs are missing)"
-    for plan, summary in studies:
-        title = f"{summary.task.title}: test {summary.task.measure} after {plan.epochs} epochs{mark}"
-        console.print(report.as_table(title, report.rows(plan, summary)))
-        console.print(report.as_table("the largest share", report.largest_rows(plan, summary)))
-        console.print(report.as_table("rates and decays", report.tried_rows(plan, summary)))
-    spent = sum(outcome.seconds for outcome in kept.outcomes.values())
-    report.write(out, studies, notes | {"incomplete": bool(missing), "hours": round(spent / 3600, 2)})
+    tables = dict(report.tables(studies, kept))
+    for title, lines in tables.items():
+        console.print(report.as_table(title + mark, lines))
+    try:
+        pages.publish("large_batch", {title: report.as_markdown(lines) for title, lines in tables.items()}, out)
+    except pages.CannotWriteError as reason:
+        raise click.ClickException(f"large_batch.md stays as it is: {reason}") from None
+    report.write(out / "large_batch.json", studies, kept, quick=quick)
     try:
         report.plot(out / "large_batch.png", studies, mark)
     except ImportError:
         console.print("no plot, because matplotlib is not installed (pip install matplotlib)")
-    console.print(f"{spent / 3600:.1f} hours of two workers so far; all files are in {out}", highlight=False)
+    console.print(f"all files are in {out}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The summary as tables for the terminal, as Markdown, as JSON, and as a plot."""
+"""The summary as tables for the terminal and the page, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.large_batch.recipe import RECIPES
+from benchmarks.large_batch.runs import Kept
 from benchmarks.large_batch.summary import Cell, Summary
-from benchmarks.large_batch.sweep import Plan
+from benchmarks.large_batch.sweep import Plan, left
 
 _MARKS = {"sgd": "o", "adamw": "s", "lars": "^", "lamb": "D", "muon": "v"}
 Study = tuple[Plan, Summary]  # of one task
@@ -65,27 +66,56 @@ def _score(summary: Summary, cell: Cell) -> str:
     return f"{shown(cell.test)} ({shown(min(cell.tests))} to {shown(max(cell.tests))})"
 
 
-def as_table(title: str, lines: Iterator[list[str]]) -> Table:
+def run_rows(studies: Sequence[Study], kept: Kept) -> Iterator[list[str]]:
+    """How far the study is, and where and when its runs were made."""
+    yield ["", "runs", "missing", "hours of two workers", "machine", "torch", "dates"]
+    for plan, summary in studies:
+        runs = [run for cell in plan.cells for run in plan.tried(cell, kept.outcomes)]
+        hours = sum(kept.outcomes[run].seconds for run in runs) / 3600
+        made = [kept.made[run] for run in runs if kept.made[run]]
+        machines = sorted({f"{m['cpu']}, {m['cores']} cores" for m in made})
+        versions = sorted({m["torch"] for m in made})
+        days = sorted({m["date"][:10] for m in made})
+        where = ["; ".join(machines), "; ".join(versions), " to ".join(dict.fromkeys(days[:1] + days[-1:]))]
+        yield [summary.task.title, str(len(runs)), str(left(plan, kept.outcomes)), f"{hours:.1f}", *where]
+
+
+def tables(studies: Sequence[Study], kept: Kept) -> Iterator[tuple[str, list[list[str]]]]:
+    yield "runs", list(run_rows(studies, kept))
+    for plan, summary in studies:
+        task = summary.task
+        yield f"{task.title}: test {task.measure} after {plan.epochs} epochs", list(rows(plan, summary))
+        yield f"{task.title}: the largest share", list(largest_rows(plan, summary))
+        yield f"{task.title}: rates and decays", list(tried_rows(plan, summary))
+
+
+def as_table(title: str, lines: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
-    for i, name in enumerate(next(lines)):
+    for i, name in enumerate(lines[0]):
         table.add_column(name, justify="left" if i == 0 else "right")
-    for line in lines:
+    for line in lines[1:]:
         table.add_row(*line)
     return table
 
 
-def as_markdown(lines: Iterator[list[str]]) -> str:
+def as_markdown(lines: Sequence[Sequence[str]]) -> str:
     head, *rest = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest]) + "\n"
 
 
-def write(out: Path, studies: Sequence[Study], notes: dict[str, Any]) -> None:
-    content = notes | {"tasks": {plan.task: _json(plan, summary) for plan, summary in studies}}
-    (out / "large_batch.json").write_text(json.dumps(content, indent=1) + "\n")
-    parts = [f"## {summary.task.title}\n" for _, summary in studies]
-    for i, (plan, summary) in enumerate(studies):
-        parts[i] += "\n" + "\n".join(as_markdown(lines(plan, summary)) for lines in (rows, largest_rows, tried_rows))
-    (out / "large_batch.md").write_text("\n".join(parts))
+def write(path: Path, studies: Sequence[Study], kept: Kept, *, quick: bool) -> None:
+    """Machine and date are those of the last run, so that a report made elsewhere or later writes the same file."""
+    last = next(reversed(kept.made.values()))
+    content = {
+        "quick": quick,
+        "machine": {key: value for key, value in last.items() if key not in ("commit", "date")},
+        "commit": last.get("commit", ""),
+        "date": last.get("date", ""),
+        "incomplete": any(left(plan, kept.outcomes) for plan, _ in studies),
+        "hours": round(sum(outcome.seconds for outcome in kept.outcomes.values()) / 3600, 2),
+        "tasks": {plan.task: _json(plan, summary) for plan, summary in studies},
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _json(plan: Plan, summary: Summary) -> dict[str, Any]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from benchmarks.frame import machine
 
 
 @dataclass(frozen=True)
@@ -35,22 +39,33 @@ class Outcome:
 class Kept:
     """The finished runs, in order. A study that is started again resumes after them.
 
-    A run does not record the recipe: after changing it, start with an empty file.
+    A run records when and where it was made, because a study may move from machine to machine. It does not record the
+    recipe: after changing it, start with an empty file.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.outcomes: dict[Run, Outcome] = {}
+        self.made: dict[Run, dict[str, Any]] = {}
         lines = path.read_text().splitlines() if path.exists() else []
         for line in lines:
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:  # interrupted while writing
                 continue
-            self.outcomes[Run(**entry["run"])] = Outcome(**entry["outcome"])
+            run = Run(**entry["run"])
+            self.outcomes[run], self.made[run] = Outcome(**entry["outcome"]), entry.get("made", {})
 
     def add(self, run: Run, outcome: Outcome) -> None:
-        self.outcomes[run] = outcome
+        self.outcomes[run], self.made[run] = outcome, _here()
+        entry = {"run": asdict(run), "outcome": asdict(outcome), "made": self.made[run]}
         with self.path.open("a+") as file:
             torn = file.tell() and not self.path.read_bytes().endswith(b"\n")
-            file.write("\n" * bool(torn) + json.dumps({"run": asdict(run), "outcome": asdict(outcome)}) + "\n")
+            file.write("\n" * bool(torn) + json.dumps(entry) + "\n")
+
+
+def _here() -> dict[str, Any]:
+    """Without loads: two workers with one thread each compute the same bits on a busy machine."""
+    place = machine.machine()
+    kept = {key: place[key] for key in ("cpu", "cores", "memory_gib", "system", "python", "torch")}
+    return kept | {"commit": machine.commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -7,6 +7,8 @@ import gzip
 import importlib.util
 import json
 import math
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -231,7 +233,7 @@ def test_the_largest_share_is_the_last_within_three_tenths_of_a_point():
     lines = list(report.largest_rows(PLAN, found))
     assert lines[1] == ["baseline: Nesterov SGD", "0.5 %", "90.00%", "", ""]
     assert lines[3][:3] == ["LAMB, within 0.3 points", "1 %", "89.71%"]
-    assert "90.00% (90.00% to 90.00%)" in report.as_markdown(report.rows(PLAN, found))
+    assert "90.00% (90.00% to 90.00%)" in report.as_markdown(list(report.rows(PLAN, found)))
 
 
 def test_what_was_not_reached_at_the_open_rows_is_said():
@@ -246,6 +248,52 @@ def test_perplexities_are_compared_with_adamw():
     lines = list(report.largest_rows(plan, found))
     assert lines[1][:3] == ["baseline: AdamW", "0.5 %", "4.482"]
     assert lines[2][:2] == ["Nesterov SGD, within 2 % of the perplexity", "none"]
+
+
+# --- the page --------------------------------------------------------------------------------------
+def reported(folder: Path, runs: Path):
+    return CliRunner().invoke(command.main, ["--report", "--runs", str(runs), "--out", str(folder)])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """As docs/results: the page and what the first version of the study has left."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    shutil.copy(ROOT / "docs/results/large_batch.md", folder)
+    (folder / "large_batch.json").write_text("{}")
+    return folder
+
+
+def test_without_runs_everything_stays_as_it_is(folder, tmp_path):
+    page = (folder / "large_batch.md").read_text()
+    out = reported(folder, tmp_path / "runs.jsonl")
+    assert out.exit_code == 0, out.output
+    assert out.output.strip().endswith("has no runs of this study, so nothing is written")
+    assert (folder / "large_batch.md").read_text() == page
+    assert sorted(p.name for p in folder.iterdir()) == ["large_batch.json", "large_batch.md"]
+    assert (folder / "large_batch.json").read_text() == "{}"
+
+
+def test_the_tables_of_the_runs_are_put_below_the_marks_of_the_page(folder, tmp_path):
+    page = (folder / "large_batch.md").read_text()
+    kept = Kept(tmp_path / "runs.jsonl")
+    kept.add(command.plan("images", None, None, None, None, None, quick=False).first(("sgd", 0.005), 0), outcome(0.9))
+    out = reported(folder, kept.path)
+    assert out.exit_code == 0, out.output
+    filled = (folder / "large_batch.md").read_text()
+    assert filled.startswith(page[: page.index("<!-- table: ")])
+    (runs,) = re.findall(r"^\| Fashion-MNIST \| (.+) \|$", filled, re.M)
+    (made,) = kept.made.values()
+    figures = runs.split(" | ")
+    assert figures[0] == "1"
+    assert figures[3:] == [f"{made['cpu']}, {made['cores']} cores", made["torch"], made["date"][:10]]
+    assert re.search(r"^\| 0.5 % \| 240 \| 2 \| 90.00% \|  \|  \|  \|  \|$", filled, re.M)
+    written = json.loads((folder / "large_batch.json").read_text())
+    assert (written["date"], written["machine"]["cpu"], written["incomplete"]) == (made["date"], made["cpu"], True)
+    reported(folder, kept.path)
+    assert json.loads((folder / "large_batch.json").read_text()) == written, "a report adds nothing of its own"
+    assert (folder / "large_batch.md").read_text() == filled
 
 
 # --- the whole -------------------------------------------------------------------------------------
@@ -287,7 +335,7 @@ def test_the_command_trains_and_reports(images, tmp_path):
     assert written["incomplete"] is False
     assert [cell["optimizer"] for cell in written["tasks"]["images"]["cells"]] == ["sgd", "lamb"]
     assert {"cpu", "cores", "torch"} <= set(written["machine"])
-    assert "| share | batch | updates | Nesterov SGD | LAMB |" in (tmp_path / "out" / "large_batch.md").read_text()
+    assert "| share | batch | updates | Nesterov SGD | LAMB |" in (tmp_path / "out" / "tables.md").read_text()
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "out" / "large_batch.png").read_bytes()[:4] == b"\x89PNG"
     else:
