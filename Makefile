@@ -60,8 +60,9 @@ site: $(SITE)/.installed  ## build the documentation into build/site, warnings a
 	$(SITE)/bin/zensical build --strict --clean
 	$(if $(SERVE),$(SITE)/bin/python -m http.server --directory build/site 8000)
 
-bench: $(STAMP)  ## run the benchmarks and write their tables and pictures into docs/results
+bench: $(STAMP)  ## run the benchmarks and write tables and pictures into docs/results; FULL=1 runs the studies, too
 	$(BIN)/python -m benchmarks --write $(ARGS)
+	$(BIN)/python -m benchmarks.studies$(if $(FULL), --run)
 	$(BIN)/python -m benchmarks.pictures
 
 wheel: $(STAMP)  ## build the source package and a wheel for every Python into dist

@@ -7,9 +7,12 @@ of 1.6 is a ratio of 1 / 1.52 = 0.658; one of 0.9 of 2 is 1 / 1.8 = 0.556.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import mse_loss
 
 from benchmarks.frame import Run, Sides, benchmark
+from benchmarks.frame.pages import row
 from fleetx import fleet
 
+PAGE = "pipeline.md"
 DEPTH, WIDTH, HEADS, LENGTH, MICRO, NUMBER = 8, 512, 8, 64, 4, 4
 # Keep memory between steps, so that page faults, with which two processes slow each other down, are not timed.
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
@@ -188,3 +193,72 @@ def split(run: Run) -> Sides:
     chosen = next(w for w in str(fleet.explain(model=module)).splitlines() if "stages begin with" in w).split()[-1]
     notes = {"chosen": chosen, "best": best, "seconds": {s: t.item() for s, t in zip(cuts, found, strict=True)}}
     return run.compare(ours, cuts[best], **notes)
+
+
+# --- the tables of the page ------------------------------------------------------------------------
+def allowed(stages: int) -> float:
+    """The speed-up that the bubble formula allows two ranks with so many stages each."""
+    return 2 * NUMBER * stages / (NUMBER * stages + 1)
+
+
+SCHEDULES = {
+    "one_f_one_b": ("1F1B", allowed(1)),
+    "f_then_b": ("F-then-B", allowed(1)),
+    "interleaved": ("Interleaved1F1B", allowed(2)),
+    "looped": ("LoopedBFS", allowed(2)),
+    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2.0),
+    "zero_bubble_v": ("ZBVZeroBubble", 2.0),
+    "dual_pipe_v": ("DualPipeV", 2.0),
+}
+SHOWN = SCHEDULES | {
+    "bare_torch": ("torch's Schedule1F1B, cut by hand", allowed(1)),
+    "limit": ("`limit`, no communication", 2.0),
+}
+
+
+def tables(out: Path) -> Iterator[str]:
+    found = {name: json.loads((out / f"pipeline.{name}.json").read_text()) for name in (*SHOWN, "split")}
+    head = ["schedule", "ratio", "95 %", "speed-up", "share of the formula's limit", "share of this machine's limit"]
+    yield from (row(*head), row("---", *["---:"] * 5))
+    for name, (title, most) in SHOWN.items():
+        yield row(title, *_gains(found[name], most, found["limit"], of_limit=name == "limit"))
+    yield ""
+    yield from (row("goal", "reached", "verdict"), row("---", "---", "---"))
+    yield from _goals(found)
+
+
+def _gains(result: dict[str, Any], most: float, limit: dict[str, Any], *, of_limit: bool) -> list[str]:
+    ratio = result["ratio"]
+    if ratio is None:
+        return [result["verdict"], "", "", "", ""]
+    share = 1 / ratio / most
+    machine = "1" if of_limit else f"{share * 2 * limit['ratio']:.2f}" if limit["ratio"] else ""
+    return [f"{ratio:.3f}", _interval(result), f"{1 / ratio:.2f}", f"{share:.2f} of {most:.3g}", machine]
+
+
+def _interval(result: dict[str, Any]) -> str:
+    return f"{result['statistics']['low']:.3f} - {result['statistics']['high']:.3f}"
+
+
+def _goals(found: dict[str, Any]) -> Iterator[str]:
+    plain, bubbles, cut = (found[name] for name in ("one_f_one_b", "zero_bubble_v", "split"))
+    most = allowed(1)
+    reached = ""
+    if plain["ratio"] is not None:
+        least, best = (1 / plain["statistics"][key] / most for key in ("high", "low"))
+        reached = f"{1 / plain['ratio'] / most:.2f}; interval {least:.2f} to {best:.2f}"
+    yield row(f"1F1B at least 0.95 of the formula (ratio at most {plain['goal']:.3f})", reached, _verdict(plain))
+    reached = "" if bubbles["ratio"] is None else f"{1 / bubbles['ratio'] / 2:.2f} p"
+    yield row(f"zero-bubble V at least 0.9 p (ratio at most {bubbles['goal']:.3f})", reached, _verdict(bubbles))
+    ran = sum(found[name]["ratio"] is not None for name in SCHEDULES)
+    whole = ran == len(SCHEDULES)
+    words = ("all of them", "met") if whole else (f"{ran} of {len(SCHEDULES)}", "**not met**")
+    yield row("all seven of torch's schedules on gloo", *words)
+    figures = "" if cut["ratio"] is None else f" ({cut['ratio']:.3f}, {_interval(cut)})"
+    yield row("the automatic cut within 5 % of the best cut", "see below", _verdict(cut) + figures)
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    if result["verdict"] == "too noisy":
+        return "**not shown**: too noisy" + ", and the median misses it" * (result["ratio"] > result["goal"])
+    return {"not met": "**not met**"}.get(result["verdict"], result["verdict"])

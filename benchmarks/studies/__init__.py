@@ -1,0 +1,1 @@
+"""The tables of docs/results that come from studies. python -m benchmarks.studies --help"""
