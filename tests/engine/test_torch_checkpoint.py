@@ -116,6 +116,19 @@ def load(model, optimizer, folder, way, **options):
         dcp.load(given, checkpoint_id=folder, **options)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # of dcp, in one process
+@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("declared", [{}, MERGE, {"lamb": True, "gradient_merge": {"k_steps": 2}}], ids=" ".join)
+def test_an_optimizer_that_is_passed_itself_keeps_its_moments(declared, after, tmp_path):
+    """A new optimizer has no state, and torch loads only what is there."""
+    assert resumes(declared, tmp_path, "objects", after) == [True, True]
+
+
+@pytest.mark.parametrize("declared", [MERGE, DGC, {**SHARDING, **MERGE, **FP16}], ids=" ".join)
+def test_two_ranks_keep_the_moments_of_an_optimizer_that_is_passed_itself(declared, ranks, tmp_path):
+    assert ranks.run(resumes, declared, tmp_path, "objects", 5) == [[True, True]] * 2
+
+
 def resumes(declared, folder, way, after):
     model, optimizer = build(declared)
     go_on(model, optimizer, slice(after))

@@ -172,6 +172,10 @@ parameters = _reads("parameters", f"{_MODULE}._parameters", "the parameters of o
 buffers = _reads("buffers", f"{_MODULE}._buffers", "the buffers of one module, to replace them")
 check_input_dim = _calls("check_input_dim", "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim", "input",
                          "BatchNorm's own error for a wrong shape")  # fmt: skip
+_named(
+    init_optimizer_state=Seam("torch.distributed.checkpoint.state_dict:_init_optim_state", "a new optimizer has no "
+                              "names that torch.distributed.checkpoint could load", "optim"),
+)  # fmt: skip
 patch_step_function = _calls("patch_step_function", f"{_OPTIMIZER}._patch_step_function", "", "gives a class its hooks")
 HOOKS = [_attribute(f"{_MODULE}._{when}_hooks", "hooks of the user, which must only see training")
          for when in ("forward", "forward_pre", "backward", "backward_pre")]  # fmt: skip

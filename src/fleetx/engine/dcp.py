@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.engine.dtensors import local
 from fleetx.engine.run import Run, key_of
@@ -51,6 +52,15 @@ def _caller() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def make_state(engine: Run) -> None:
+    """DCP loads nothing but what is there already, and a new optimizer has no state.
+
+    `get_state_dict` makes it; an optimizer that is passed itself must do so.
+    """
+    if calls() and not engine.plan.at(Stage.SCHEDULE):
+        seams.init_optimizer_state(engine.optimizer)
 
 
 def makes_state(engine: Run) -> bool:

@@ -153,6 +153,9 @@ class Hooks:
         self._loading: Mapping[str, Any] = {}
         self._from_torch: dict[str, Any] | None = None  # what `dcp` has found besides
 
+    def prepare(self, optimizer: Optimizer) -> None:
+        dcp.make_state(self._engine)
+
     def save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         engine = self._engine
         engine.drain(last=False)
