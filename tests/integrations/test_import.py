@@ -94,6 +94,22 @@ def test_merged_steps_follow_from_batch_sizes_and_ranks(tmp_path):
     )  # fmt: skip
     found = imported(tmp_path, {"train_batch_size": 64, "gradient_accumulation_steps": 2}, ranks=8).strategy
     assert found.batch_configs["feed"] == 4
+    other = imported(tmp_path, sizes, ranks=3)
+    assert named(other.missing, "train_batch_size 64 is not", "3 workers: DeepSpeed would stop")
+    assert not other.strategy.batch
+
+
+@pytest.mark.parametrize("word", ["false", "False", False])
+def test_false_in_quotes_is_false(tmp_path, word):
+    assert not imported(tmp_path, {"fp16": {"enabled": word}}).strategy.amp
+    fsdp = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": word}}
+    assert not imported(tmp_path, fsdp, "a.yaml").strategy.sharding_configs["offload"]
+
+
+def test_what_the_trainer_fills_in_is_not_said_to_be_missing(tmp_path):
+    found = imported(tmp_path, {"gradient_clipping": "auto"})
+    assert named(found.script, "gradient_clipping")
+    assert not found.differs
 
 
 @pytest.mark.parametrize(
@@ -123,6 +139,8 @@ def test_what_deepspeed_ignores_is_named(tmp_path, settings, words):
         ({"activation_checkpointing": {"profile": True}}, ["strategy.recompute"]),
         ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel", "not built"]),
         ({"fp16": {"enabled": True, "min_loss_scale": 4}}, ["min_loss_scale"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["both enabled", "would stop"]),
+        ({"fp16": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, ["max_grad_norm"]),
     ],
 )
 def test_what_has_no_equivalent_is_named(tmp_path, settings, words):
@@ -192,6 +210,10 @@ def test_an_accelerate_file_with_deepspeed_becomes_a_strategy(tmp_path):
     )  # fmt: skip
 
 
+def test_no_number_of_processes(tmp_path):
+    assert not imported(tmp_path, CLUSTER | {"num_processes": -1}, "a.yaml").script
+
+
 def test_sections_that_accelerate_does_not_use_are_named(tmp_path):
     settings = {
         "distributed_type": "MULTI_GPU",
@@ -250,6 +272,13 @@ def test_the_command_writes_the_strategy_and_lists_the_rest(tmp_path):
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.json", " " * (1 << 20) + "{}", "is longer than 1024 KiB"),
         ("a.json", '{"zero_optimization": {"stage": "x"}}', "a value has the wrong type"),
+        ("a.json", '{"fp16": true}', "fp16 = True: must be a section of names and values"),
+        ("a.json", '{"optimizer": {"type": "Adam", "params": 1}}', "optimizer.params = 1: must be a section"),
+        ("a.json", '{"bf16": {"enabled": "maybe"}}', "bf16.enabled = 'maybe': must be true or false"),
+        ("a.json", '{"gradient_accumulation_steps": "four"}', "gradient_accumulation_steps = 'four': must be a whole"),
+        ("a.json", '{"train_batch_size": 0}', "train_batch_size = 0: must be a whole number of at least 1"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 9}", "must be one of FULL_SHARD"),
+        ("a.yaml", "num_machines: 3\nnum_processes: 2", "num_processes 2 cannot be divided between num_machines 3"),
         ("a.yaml", "a: !!python/object:os.system x", "could not determine a constructor"),
         ("a.yaml", "a: &x [1]\nb: *x", "alias"),
         ("a.prototxt", "amp: {", "a closing brace is missing"),

@@ -16,15 +16,7 @@ _SCALING = {
     "incr_ratio": 2.0, "decr_ratio": 0.5,
 }  # fmt: skip
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-_LAUNCH = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-    "use_cpu",
-)
+_LAUNCH = ("machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
 _NOTHING = (
     "compute_environment", "rdzv_backend", "same_network", "main_training_function", "debug", "enable_cpu_affinity",
     "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands",
@@ -36,8 +28,10 @@ _FSDP1 = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_modu
 def read(settings: dict[str, Any], folder: Path) -> Imported:
     """folder: where `deepspeed_config_file` is looked for, if its path is relative."""
     given = Taken(settings)
+    if given.values.get("num_processes") == -1:  # accelerate's word for "not given"
+        given.take("num_processes")
     kind = str(given.take("distributed_type", "NO")).upper()
-    processes, machines = given.values.get("num_processes"), given.values.get("num_machines") or 1
+    processes, machines = (given.whole(name) for name in ("num_processes", "num_machines"))
     plugin = given.section("deepspeed_config")
     if kind == "DEEPSPEED":
         found = _deepspeed(plugin, folder, processes)
@@ -47,13 +41,15 @@ def read(settings: dict[str, Any], folder: Path) -> Imported:
     found.system = "Accelerate"
     fsdp = given.section("fsdp_config")
     if kind == "FSDP":
-        _fsdp(fsdp, found, processes, machines)
+        _fsdp(fsdp, found, processes, machines or 1)
     else:
         found.ignored += [f"{name}: distributed_type is {kind}" for name in fsdp.rest()]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP"):
         found.missing.append(f"distributed_type {kind}: not built in fleetx")
     _precision(given, found)
     _loop(given, found)
+    _launch(given, found, processes, machines or 1)
+    _rest(given, found)
     return found
 
 
@@ -80,6 +76,9 @@ def _fsdp(fsdp: Taken, found: Imported, processes: int | None, machines: int) ->
     def take(name: str, default: Any = None) -> Any:
         return fsdp.take(f"fsdp_{name}", fsdp.take(name, default))
 
+    def flag(name: str) -> bool:
+        return fsdp.flag(f"fsdp_{name}") | fsdp.flag(name)
+
     version = int(take("version", 1))
     after = take("reshard_after_forward")
     if version == 2:
@@ -90,7 +89,7 @@ def _fsdp(fsdp: Taken, found: Imported, processes: int | None, machines: int) ->
         hybrid = False
     else:
         name = str(take("sharding_strategy") or after or "FULL_SHARD")
-        name = list(_STAGES)[int(name) - 1] if name.isdigit() else name
+        name = dict(zip("12345", _STAGES, strict=True)).get(name, name)
         if name not in _STAGES:
             raise StrategyError(f"fsdp_sharding_strategy {name}: must be one of {', '.join(_STAGES)}")
         stage, hybrid = _STAGES[name], name.startswith("HYBRID")
@@ -99,11 +98,11 @@ def _fsdp(fsdp: Taken, found: Imported, processes: int | None, machines: int) ->
         if hybrid and processes is None:
             found.missing.append("HYBRID_SHARD: num_processes is not set: set sharding_degree to the GPUs per machine")
         elif hybrid:
-            settings |= {"sharding_degree": (processes or 1) // machines, "hybrid_dp": True}
-        if take("offload_params"):
+            settings |= {"sharding_degree": _each(processes, machines), "hybrid_dp": True}
+        if flag("offload_params"):
             settings["offload"] = True
         found.strategy.sharding = settings
-    if take("activation_checkpointing"):
+    if flag("activation_checkpointing"):
         found.missing.append("fsdp_activation_checkpointing: name the layers in strategy.recompute (`model.layers.*`)")
     if layers := take("transformer_layer_cls_to_wrap"):
         found.differs.append(
@@ -132,22 +131,31 @@ def _precision(given: Taken, found: Imported) -> None:
 
 
 def _loop(given: Taken, found: Imported) -> None:
-    steps = given.take("gradient_accumulation_steps")
-    if steps is not None and int(steps) > 1:
-        found.strategy.gradient_merge = {"k_steps": int(steps)}
+    steps = given.whole("gradient_accumulation_steps")
+    if steps is not None and steps > 1:
+        found.strategy.gradient_merge = {"k_steps": steps}
         found.script.append("call optimizer.step() after every batch, without accelerator.accumulate")
-    launch = {name: given.take(name) for name in _LAUNCH if name in given.values}
-    if launch.get("num_processes") is not None:
-        nodes = launch.get("num_machines") or 1
-        device = "--device cpu " if launch.get("use_cpu") else ""
-        ips = f"--ips {launch.get('main_process_ip') or 'HOST0'},... " if nodes > 1 else ""
-        each = int(launch["num_processes"]) // int(nodes)
-        gpus = (
-            f"--gpus {launch['gpu_ids']} "
-            if launch.get("gpu_ids") not in (None, "all")
-            else f"--nproc_per_node {each} "
-        )
-        found.script.append(f"start it with: fleetrun {device}{ips}{gpus}script.py".replace("  ", " "))
+
+
+def _launch(given: Taken, found: Imported, processes: int | None, machines: int) -> None:
+    launch = {name: given.take(name) for name in _LAUNCH}
+    device = "--device cpu " if given.flag("use_cpu") else ""
+    if processes is None:
+        return
+    ips = f"--ips {launch['main_process_ip'] or 'HOST0'},... " if machines > 1 else ""
+    gpus = launch["gpu_ids"]
+    workers = f"--gpus {gpus} " if gpus not in (None, "all") else f"--nproc_per_node {_each(processes, machines)} "
+    found.script.append(f"start it with: fleetrun {device}{ips}{workers}script.py")
+
+
+def _each(processes: int | None, machines: int) -> int:
+    each, rest = divmod(processes or machines, machines)
+    if rest or not each:
+        raise StrategyError(f"num_processes {processes} cannot be divided between num_machines {machines}")
+    return each
+
+
+def _rest(given: Taken, found: Imported) -> None:
     for name in _NOTHING:
         given.take(name)  # they describe accelerate's own launcher
     if dynamo := given.section("dynamo_config").values:

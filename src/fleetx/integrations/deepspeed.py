@@ -79,54 +79,58 @@ def _without_auto(settings: Any, found: Imported, where: str = "") -> Any:
 
 
 def _batch(given: Taken, found: Imported, ranks: int | None) -> None:
-    total, micro = given.take("train_batch_size"), given.take("train_micro_batch_size_per_gpu")
-    steps = given.take("gradient_accumulation_steps")
-    if steps is None and None not in (total, micro):
+    total, micro = given.whole("train_batch_size"), given.whole("train_micro_batch_size_per_gpu")
+    steps = given.whole("gradient_accumulation_steps")
+    if steps is None and total is not None and micro is not None:
         if ranks is None:
             found.missing.append(
                 "gradient_accumulation_steps follows from train_batch_size and the number of workers: give that with "
                 "--ranks"
             )
         else:
-            steps = total // (micro * ranks)
+            steps = max(1, total // (micro * ranks))
     if steps is not None and steps > 1:
         found.strategy.gradient_merge = {"k_steps": steps}
         found.script.append(
             f"call optimizer.step() after every batch: gradient_merge updates once per {steps} batches. Do not divide "
             f"the loss by {steps}"
         )
-    if micro is None and None not in (total, ranks):
-        micro = total // ((steps or 1) * (ranks or 1))
+    if micro is None and total is not None and ranks is not None:
+        micro = max(1, total // ((steps or 1) * ranks))
     if micro is not None:
         found.script.append(f"train_micro_batch_size_per_gpu: batch_size={micro} in your DataLoader")
-    if None not in (total, micro) and (steps or ranks) and total % (micro * (steps or 1)) == 0:
-        replicas = total // (micro * (steps or 1))
-        found.strategy.batch = {"feed": micro, "merged": steps or 1, "replicas": replicas}
-        found.script.append(
-            f"train_batch_size: {total} = {micro} x {steps or 1} merged x {replicas} workers; it is checked"
-        )
-    elif None not in (total, micro, steps):
-        found.missing.append(f"train_batch_size {total} is not a multiple of {micro} x {steps}: DeepSpeed would stop")
-    elif total is not None and micro is None:
+    if total is not None and micro is None:
         found.script.append(f"train_batch_size={total}: divide it between your workers' DataLoaders")
+    elif total is not None and micro is not None and (steps or ranks):
+        replicas, rest = divmod(total, micro * (steps or 1))
+        if rest or ranks not in (None, replicas):
+            product = f"{micro} x {steps or 1} x {ranks} workers" if ranks else f"a multiple of {micro} x {steps}"
+            found.missing.append(f"train_batch_size {total} is not {product}: DeepSpeed would stop")
+        else:
+            found.strategy.batch = {"feed": micro, "merged": steps or 1, "replicas": replicas}
+            found.script.append(
+                f"train_batch_size: {total} = {micro} x {steps or 1} merged x {replicas} workers; it is checked"
+            )
 
 
 def _precision(given: Taken, found: Imported) -> None:
     half, brain = given.section("fp16"), given.section("bf16" if "bf16" in given.values else "bfloat16")
     apex, auto = given.section("amp"), given.section("torch_autocast")
-    if half.take("enabled", False):
+    if half.flag("enabled"):
         found.strategy.amp = _scaling(half, found)
         found.differs.append(_KEPT.format("fp16", "float16"))
     elif half.values:
         found.ignored += [f"{name}: fp16.enabled is not true" for name in half.rest()]
         half.values.clear()
-    if brain.take("enabled", False):
+    if brain.flag("enabled"):
+        if found.strategy.amp:
+            found.missing.append("fp16 and bf16 are both enabled: DeepSpeed would stop. The strategy has bfloat16")
         found.strategy.amp = {"dtype": "bfloat16"}
         found.differs.append(_KEPT.format("bf16", "bfloat16"))
-    if auto.take("enabled", False):
+    if auto.flag("enabled"):
         name = str(auto.take("dtype", "bfloat16")).removeprefix("torch.")
         found.strategy.amp = {"dtype": "float16" if name in ("float16", "fp16", "half") else "bfloat16"}
-    if apex.take("enabled", False):
+    if apex.flag("enabled"):
         found.strategy.amp = True
         found.differs.append(f"amp is apex with opt_level {apex.take('opt_level', 'O1')}: amp here is torch.autocast")
     for section in (half, brain, apex, auto):
@@ -213,7 +217,7 @@ def _clipping(given: Taken, found: Imported) -> None:
     norm = given.take("gradient_clipping")
     if norm:
         found.strategy.clip = {"clip_norm": float(norm)}
-    elif norm is None:
+    elif norm is None and not any(line.startswith("gradient_clipping is") for line in found.script):
         found.differs.append(
             "gradient_clipping is not set: newer versions of DeepSpeed clip at 1.0 then, older ones do not. Set clip "
             "if you want it"
@@ -224,7 +228,7 @@ def _clipping(given: Taken, found: Imported) -> None:
 
 def _optimizer(given: Taken, found: Imported) -> None:
     section = given.section("optimizer")
-    kind, params = section.take("type"), Taken(section.take("params"))
+    kind, params = section.take("type"), section.section("params")
     name = str(kind).lower()
     arguments = {
         key: params.take(key) for key in ("lr", "betas", "eps", "weight_decay", "momentum") if key in params.values
@@ -246,16 +250,20 @@ def _optimizer(given: Taken, found: Imported) -> None:
         found.script.append(f"optimizer: torch.optim.AdamW({shown}), which the switch muon turns into Muon")
     else:
         found.missing.append(f"optimizer {kind}: create one in your script; dgc and localsgd send less, too")
-    if params.take("max_grad_norm", 0) and not found.strategy.amp:
-        found.ignored.append("optimizer.params.max_grad_norm: without fp16, DeepSpeed sets it to 0")
+    if params.take("max_grad_norm", 0):
+        if found.strategy.amp:
+            found.missing.append("optimizer.params.max_grad_norm: DeepSpeed would stop. Use gradient_clipping")
+        else:
+            found.ignored.append("optimizer.params.max_grad_norm: without fp16, DeepSpeed sets it to 0")
     for key in params.values:
         if key not in ("torch_adam", "fused", "bias_correction", "adam_w_mode", "freeze_step", "cuda_aware"):
             found.missing.append(f"optimizer.params.{key}: give it to the optimizer in your script, if it has it")
     found.missing += [f"{n}: {_PERFORMANCE}" for n in section.rest()]
-    if scheduler := given.take("scheduler"):
-        kind = scheduler.get("type") if isinstance(scheduler, dict) else scheduler
-        values = scheduler.get("params", {}) if isinstance(scheduler, dict) else {}
-        found.script.append(f"scheduler {kind}({', '.join(f'{k}={v!r}' for k, v in values.items())}): fleetx.schedule")
+    scheduler = given.section("scheduler")
+    if scheduler.values:
+        values = scheduler.section("params").values
+        listed = ", ".join(f"{k}={v!r}" for k, v in values.items())
+        found.script.append(f"scheduler {scheduler.take('type')}({listed}): fleetx.schedule")
 
 
 def _others(given: Taken, found: Imported) -> None:

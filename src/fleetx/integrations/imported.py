@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetx.base.suggest import shown
+from fleetx.errors import StrategyError
 from fleetx.strategy import DistributedStrategy
+
+_WORDS = {"true": True, "false": False, "yes": True, "no": False}
 
 
 @dataclass
@@ -33,15 +37,35 @@ class Imported:
 class Taken:
     """A mapping whose entries are taken one by one, so that what is left over can be named."""
 
-    def __init__(self, values: Any, where: str = ""):
-        self.values: dict[str, Any] = dict(values) if isinstance(values, dict) else {}
+    def __init__(self, values: dict[str, Any] | None, where: str = ""):
+        self.values = dict(values or {})
         self.where = where
 
     def take(self, key: str, default: Any = None) -> Any:
         return self.values.pop(key, default)
 
+    def flag(self, key: str) -> bool:
+        """True or false, also as a word in quotes."""
+        found = self.take(key)
+        if isinstance(found, str):
+            found = _WORDS.get(found.lower(), found)
+        if not isinstance(found, bool | None):
+            raise StrategyError(f"{self.name(key)} = {shown(found)}: must be true or false")
+        return bool(found)
+
+    def whole(self, key: str) -> int | None:
+        found = self.take(key)
+        if isinstance(found, str) and found.isdecimal():
+            found = int(found)
+        if found is not None and (type(found) is not int or found < 1):
+            raise StrategyError(f"{self.name(key)} = {shown(found)}: must be a whole number of at least 1")
+        return found
+
     def section(self, key: str) -> Taken:
-        return Taken(self.values.pop(key, None), self.name(key) + ".")
+        found = self.take(key)
+        if not isinstance(found, dict | None):
+            raise StrategyError(f"{self.name(key)} = {shown(found)}: must be a section of names and values")
+        return Taken(found, self.name(key) + ".")
 
     def name(self, key: str) -> str:
         return self.where + key
