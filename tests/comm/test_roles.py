@@ -63,6 +63,17 @@ def test_where_the_workers_meet():
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
+def test_mpirun_inside_of_a_step_of_slurm_has_the_ranks(env):
+    """In `srun --pty bash`, or on a machine where mpirun has started its daemon with srun."""
+    step = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    assert from_environment(step | env) == from_environment(env)
+
+
+def test_the_variables_that_srun_sets_for_mpi_change_nothing():
+    assert from_environment(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}) == from_environment(SLURM)
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
 def test_mpi_on_several_machines_needs_the_address_of_the_first(env):
     with pytest.raises(WorldError, match="4 workers on several machines: pass the address of the first one"):
         from_environment({k: v for k, v in env.items() if k != "MASTER_ADDR"})

@@ -142,6 +142,13 @@ def test_slurm(slurm, tmp_path):
     run(["srun", "--overcommit", "-n", "2", sys.executable, "train.py"], tmp_path, **slurm)
 
 
+@installed("munged", "slurmctld", "slurmd", "srun", "mpirun.openmpi")
+@pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm need root")
+def test_open_mpi_in_a_step_of_slurm(slurm, tmp_path):
+    mpirun = "mpirun.openmpi --allow-run-as-root --oversubscribe -np 2"
+    run(["srun", "-n", "1", *mpirun.split(), sys.executable, "train.py"], tmp_path, **slurm)
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train]'")
 def test_ray(tmp_path):

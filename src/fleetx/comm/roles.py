@@ -29,12 +29,11 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Place:
         return _from_torch(env)
     if "PADDLE_TRAINER_ID" in env:
         return _from_paddle(env)
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a step: inside srun, not just inside a job
+    mpi = next((names for names in _MPI if names[0] in env), None)
+    srun = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # a step: inside srun, not just inside a job
+    if srun and (mpi is None or not _inside_of_step(env, *mpi[:2])):
         return _from_slurm(env)
-    for rank, *names in _MPI:
-        if rank in env:
-            return _from_mpi(env, rank, *names)
-    return Place()
+    return Place() if mpi is None else _from_mpi(env, *mpi)
 
 
 def _from_torch(env: Mapping[str, str]) -> Place:
@@ -76,8 +75,7 @@ def _from_paddle(env: Mapping[str, str]) -> Place:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Place:
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    rank, size = _rank_and_size(env, "SLURM_PROCID", tasks)
+    rank, size = _rank_and_size(env, "SLURM_PROCID", _slurm_tasks(env))
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
     # All tasks of a job must arrive at the same port without communicating: derive it from the job's number.
     port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
@@ -86,12 +84,24 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     )
 
 
+def _slurm_tasks(env: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
 # Of Open MPI, and of MPICH and Intel MPI: rank, size, rank and number on this machine, and what mpirun calls the job.
 _MPI = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
      "OMPI_MCA_ess_base_jobid"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
 ]  # fmt: skip
+
+
+def _inside_of_step(env: Mapping[str, str], rank_name: str, size_name: str) -> bool:
+    """Did mpirun start this process inside of a step? It starts its own daemons with srun, too.
+
+    srun itself sets PMI_*, to its own numbers, and nothing of Open MPI.
+    """
+    return not rank_name.startswith("PMI") or env.get(size_name) != env.get(_slurm_tasks(env))
 
 
 def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, local: str, here: str, job: str) -> Place:
