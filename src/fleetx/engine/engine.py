@@ -103,10 +103,7 @@ class Engine(Windows):
         self.handles += [
             self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
-            self.optimizer.register_state_dict_pre_hook(saving.prepare),
-            self.optimizer.register_state_dict_post_hook(saving.save),
-            self.optimizer.register_load_state_dict_pre_hook(saving.check),
-            self.optimizer.register_load_state_dict_post_hook(saving.load),
+            *saving.registered(self.optimizer),
             self.model.register_load_state_dict_post_hook(Hook(saving.after_model)),
         ]
         for optimizer in (self.optimizer, *inner_optimizers(self.optimizer)):  # the outermost step() counts

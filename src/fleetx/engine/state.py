@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fleetx.base.user_line import warn
 from fleetx.engine import dcp
@@ -152,6 +153,14 @@ class Hooks:
         self._engine = engine
         self._loading: Mapping[str, Any] = {}
         self._from_torch: dict[str, Any] | None = None  # what `dcp` has found besides
+
+    def registered(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        return [
+            optimizer.register_state_dict_pre_hook(self.prepare),
+            optimizer.register_state_dict_post_hook(self.save),
+            optimizer.register_load_state_dict_pre_hook(self.check),
+            optimizer.register_load_state_dict_post_hook(self.load),
+        ]
 
     def prepare(self, optimizer: Optimizer) -> None:
         dcp.make_state(self._engine)
