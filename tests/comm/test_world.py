@@ -48,6 +48,21 @@ def _groups_over_time():
     return counts
 
 
+@pytest.mark.parametrize(
+    "variable", ["PET_NNODES=2", "SKYPILOT_NUM_NODES=4", 'SM_HOSTS=["algo-1", "algo-2"]'], ids=lambda v: v.split("=")[0]
+)
+def test_a_worker_that_no_launcher_started_says_that_it_trains_alone(variable):
+    """Otherwise each node of a TrainJob would train a model of its own."""
+    name, value = variable.split("=")
+    with pytest.warns(UserWarning, match=f"{name}=.*, but this worker trains alone: start it with `fleetrun"):
+        enter(Place(), env={name: value})
+
+
+@pytest.mark.parametrize("env", [{"PET_NNODES": "1"}, {"SM_HOSTS": '["algo-1"]'}, {}])
+def test_one_node_is_trained_on_alone(env):
+    enter(Place(), env=env)
+
+
 # --- addresses ------------------------------------------------------------------------------------
 def _free_port():
     with socket.socket() as s:

@@ -36,6 +36,15 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Place:
     return Place() if mpi is None else _from_mpi(env, *mpi)
 
 
+def several_nodes(env: Mapping[str, str]) -> str:
+    """The variable with which a scheduler speaks of several nodes, if none of them says which worker this is."""
+    for name, one in (("PET_NNODES", "1"), ("SKYPILOT_NUM_NODES", "1"), ("SM_HOSTS", "")):
+        value = env.get(name, one)
+        if value != one and (one or "," in value):
+            return f"{name}={value[:100]}"
+    return ""
+
+
 def _from_torch(env: Mapping[str, str]) -> Place:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.base import seams
-from fleetx.comm.roles import Place
+from fleetx.base.user_line import warn
+from fleetx.comm.roles import Place, several_nodes
 from fleetx.comm.session import waits
 from fleetx.errors import WorldError
 
@@ -221,6 +222,8 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
         place = Place(dist.get_rank(), dist.get_world_size(), place.local_rank, place.endpoints)
     elif place.launched:
         _meet(place, device, timeout)
+    elif said := several_nodes(env):
+        warn(f"{said}, but this worker trains alone: start it with `fleetrun script.py`, which reads that variable")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return World(place, device, timeout)
