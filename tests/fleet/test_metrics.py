@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,6 +29,29 @@ def test_one_process_gets_its_own_numbers_back():
     assert fleet.metrics.mean({"n": 3})["n"] == 3.0
     assert fleet.metrics.gather(5) == [5]
     assert fleet.all_reduce(np.array([1, 2])).tolist() == [1, 2]
+
+
+class Counts(NamedTuple):
+    right: int
+    loss: float
+
+
+def test_the_result_has_the_form_of_the_value():
+    fleet.init()
+    assert fleet.metrics.mean(Counts(2, 0.5)) == Counts(2.0, 0.5)
+    assert fleet.metrics.sum(torch.Size([2, 3])) == (2, 3)
+
+
+def _of_nothing():
+    join()
+    return fleet.metrics.gather([]), fleet.metrics.gather(torch.zeros(0, 2)), fleet.metrics.sum({})
+
+
+def test_a_gather_of_nothing_has_an_entry_for_each_rank(ranks):
+    for empty, tensors, total in ranks.run(_of_nothing):
+        assert empty == [[], []]
+        assert [t.shape for t in tensors] == [(0, 2)] * 2
+        assert total == {}
 
 
 def join():
@@ -99,7 +123,7 @@ def test_large_tensors_go_in_pieces(ranks):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"x": "1"}, "x: a str has no sum or mean"),
+        ({"x": "1"}, "x: a str is no number"),
         (2**70, "does not fit into 64 bits"),
         (torch.tensor(1j), "pass real numbers"),
     ],

@@ -125,13 +125,16 @@ def _map(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _map(v, leaf, f"{path}{key}: ") for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_map(v, leaf, f"{path}{i}: ") for i, v in enumerate(value))
+        items = [_map(v, leaf, f"{path}{i}: ") for i, v in enumerate(value)]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)  # a named tuple
+        return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
-        raise TypeError(f"{path}a {type(value).__name__} has no {_NUMBERS}")
+        raise TypeError(
+            f"{path}a {type(value).__name__} is no number: pass numbers, tensors or arrays, or a dict, list or tuple "
+            "of them"
+        )
     return leaf(value, path)
-
-
-_NUMBERS = "sum or mean: pass numbers, tensors or arrays, or a dict, list or tuple of them"
 
 
 def _reduced(how: str, value: Any, model: nn.Module | None) -> Any:
@@ -177,7 +180,9 @@ def _rows(how: str, leaves: list[_Leaf], world: World, counted: range) -> list[T
     for first in range(0, len(bits), width):
         every = world.gather(bits[first : first + width])
         parts.append(every if how == "gather" else _one(how, every, ints[first : first + width], counted))
-    whole = torch.cat(parts, dim=-1) if parts else bits
+    if not parts:
+        return [bits] * (world.size if how == "gather" else 1)
+    whole = torch.cat(parts, dim=-1)
     return list(whole) if how == "gather" else [whole]
 
 
