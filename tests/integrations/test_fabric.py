@@ -260,6 +260,11 @@ def test_strategies_that_need_their_own_loop_are_an_error(switch):
         FleetStrategy(fleet.DistributedStrategy(**{switch: settings}))
 
 
+def test_a_dict_is_no_strategy():
+    with pytest.raises(TypeError, match=r"strategy must be a fleet\.DistributedStrategy, not dict"):
+        FleetStrategy({"amp": True})
+
+
 # --- Fabric's own launcher -----------------------------------------------------------------------------------
 def test_fabric_may_start_the_workers_itself(tmp_path):
     """`python script.py`, without fleetrun."""

@@ -222,6 +222,8 @@ def test_a_checkpoint_without_the_state_of_fleetx_is_not_resumed(ranks, tmp_path
     assert not (tmp_path / "checkpoint-3" / "fleetx").exists()
     texts = ranks.run(error_of, only_model, str(tmp_path), str(tmp_path / "checkpoint-3"))
     assert all("has no folder 'fleetx': it was saved by another Trainer or with save_only_model" in t for t in texts)
+    texts = ranks.run(error_of, only_model, str(tmp_path), str(tmp_path / "checkpoint-4"))
+    assert all("there is no folder" in t and "checkpoint-4" in t for t in texts)
 
 
 def best(folder, declared):
@@ -322,6 +324,11 @@ def test_a_conflict_names_the_argument_that_it_comes_from(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StrategyError, match=r"clip comes from max_grad_norm in TrainingArguments"):
         strategy_of({"dgc": True}, max_grad_norm=1.0)
+
+
+def test_a_dict_is_no_strategy(tmp_path):
+    with pytest.raises(TypeError, match=r"strategy must be a fleet\.DistributedStrategy, not dict"):
+        FleetTrainer(Model(), Arguments(str(tmp_path), use_cpu=True, report_to=[]), strategy={"amp": True})
 
 
 def unseen(folder):

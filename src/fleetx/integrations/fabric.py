@@ -31,6 +31,8 @@ class FleetStrategy(DDPStrategy):
 
     def __init__(self, strategy: DistributedStrategy | None = None):
         strategy = strategy if strategy is not None else DistributedStrategy()
+        if not isinstance(strategy, DistributedStrategy):
+            raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
         strategy.plan()
         if strategy.pipeline or strategy.auto:
             switch = "pipeline" if strategy.pipeline else "auto"

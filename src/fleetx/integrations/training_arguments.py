@@ -30,6 +30,8 @@ _FLAT = {
 
 def strategy_for(args: TrainingArguments, strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy with what the arguments ask for. Sets args.gradient_accumulation_steps to what it merges."""
+    if not isinstance(strategy, DistributedStrategy):
+        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
     made = copy.deepcopy(strategy)
     declared = strategy.declared()
     problems = [*_refused(args, strategy), *_precision(args, made, declared), *_clipping(args, made, declared)]

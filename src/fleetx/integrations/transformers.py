@@ -138,6 +138,8 @@ class FleetTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The model too is loaded after it is distributed, below."""
+        if not Path(resume_from_checkpoint).is_dir():
+            raise UsageError(f"there is no folder {resume_from_checkpoint}: pass a folder checkpoint-N, or True")
         if not Path(resume_from_checkpoint, STATE).is_dir():
             raise UsageError(
                 f"{resume_from_checkpoint} has no folder {STATE!r}: it was saved by another Trainer or with "
