@@ -1,4 +1,8 @@
-"""Start fleetrun as a real process. A mark in the environment finds everything that it started."""
+"""Start fleetrun as a real process. A mark in the environment finds everything that it started.
+
+It is a fork of a server that has imported torch (`forked_command.py`), which takes two seconds. Tests that
+say `cold=True` start a new process, as a user does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-import fleetx
+from forked_command import ForkedCommand
+
+import fleetx.launch
 
 SECONDS = 150  # limit for one run, which takes two seconds on an idle machine and much longer on a busy one
 COMMAND = [sys.executable, "-m", "fleetx.launch"]
@@ -26,7 +32,7 @@ class Fleetrun:
     """One run, in its own directory."""
 
     where: Path
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedCommand
     mark: str
     out: str = ""
     err: str = ""
@@ -72,12 +78,12 @@ class Fleetrun:
 
     def survivors(self) -> list[int]:
         """Every process with the mark, except zombies, which have no environment."""
-        pids = []
+        pids = [self.process.pid] if self.process.poll() is None else []  # a fork has the environment of its server
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has just ended, or is not ours
                 if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
                     pids.append(int(entry.name))
-        return pids
+        return list(dict.fromkeys(pids))
 
     def destroy(self) -> None:
         for pid in self.survivors():
@@ -95,14 +101,19 @@ def start(where: Path, script: str, *, options: str = "", arguments: str = "", *
     return launch(where, [*device, *options.split(), *target, *arguments.split()], **others)
 
 
-def launch(where: Path, words: list[str], *, stdout: int = subprocess.PIPE, **variables: str) -> Fleetrun:
+def launch(
+    where: Path, words: list[str], *, cold: bool = False, stdout: int | None = None, **variables: str
+) -> Fleetrun:
     mark = f"FLEETX_TEST={uuid.uuid4().hex}"
     inherited = {k: v for k, v in os.environ.items() if k not in ("FLEETX_DEVICE", "OMP_NUM_THREADS")}
+    env = {**inherited, "PYTHONPATH": PACKAGES, "FLEETX_TEST": mark.partition("=")[2], **variables}
+    if not cold and stdout is None:
+        return Fleetrun(where, ForkedCommand(fleetx.launch.main, words, cwd=where, env=env), mark)
     process = subprocess.Popen(
         [*COMMAND, *words],
         cwd=where,
-        env={**inherited, "PYTHONPATH": PACKAGES, "FLEETX_TEST": mark.partition("=")[2], **variables},
-        stdout=stdout,
+        env=env,
+        stdout=subprocess.PIPE if stdout is None else stdout,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+from functools import partial
 
 import psutil
 import pytest
@@ -21,6 +22,12 @@ with open(f"up.{os.environ['RANK']}", "w") as file:
 time.sleep(1000)
 """
 EARLY, LATE = "while fleetrun imports torch", "when torchelastic has taken over"
+
+
+@pytest.fixture
+def fleetrun(fleetrun):
+    """As a user starts it: these tests are about what a process inherits, and about signals while it starts."""
+    return partial(fleetrun, cold=True)
 
 
 @pytest.fixture
