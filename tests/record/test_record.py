@@ -7,6 +7,7 @@ import json
 import math
 import weakref
 
+import psutil
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -46,7 +47,7 @@ def test_the_lines_equal_what_the_loop_computed(tmp_path):
     assert {(r["samples"], r["steps"], r["rate"], r["updated"]) for r in found.rounds} == {(8, 2, 0.1, True)}
     assert all(r["norm"] > 0 for r in found.rounds)
     assert latest["loss"] == found.rounds[-1]["loss"]
-    assert {"peak", "sent", "events"} <= latest.keys()
+    assert {"peak", "sent_in_all", "events"} <= latest.keys()
     for r in found.rounds:
         assert set(r["time"]) == set(TIMES)
         assert sum(r["time"].values()) == pytest.approx(r["seconds"], abs=1e-5)
@@ -179,17 +180,40 @@ def test_checkpoints_are_events_and_a_resumed_run_appends(tmp_path):
 
 
 def test_half_a_line_of_a_killed_process_is_no_obstacle(tmp_path):
-    (tmp_path / "rank0.jsonl").write_text(json.dumps({"kind": "start", "schema": 1, "rank": 0, "ranks": 1}) + '\n{"ki')
+    for _ in range(2):
+        recorder, *_ = start(tmp_path, {})
+        recorder.close()
+        fleet.release()
+        with open(tmp_path / "rank0.jsonl", "a") as file:
+            file.write('{"ki')
+    found = read(tmp_path)
+    assert (found.unreadable, len(found.starts)) == (1, 2)  # the last may still be completed
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", "3", "hello", '{"kind": [1]}', '{"kind": "round"}', '{"kind": "rank", "t": 1, "rank": 0}',
+     '{"kind": "event", "what": "end"}', '{"kind": "start", "schema": "x"}', '{"kind": "value", "values": [1]}',
+     '{"kind": "rank", "t": 1, "rank": 0, "rounds": 1, "time": {"data": "x"}}'],
+)  # fmt: skip
+def test_lines_that_are_not_ours_are_counted_and_left_out(tmp_path, line):
     recorder, *_ = start(tmp_path, {})
     recorder.close()
+    plain = read(tmp_path)
+    with open(tmp_path / "rank0.jsonl", "a") as file:
+        file.write(line + "\n")
     found = read(tmp_path)
-    assert (found.unreadable, len(found.starts)) == (1, 2)
+    assert (plain.unreadable, found.unreadable) == (0, 1)
+    assert (found.events, found.ranks, found.starts) == (plain.events, plain.ranks, plain.starts)
+    (tmp_path / "rank0.jsonl").write_text(line + "\n")
+    with pytest.raises(UsageError, match="is not a record of fleetx"):
+        read(tmp_path)
 
 
 def test_a_folder_without_a_record_and_one_of_a_later_version_are_errors(tmp_path):
     with pytest.raises(UsageError, match=r"has no rank0\.jsonl"):
         read(tmp_path)
-    (tmp_path / "rank0.jsonl").write_text('{"kind": "start", "schema": 99, "rank": 0, "ranks": 1}\n')
+    (tmp_path / "rank0.jsonl").write_text('{"kind": "start", "schema": 99, "other": 1}\n')
     with pytest.raises(UsageError, match="newer fleetx"):
         read(tmp_path)
 
@@ -308,6 +332,76 @@ def test_rank_0_gathers_what_the_others_measured(ranks, tmp_path):
         assert last["peak"] > 0
     assert {trace["rank"] for trace in found.traces} == {0, 1}
     assert {trace["round"] for trace in found.traces} == {3}
+
+
+def counted(folder):
+    recorder, model, optimizer = start(folder, {})
+    usage, before, told = recorder.stream.usage, None, []
+    for x, y in share(batches(6), fleet.worker_index(), 2):
+        recorder._bytes.due = 0.0  # there is time
+        zero_last(model, optimizer, x, y)
+        now = usage.sent()
+        told.append((recorder.latest.get("sent"), None if before is None else now - before))
+        before = now
+    kept = dict(recorder.latest)
+    for _ in range(3):
+        recorder._bytes.due = math.inf  # there is none
+        zero_last(model, optimizer, x, y)
+    recorder.close()
+    return told, kept
+
+
+def test_each_round_has_its_bytes_where_counting_them_is_cheap(ranks, tmp_path):
+    gradients = sum(p.nbytes for p in net().parameters())
+    for told, kept in ranks.run(counted, str(tmp_path)):
+        assert told[0][0] is None  # it takes two rounds to know
+        assert all(gradients / 2 < sent <= counted + 4096 for sent, counted in told[1:])
+        assert kept["peak"] > 0
+    found = read(tmp_path)
+    assert ["sent" in r for r in found.rounds] == [False] + [True] * 5 + [False] * 3
+    assert ["peak" in r for r in found.rounds] == [True] * 6 + [False] * 3
+
+
+def test_where_counting_bytes_is_not_cheap_it_is_done_in_pairs_of_rounds(tmp_path):
+    recorder, model, optimizer = start(tmp_path, {})
+    for due in (0.0, math.inf, math.inf, math.inf, 0.0, math.inf):
+        recorder._bytes.due = due
+        zero_last(model, optimizer, *batches(1)[0])
+    recorder.close()
+    assert ["sent" in r for r in read(tmp_path).rounds] == [False, True, False, False, False, True]
+
+
+def halves(folder):
+    recorder, model, optimizer = start(folder, {"sharding": {"stage": 3}})
+    for x, y in share(batches(2), fleet.worker_index(), 2):
+        zero_last(model, optimizer, x, y)
+    recorder.close()
+    return sum(p.to_local().nbytes for p in model.parameters()), sum(
+        v.to_local().nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)
+    )
+
+
+def test_the_bytes_of_a_divided_model_are_those_of_the_rank(ranks, tmp_path):
+    (parameters, state), _ = ranks.run(halves, str(tmp_path))
+    found = read(tmp_path)
+    assert found.plans[0]["bytes"] == {"parameters": parameters, "gradients": parameters, "kept": 0}
+    assert found.plans[0]["parameters"] == sum(p.numel() for p in net().parameters())
+    assert found.ranks[0][-1]["optimizer"] == state
+    assert parameters < sum(p.nbytes for p in net().parameters())
+
+
+def test_the_plan_says_why_acts_run_in_this_order(tmp_path):
+    recorder, *_ = start(tmp_path, {"gradient_merge": {"k_steps": 2}, "clip": {"clip_norm": 1.0}})
+    recorder.close()
+    told = {switch: told for stage, switch, told in read(tmp_path).plans[0]["acts"] if stage == "GRADIENT"}
+    assert "runs after gradient_merge, because" in told["clip"]
+
+
+def test_a_record_names_the_command_of_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    recorder, *_ = start(tmp_path, {})
+    recorder.close()
+    assert read(tmp_path).starts[0]["command"] == psutil.Process().parent().cmdline()
 
 
 def test_the_other_ranks_write_their_own_when_asked(ranks, tmp_path):

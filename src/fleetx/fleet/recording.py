@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -22,8 +23,9 @@ from fleetx.base import seams
 from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.session import Session, current
+from fleetx.engine.dtensors import local
 from fleetx.errors import UsageError
-from fleetx.strategy.explain import Explanation
+from fleetx.strategy.explain import Explanation, in_order
 
 if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
@@ -99,16 +101,27 @@ def attach(session: Session, engine: Engine) -> None:
 def _environment() -> dict[str, Any]:
     versions = {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
-        "host": socket.gethostname(), "versions": versions, "command": [sys.executable, *sys.argv],
+        "host": socket.gethostname(), "versions": versions, "command": _launcher() or [sys.executable, *sys.argv],
         "folder": os.getcwd(), "threads": torch.get_num_threads(), "machine": platform.platform(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }  # fmt: skip
 
 
+def _launcher() -> list[str]:
+    """The command of fleetrun or torchrun, which is the parent of a worker."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    try:
+        return psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return []
+
+
 def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     entry = session.entries[engine]
     params = list(engine.names)
-    kept = sum(part.keeps(params, engine.plan) for part in engine.plan.parts)
+    held, whole = (sum(p.nbytes for p in some) for some in (map(local, params), params))
+    kept = sum(part.keeps(params, engine.plan) for part in engine.plan.parts) * held // max(whole, 1)  # on this rank
     found = [part.predicted(engine.context_of(part)) for part in engine.plan.parts]
     predicted = max((p for p in found if p is not None), default=None)
     text = entry.batch_plan.text if entry.batch_plan else ""
@@ -116,11 +129,11 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     line = {
         "name": type(engine.model).__name__, "replicas": engine.layout.replica_group.size, "window": engine.window(),
         "strategy": entry.strategy.declared(), "explain": str(explained),
-        "acts": [[act.stage.name, act.switch, act.meaning] for act in engine.plan.acts],
+        "acts": [[stage.name, *told] for stage, *told in in_order(engine.plan, engine.layout.replica_group.size)],
         "parameters": sum(p.numel() for p in params),
         "bytes": {
-            "parameters": sum(p.nbytes for p in params), "kept": kept,
-            "gradients": sum(p.nbytes for p in params if p.requires_grad),
+            "parameters": held, "kept": kept,
+            "gradients": sum(local(p).nbytes for p in params if p.requires_grad),
         },
     }  # fmt: skip
     return line if predicted is None else line | {"predicted": predicted}

@@ -6,7 +6,7 @@
     losses.py     the loss that a script passes to backward
     stopwatch.py  seconds on the host or on the device, read later
     stream.py     a thread that writes the lines, and gathers those of the other ranks without a collective
-    usage.py      bytes sent and held by this process
+    usage.py      bytes sent and held by this process, in all and in each round
     read.py       a record, read back; no torch
     progress.py   `fleet.progress`: a table on the terminal
     trackers.py   TensorBoard, Weights & Biases, MLflow

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetx.errors import UsageError
-from fleetx.record.schema import SCHEMA
+from fleetx.record.schema import INSIDE, KEYS, SCHEMA
 
 Line = dict[str, Any]
 
@@ -27,7 +27,8 @@ class Record:
     events: list[Line] = field(default_factory=list)
     values: list[Line] = field(default_factory=list)
     traces: list[Line] = field(default_factory=list)
-    unreadable: int = 0  # lines that were cut off
+    unreadable: int = 0  # lines that were cut off, or are not fleetx's
+    last: float = 0.0  # when the last line was written
 
     @property
     def name(self) -> str:
@@ -38,17 +39,23 @@ class Record:
         return int(self.starts[-1]["ranks"])
 
 
+class NotBegunError(UsageError):
+    """There may be a record later."""
+
+
 def read(folder: str | Path) -> Record:
     """Raises UsageError if there is no record, or one of a later version."""
     folder = Path(folder)
     path = folder / "rank0.jsonl"
     if not path.is_file():
-        raise UsageError(f"{folder} has no rank0.jsonl: call fleet.record({str(folder)!r}) in the script")
+        raise NotBegunError(f"{folder} has no rank0.jsonl: call fleet.record({str(folder)!r}) in the script")
     found = Record(folder)
     for line in _lines(path, found):
         _add(found, line)
     if not found.starts:
-        raise UsageError(f"{path} has no complete line yet: wait until the run has begun")
+        if found.unreadable:
+            raise UsageError(f"{path} is not a record of fleetx: none of its lines says how a run began")
+        raise NotBegunError(f"{path} has no complete line yet: wait until the run has begun")
     return found
 
 
@@ -58,17 +65,32 @@ def _lines(path: Path, found: Record) -> Iterator[Line]:
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError):
+                found.unreadable += text.endswith("\n")  # else it is being written
+                continue
+            if not isinstance(line, dict) or not isinstance(kind := line.get("kind"), str):
                 found.unreadable += 1
                 continue
-            if isinstance(line, dict) and "kind" in line:
-                yield line
+            newer = line.get("schema") if kind == "start" else None
+            if isinstance(newer, int) and newer > SCHEMA:
+                raise UsageError(f"{found.folder} was recorded by a newer fleetx (schema {newer}): update fleetx")
+            if kind in KEYS and not _complete(line, KEYS[kind]):
+                found.unreadable += 1
+                continue
+            yield line
+
+
+def _complete(line: Line, keys: dict[str, Any]) -> bool:
+    if not all(isinstance(line.get(key), of) for key, of in keys.items()):
+        return False
+    needed = ((line[key], names) for key, names in INSIDE.items() if key in keys)
+    return all(isinstance(numbers.get(name), int | float) for numbers, names in needed for name in names)
 
 
 def _add(found: Record, line: Line) -> None:
     kind = line["kind"]
+    if kind in KEYS:
+        found.last = max(found.last, line["t"])
     if kind == "start":
-        if line["schema"] > SCHEMA:
-            raise UsageError(f"{found.folder} was recorded by a newer fleetx (schema {line['schema']}): update fleetx")
         found.starts.append(line)
     elif kind == "plan" and line["rank"] == 0:
         found.plans[line["model"]] = line

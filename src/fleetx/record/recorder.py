@@ -24,10 +24,12 @@ from torch.profiler import record_function
 from fleetx.base import seams
 from fleetx.comm.session import current
 from fleetx.comm.world import World
+from fleetx.engine.dtensors import local
 from fleetx.record.losses import Losses
 from fleetx.record.schema import EVENTS, TIMES
 from fleetx.record.stopwatch import Mark, Stopwatch
 from fleetx.record.tally import Ended, Span, Tally, trace
+from fleetx.record.usage import RoundBytes
 from fleetx.strategy.stage import Act, Stage
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class Recorder:
         self._totals: dict[str, Any] = {"rounds": 0, "seconds": 0.0, "time": dict.fromkeys(TIMES, 0.0), "samples": 0}
         self._predicted: int | None = None  # peak bytes of a step of the last model
         self._norm_at = 0.0  # when the norm may be computed again
+        self._bytes = RoundBytes(stream.usage) if stream is not None else None
         self._tracing = False
         self._pause = FLUSH + _EACH * world.size
         self._flush_at = time.monotonic() + self._pause
@@ -186,7 +189,7 @@ class Recorder:
     def metrics(self) -> dict[str, Any]:
         self._settle(wait=False)
         usage = self.stream.usage if self.stream is not None else None
-        used = {} if usage is None else {"peak": usage.peak(), "sent": usage.sent()}
+        used = {} if usage is None else {"peak": usage.peak(), "sent_in_all": usage.sent()}
         predicted = {} if self._predicted is None else {"predicted": self._predicted}
         return {**self.latest, **used, **predicted, "events": {what: self.counts[what] for what in EVENTS}}
 
@@ -282,6 +285,7 @@ class Recorder:
             self.say("plan", model=model.number, **described)
             self._totals["optimizer"] = _state_bytes(run)
             model.plan = None
+        line |= {} if self._bytes is None else self._bytes.of_round()
         ended = Ended(line, tally, self._tracing)
         self._tracing = self.stream is not None and _is_traced(run.round + 1)
         if self.world.device.type == "cuda":
@@ -343,4 +347,4 @@ def _is_traced(number: int) -> bool:
 
 def _state_bytes(run: Engine) -> int:
     values = (v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-    return sum(v.nbytes for v in values)
+    return sum(local(v).nbytes for v in values)

@@ -6,16 +6,18 @@ With `every_rank`, `RUN/rank1.jsonl` and so on have the rounds of the others too
 Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not finite is the string "nan", "inf" or
 "-inf", because JSON has no such numbers. A key that is not known is left out. The kinds:
 
-    start   a process began to record: `schema`, `ranks`, `device`, `host`, `machine`, `versions`, `threads`, `command`,
-            `folder`, `environment`, `restart` (how often the launcher has restarted the workers)
+    start   a process began to record: `schema`, `ranks`, `device`, `host`, `machine`, `versions`, `threads`, `command`
+            (of the launcher, if it is fleetrun or torchrun), `folder`, `environment`, `restart` (how often the launcher
+            has restarted the workers)
     plan    a model was distributed; again after its first round, when every strategy has decided: `model` (its number),
             `name`, `replicas` (different batches per step), `window` (steps per round), `strategy` (as in its YAML
-            file), `acts` ([stage, switch, what it does]), `explain`, `parameters` (their number), `bytes` (of
-            `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step, where a strategy or
-            `predict_memory` predicted them)
+            file), `acts` ([stage, switch, what it does and why there]), `explain`, `parameters` (their number), `bytes`
+            on this rank (of `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step,
+            where a strategy or `predict_memory` predicted them)
     round   a round ended: `model`, `round`, `updated` (was the update applied?), `seconds`, `time` (seconds by TIMES),
             `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps, before
-            the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient)
+            the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient),
+            `sent` (bytes over TCP) and `peak` (bytes, until then): as often as 0.3 % of the time allows
     rank    what a rank has used since it started: `rounds`, `seconds`, `time`, `samples`, `sent` (bytes over TCP),
             `peak` (bytes), `before` (bytes held when its model was distributed), `optimizer` (bytes of its state),
             `first` (the `time` of its first round, which sets everything up), `host`
@@ -36,6 +38,25 @@ SCHEMA = 1
 # Where the time of a round goes. `data` is what the script does between a step and the next forward: mostly, it waits
 # for its loader. `communication` is waiting for other ranks that no computation hides. `other`: evaluating and saving.
 TIMES = ("data", "forward_backward", "communication", "update", "other")
+
+# What a line must have to be read; other keys may be missing.
+_ANY = {"t": int | float, "rank": int}
+KEYS: dict[str, dict[str, Any]] = {
+    "start": _ANY | {
+        "schema": int, "ranks": int, "device": str, "host": str, "machine": str, "versions": dict, "threads": int,
+        "command": list, "folder": str, "environment": dict,
+    },
+    "plan": _ANY | {
+        "model": int, "name": str, "replicas": int, "window": int, "strategy": dict, "acts": list, "explain": str,
+        "parameters": int, "bytes": dict,
+    },
+    "round": _ANY | {"model": int, "round": int, "seconds": int | float, "time": dict, "samples": int},
+    "rank": _ANY | {"rounds": int, "time": dict},
+    "event": _ANY | {"what": str, "round": int},
+    "value": _ANY | {"round": int, "values": dict},
+    "trace": _ANY | {"model": int, "round": int, "spans": list},
+}  # fmt: skip
+INSIDE = {"time": TIMES, "bytes": ("parameters", "gradients", "kept")}  # numbers in these, where they are needed
 
 EVENTS = {
     "overflow": "a float16 gradient overflowed: the update was skipped, as the loss scale expects",

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import resource
+import threading
+import time
 
 import psutil
 import torch
 
 from fleetx.comm import kernel
 
+_SHARE = 333  # bytes are counted if this many times what it takes has passed: 20 microseconds, with a few ranks
+
 
 class Usage:
     def __init__(self, device: torch.device):
         self._device = device
-        self._known = kernel.bytes_sent()
+        self._files = kernel.tcp_files()
+        self._known = kernel.bytes_sent(self._files)
         self._sent = 0
+        self._lock = threading.Lock()  # the training asks, and the thread that writes
 
-    def sent(self) -> int | None:
-        """Since this object was made. None on CUDA, whose ranks do not communicate over TCP."""
+    def sent(self, *, quickly: bool = False) -> int | None:
+        """Since this object was made. None on CUDA, whose ranks do not communicate over TCP.
+
+        quickly: over the connections that were open when it was last asked otherwise.
+        """
         if self._device.type == "cuda":
             return None
-        now = kernel.bytes_sent()  # by connection: some are closed meanwhile
-        self._sent += sum(total - self._known.get(name, 0) for name, total in now.items())
-        self._known = now
-        return self._sent
+        with self._lock:
+            if not quickly:
+                self._files = kernel.tcp_files()
+            now = kernel.bytes_sent(self._files)  # by connection: some are closed meanwhile
+            self._sent += sum(total - self._known.get(name, 0) for name, total in now.items())
+            self._known = now
+            return self._sent
 
     def peak(self) -> int:
         """On a GPU, of its memory; else of the whole process, with Python and torch itself."""
@@ -35,3 +47,26 @@ class Usage:
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return int(psutil.Process().memory_info().rss)
+
+
+class RoundBytes:
+    """Counts them in every round; if that takes too long, now and then in two, because what is sent lies between."""
+
+    def __init__(self, usage: Usage):
+        self._usage = usage
+        self._before: int | None = None  # sent until the last round, if it was counted then
+        self._counts_next = False  # count in the next round in any case?
+        self.due = 0.0  # when it may count again
+
+    def of_round(self) -> dict[str, int]:
+        """At the end of a round: the bytes `sent` in it and the `peak` until then, or nothing."""
+        now, begun, before = time.monotonic(), time.thread_time(), self._before
+        if now < self.due and not self._counts_next:
+            self._before = None
+            return {}
+        sent, found = self._usage.sent(quickly=True), {"peak": self._usage.peak()}
+        if sent is not None and before is not None:
+            found["sent"] = sent - before
+        self._before, self._counts_next = sent, sent is not None and before is None
+        self.due = max(self.due, now) + _SHARE * (time.thread_time() - begun)
+        return found

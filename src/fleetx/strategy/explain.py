@@ -95,12 +95,18 @@ def _settings(strategy: DistributedStrategy, part: type[Part]) -> dict[str, Any]
 
 def _step(plan: Plan) -> Table:
     table = _table("one step, in order", "stage", "switch", "what it does")
+    for stage, switch, told in in_order(plan):
+        table.add_row(stage.name, switch, told)
+    return table
+
+
+def in_order(plan: Plan, replicas: int | None = None) -> Iterator[tuple[Stage, str, str]]:
+    """Each act of a step: its stage, its switch, and what it does and why there. replicas: if they are known."""
     for stage in Stage:
         for act in plan.at(stage):
-            table.add_row(stage.name, act.switch, "; ".join(filter(None, [act.meaning, _reason(plan, act)])))
-        if stage is Stage.REDUCE and not plan.at(stage):
-            table.add_row(stage.name, "data_parallel", "average each bucket over the ranks while backward still runs")
-    return table
+            yield stage, act.switch, "; ".join(filter(None, [act.meaning, _reason(plan, act)]))
+        if stage is Stage.REDUCE and not plan.at(stage) and replicas != 1:
+            yield stage, "data_parallel", "average each bucket over the ranks while backward still runs"
 
 
 def _reason(plan: Plan, act: Act) -> str:

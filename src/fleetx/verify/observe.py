@@ -23,7 +23,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sent_since(before: dict[str, int]) -> int:
+def sent_since(before: dict[int, int]) -> int:
     """By connection: those of an earlier training may be closed meanwhile."""
     return sum(sent - before.get(inode, 0) for inode, sent in kernel.bytes_sent().items())
 
