@@ -184,7 +184,7 @@ def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
 
     output = output or runs[0] / "report.html"
     try:
-        page.write(runs, output, live=live)
+        page.write(runs, output, live=live, say=click.echo)
     except FleetxError as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"written to {output}")

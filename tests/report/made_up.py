@@ -32,7 +32,7 @@ def lines(*, rounds: int = 600, slow: float = 1.0, ranks: int = 2, pipeline: boo
         out.append(
             {"kind": "round", "t": T0 + 1 + 0.09 * n, "rank": 0, "model": 0, "round": n, "updated": n != 7, "steps": 1,
              "samples": 32, "rate": 0.1 * min(n / 50, 1), "loss": loss, "norm": 1 / n, "scale": 1024.0,
-             "k": 1 + n // 200, "seconds": 0.09, "time": time}
+             "k": 1 + n // 200, "sent": 1000, "seconds": 0.09, "time": time}
         )  # fmt: skip
     for rank in range(ranks):
         share = slow if rank == ranks - 1 else 1.0

@@ -74,7 +74,7 @@ def test_dark_is_dark_and_light_is_light(browser, report):
 def test_the_numbers_are_those_of_the_record(browser, report):
     browser.open(report / "one.html", width=1200)
     rounds = {line["round"]: line for line in lines(slow=1.5) if line["kind"] == "round"}
-    for key in ("loss", "rate", "norm", "scale", "k"):
+    for key in ("loss", "rate", "norm", "scale", "k", "sent"):
         shown = json.loads(
             browser.ask(f"""JSON.stringify([...document.querySelectorAll(
             '[data-plot="{key}"] table tr')].slice(1).map(r => [...r.cells].map(c => c.textContent)))""")

@@ -66,7 +66,8 @@ def test_what_a_record_says_is_escaped(tmp_path):
 def test_every_part_is_there(tmp_path):
     text = html(tmp_path)
     plots = set(re.findall(r'data-plot="([a-z]+)"', text))
-    assert {"loss", "rate", "norm", "scale", "k", "throughput", "time", "step", "memory", "network", "events"} <= plots
+    assert {"loss", "rate", "norm", "scale", "k", "sent", "throughput"} <= plots
+    assert {"time", "step", "memory", "network", "events"} <= plots
     assert "limit the norm" in text
     assert "clip_norm: 1.0" in text
     assert "OMP_NUM_THREADS=1" in text
@@ -141,6 +142,25 @@ def test_a_scale_contains_its_values(low, high):
     assert 2 <= len(ticks) <= 7
 
 
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 12_345), (9e-5, 1.1e-4), (-1e-4, 1.2e-4), (2.30001, 2.30009), (1e30, 2e30), (999, 1005), (0, 0)],
+)
+def test_labels_of_an_axis_are_short_and_right(low, high):
+    *_, ticks = svg.scale(low, high)
+    shown = svg.labels(ticks)
+    assert max(map(len, shown)) <= 7
+    assert list(map(float, shown)) == pytest.approx(ticks, abs=(ticks[1] - ticks[0]) / 20)
+
+
+def test_values_that_are_not_finite_are_seen(tmp_path):
+    points = [(float(i), math.nan if i in (700, 999) else 1.0 / i) for i in range(1, 1000)]
+    text = svg.curve("loss", [svg.Series("run", points)])
+    assert text.count("<path") == 2
+    assert ">999<" in text  # the last update, which has no value
+    assert "1 not finite (crosses), first at update 7" in html(tmp_path)
+
+
 def test_throughput_counts_all_replicas_and_no_evaluation(tmp_path):
     record = read(write(tmp_path / "run"))
     record.rounds[1]["time"] = record.rounds[1]["time"] | {"other": 0.04}
@@ -163,6 +183,25 @@ def test_the_command_writes_one_file_and_says_what_is_wrong(tmp_path):
     done = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
     assert done.exit_code == 1
     assert "has no rank0.jsonl" in done.output
+
+
+def test_live_waits_for_a_run_to_begin(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(page.time, "sleep", lambda seconds: write(tmp_path / "run"))
+    page.write([tmp_path / "run"], tmp_path / "report.html", live=True, say=said.append)
+    assert (tmp_path / "report.html").exists()
+    assert len(said) == 1
+    assert "waiting for a run to begin" in said[0]
+
+
+def test_lines_that_were_left_out_are_told(tmp_path):
+    run = write(tmp_path / "run", ends=False)
+    assert "cannot be read" not in page.page([read(run)])
+    with open(run / "rank0.jsonl", "a") as file:
+        file.write('{"kind": "round"}\n')
+    text = page.page([read(run)])
+    assert "cannot be read are left out (1)" in text
+    assert "running, or killed; last line at" in text
 
 
 def test_live_goes_on_until_the_run_has_ended(tmp_path, monkeypatch):

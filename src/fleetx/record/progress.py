@@ -76,7 +76,8 @@ class _Pace:
         (then, before), (now, samples) = self._before, self._samples()
         if samples > before and now > then:
             replicas = max((size for _, size in self._session.shares()), default=1)
-            found["samples/s"] = f"{replicas * (samples - before) / (now - then):,.4g}"
+            speed = replicas * (samples - before) / (now - then)
+            found["samples/s"] = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}"
         found["time"] = _clock(seconds)
         if self._total and self.done:
             found["left"] = _clock(seconds * (self._total - self.done) / self.done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ STRAGGLES = 1.1  # times the median of the ranks' own work
 def curves(record: Record) -> dict[str, Points]:
     """What changes from round to round, by name. Curves that are not known are left out."""
     found: dict[str, Points] = {}
-    for key in ("loss", "rate", "norm", "scale", "k"):
+    for key in ("loss", "rate", "norm", "scale", "k", "sent"):
         found[key] = [(r["round"], y) for r in record.rounds if (y := number(r.get(key))) is not None]
     found["throughput"] = throughput(record)
     for line in record.values:
@@ -45,7 +46,8 @@ def replicas(record: Record, model: int = 0) -> int:
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """Fewer points of the same shape: of each piece its lowest and its highest, and the first and last of all."""
+    """Fewer points of the same shape: of each piece its lowest, its highest and one that is not finite, and the first
+    and last of all."""
     if len(points) <= most:
         return points
     pieces, kept = most // 2, {0, len(points) - 1}
@@ -53,6 +55,7 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
         piece = range(i * len(points) // pieces, (i + 1) * len(points) // pieces)
         finite = [j for j in piece if math.isfinite(points[j][1])] or list(piece)
         kept |= {min(finite, key=lambda j: points[j][1]), max(finite, key=lambda j: points[j][1])}
+        kept |= set([j for j in piece if not math.isfinite(points[j][1])][:1])
     return [points[j] for j in sorted(kept)]
 
 
@@ -129,7 +132,7 @@ def summary(record: Record) -> dict[str, str]:
     if "loss" in drawn:
         found["last loss"] = f"{drawn['loss'][-1][1]:.4g}"
     if "throughput" in drawn:
-        found["samples per second"] = f"{statistics.median(y for _, y in drawn['throughput']):,.4g} (median)"
+        found["samples per second"] = f"{amount(statistics.median(y for _, y in drawn['throughput']))} (median)"
     if rounds:
         usual = statistics.mode(r["samples"] for r in rounds)  # the last of an epoch may have fewer
         found["samples per update"] = f"{usual * replicas(record):,}"
@@ -147,7 +150,9 @@ def state(record: Record) -> str:
     last = [e["what"] for e in record.events if e["t"] >= record.starts[-1]["t"]]
     if "fault" in last:
         return "ended with an error"
-    return "ended" if "end" in last else "running, or killed"
+    if "end" in last:
+        return "ended"
+    return f"running, or killed; last line at {time.strftime('%H:%M:%S', time.gmtime(record.last))} UTC"
 
 
 def duration(seconds: float) -> str:
@@ -162,6 +167,10 @@ def size(number_of_bytes: float) -> str:
             return f"{number_of_bytes:.4g} {unit}"
         number_of_bytes /= 1024
     raise AssertionError
+
+
+def amount(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:

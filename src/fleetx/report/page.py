@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fleetx.base.files import write_atomic
 from fleetx.errors import UsageError
-from fleetx.record.read import Record, read
+from fleetx.record.read import NotBegunError, Record, read
 from fleetx.report import facts, sections, svg
 from fleetx.report.style import STYLE
 
@@ -25,10 +25,22 @@ _OF_A_RUN: tuple[tuple[str, Callable[[Record], str]], ...] = (
 )
 
 
-def write(folders: Sequence[str | Path], output: Path, *, live: bool = False) -> None:
-    """Write the page of these runs. live: again and again, until all of them have ended."""
+def write(
+    folders: Sequence[str | Path], output: Path, *, live: bool = False, say: Callable[[str], object] = print
+) -> None:
+    """Write the page of these runs. live: when all have begun, and again and again until all of them have ended."""
+    waiting = False
     while True:
-        records = [read(folder) for folder in folders]
+        try:
+            records = [read(folder) for folder in folders]
+        except NotBegunError as error:
+            if not live:
+                raise
+            if not waiting:
+                say(f"waiting for a run to begin: {error}")
+            waiting = True
+            time.sleep(LIVE)
+            continue
         going = live and any(facts.state(record).startswith("running") for record in records)
         try:
             write_atomic(output, page(records, refresh=LIVE if going else None))
@@ -45,6 +57,12 @@ def page(records: Sequence[Record], *, refresh: int | None = None) -> str:
     begun = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first))
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     body = [f"<h1>{escape(names)}</h1><p>fleetx, begun {begun}</p>", sections.overview(records)]
+    body += [
+        f"<p>Lines of {escape(record.name)} that cannot be read are left out ({record.unreadable}): they were cut off "
+        "when a process was killed, or fleetx has not written them.</p>"
+        for record in records
+        if record.unreadable
+    ]
     body += ["<section><h2>Curves</h2>", sections.curves(records), "</section>"]
     for record in records:
         if len(records) > 1:

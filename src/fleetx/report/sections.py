@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from fleetx.report.svg import Series
 _MOST_RANKS = 24  # bars; of more ranks, those that work longest are shown
 _TITLES = {
     "loss": "loss", "rate": "learning rate", "norm": "norm of the gradient", "scale": "loss scale",
-    "k": "k, updates between averages", "throughput": "samples per second",
+    "k": "k, updates between averages", "throughput": "samples per second", "sent": "bytes sent by rank 0",
 }  # fmt: skip
 _TIME = {
     "data": "data", "forward_backward": "forward and backward", "communication": "waiting for other ranks",
@@ -42,10 +43,18 @@ def curves(records: Sequence[Record]) -> str:
     plots = []
     for name in names:
         here = [Series(r.name, one[name]) for r, one in zip(records, found, strict=True) if name in one]
-        plots.append(
-            figure(name, _TITLES.get(name, name), svg.curve(name, here), _numbers(here), [s.name for s in here])
-        )
+        picture = svg.curve(name, here) + "".join(_odd(s, len(here) > 1) for s in here)
+        plots.append(figure(name, _TITLES.get(name, name), picture, _numbers(here), [s.name for s in here]))
     return f'<div class="plots">{"".join(plots)}</div>' if plots else '<p class="none">No update is done yet.</p>'
+
+
+def _odd(series: Series, named: bool) -> str:
+    """What a curve cannot show."""
+    odd = [x for x, y in series.points if not math.isfinite(y)]
+    if not odd:
+        return ""
+    whose = f"{escape(series.name)}: " if named else ""
+    return f"<p>{whose}{len(odd)} not finite (crosses), first at update {odd[0]:g}</p>"
 
 
 def figure(key: str, title: str, picture: str, numbers: str, names: Sequence[str] = ()) -> str:

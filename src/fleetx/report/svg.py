@@ -10,7 +10,7 @@ from html import escape
 from fleetx.report.facts import Points, thinned
 
 WIDTH, HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 10, 26
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "1 5", "12 4")
 PATTERNS = 6
 
@@ -22,12 +22,12 @@ class Series:
 
 
 def curve(name: str, series: Sequence[Series]) -> str:
-    """Lines over rounds. Values that are not finite leave a gap."""
+    """Lines over rounds. Values that are not finite leave a gap, and a cross above it."""
     drawn = [Series(s.name, thinned(s.points)) for s in series]
     finite = [(x, y) for s in drawn for x, y in s.points if math.isfinite(y)]
     if not finite:
         return f'<p class="none">{escape(name)}: no value is finite.</p>'
-    low_x, high_x = min(x for x, _ in finite), max(x for x, _ in finite)
+    low_x, high_x = min(x for s in drawn for x, _ in s.points), max(x for s in drawn for x, _ in s.points)
     low, high, ticks = scale(min(y for _, y in finite), max(y for _, y in finite))
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -49,6 +49,10 @@ def curve(name: str, series: Sequence[Series]) -> str:
                 )
             else:
                 parts.append(f'<polyline {style} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+        for x, y in s.points:
+            if not math.isfinite(y):
+                cross = f"M{at(x, low)[0] - 3:.1f} {_TOP - 3}l6 6m0 -6l-6 6"
+                parts.append(f'<path class="line c{i % PATTERNS}" d="{cross}"/>')
     first, last = finite[0], finite[-1]
     label = f"{name}: {first[1]:.4g} at update {first[0]:g}, {last[1]:.4g} at update {last[0]:g}"
     return drawing(label, WIDTH, HEIGHT, parts)
@@ -123,11 +127,32 @@ def scale(low: float, high: float) -> tuple[float, float, list[float]]:
 
 def _grid(ticks: Sequence[float], at: Callable[[float], float]) -> str:
     parts = []
-    for tick in ticks:
+    for tick, label in zip(ticks, labels(ticks), strict=True):
         y = at(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(text(_LEFT - 6, y + 4, f"{0.0 if abs(tick) < 1e-300 else tick:.4g}", "end"))
+        parts.append(text(_LEFT - 6, y + 4, label, "end"))
     return "".join(parts)
+
+
+def labels(ticks: Sequence[float]) -> list[str]:
+    """With as many digits as it takes to tell them apart, if there is room: 7 letters."""
+    room = abs(ticks[-1] - ticks[0]) / 100
+    for digits in range(1, 7):
+        shown = [_short(tick, digits) for tick in ticks]
+        if all(abs(float(label) - tick) <= room for label, tick in zip(shown, ticks, strict=True)):
+            break
+    return shown
+
+
+def _short(value: float, digits: int) -> str:
+    """12500 or 2.5e7, whichever is shorter."""
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    if abs(value) < 1e-300 or not float(mantissa):
+        return "0"
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    plain = f"{float(f'{value:.{digits - 1}e}'):.{max(digits - 1 - int(power), 0)}f}"
+    plain = plain.rstrip("0").rstrip(".") if "." in plain else plain
+    return plain if len(plain) <= 6 else min(plain, f"{mantissa}e{int(power)}", key=len)
 
 
 def _pieces(points: Points) -> list[Points]:
