@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,15 @@ class Mlflow(_Tracker):
         super().__init__()
         import mlflow
 
-        self._client = mlflow.MlflowClient()
+        self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
         experiment = self._client.get_experiment_by_name("fleetx")
         number_of = experiment.experiment_id if experiment is not None else self._client.create_experiment("fleetx")
         self._run = self._client.create_run(number_of, run_name=folder.resolve().name).info.run_id
 
     def plot(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
+        now = round(1000 * time.time())
+        found = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, found)  # one request for all: the server may be far away
 
     def describe(self, facts: dict[str, Any]) -> None:
         self._client.log_dict(self._run, facts["strategy"], "strategy.yaml")
