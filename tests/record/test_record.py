@@ -434,3 +434,10 @@ def test_the_schedule_of_a_pipeline_is_recorded_as_it_ran(ranks, tmp_path):
         stages = [name for lane, name, *_ in trace["spans"] if lane == "stage"]
         assert sorted(stages) == sorted(f"{kind}{i}/{rank}" for kind in "FB" for i in range(4))
     assert all(r["samples"] == 4 and r["time"]["communication"] > 0 for r in found.rounds)
+
+
+def test_the_bytes_of_a_pipeline_are_those_of_the_stage(ranks, tmp_path):
+    ranks.run(piped, str(tmp_path))
+    plan = read(tmp_path).plans[0]
+    assert plan["divided"]
+    assert plan["bytes"]["parameters"] == plan["bytes"]["gradients"] == sum(p.nbytes for p in net()[:2].parameters())

@@ -79,6 +79,14 @@ def test_the_memory_of_a_step_is_compared_with_what_was_predicted(tmp_path):
     assert "<td>rank 1: what training added, with the parameters</td><td>51 MiB</td>" in text  # 300 - 250 + 1
 
 
+def test_predicting_is_not_recommended_where_it_is_an_error(tmp_path):
+    record = read(write(tmp_path / "run"))
+    del record.plans[0]["predicted"]
+    assert "predict_memory=True" in page.page([record])
+    record.plans[0]["divided"] = True
+    assert "predict_memory=True" not in page.page([record])
+
+
 def test_a_straggler_is_named_and_ranks_that_are_equal_are_not(tmp_path):
     assert "No rank straggles" in html(tmp_path / "a")
     text = html(tmp_path / "b", slow=1.5, ranks=3)

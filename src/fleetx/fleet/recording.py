@@ -88,7 +88,7 @@ def attach(session: Session, engine: Engine) -> None:
     recorder = session.recorder
     if recorder is None:
         return
-    if recorder.predicts and (engine.layout.shard_group is not None or engine.layout.reduced or not engine.taps):
+    if recorder.predicts and _divided(engine):
         raise UsageError(
             "fleet.record(..., predict_memory=True): the memory of a model that is divided between ranks (sharding, "
             "pipeline) is not predicted: remove it"
@@ -96,6 +96,11 @@ def attach(session: Session, engine: Engine) -> None:
     recorder.attach(
         engine, partial(_plan, session), _predicted if recorder.predicts and not recorder.world.rank else None
     )
+
+
+def _divided(engine: Engine) -> bool:
+    """Does no rank hold the whole model?"""
+    return engine.layout.shard_group is not None or bool(engine.layout.reduced) or not engine.taps
 
 
 def _environment() -> dict[str, Any]:
@@ -120,7 +125,8 @@ def _launcher() -> list[str]:
 def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     entry = session.entries[engine]
     params = list(engine.names)
-    held, whole = (sum(p.nbytes for p in some) for some in (map(local, params), params))
+    here = [p for p in params if not p.is_meta]  # a pipeline leaves the names of what is elsewhere
+    held, whole = sum(local(p).nbytes for p in here), sum(p.nbytes for p in params)
     kept = sum(part.keeps(params, engine.plan) for part in engine.plan.parts) * held // max(whole, 1)  # on this rank
     found = [part.predicted(engine.context_of(part)) for part in engine.plan.parts]
     predicted = max((p for p in found if p is not None), default=None)
@@ -133,8 +139,9 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in params),
         "bytes": {
             "parameters": held, "kept": kept,
-            "gradients": sum(local(p).nbytes for p in params if p.requires_grad),
+            "gradients": sum(local(p).nbytes for p in here if p.requires_grad),
         },
+        "divided": _divided(engine),
     }  # fmt: skip
     return line if predicted is None else line | {"predicted": predicted}
 

@@ -13,7 +13,7 @@ Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not
             `name`, `replicas` (different batches per step), `window` (steps per round), `strategy` (as in its YAML
             file), `acts` ([stage, switch, what it does and why there]), `explain`, `parameters` (their number), `bytes`
             on this rank (of `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step,
-            where a strategy or `predict_memory` predicted them)
+            where a strategy or `predict_memory` predicted them), `divided` (does no rank hold the whole model?)
     round   a round ended: `model`, `round`, `updated` (was the update applied?), `seconds`, `time` (seconds by TIMES),
             `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps, before
             the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient),

@@ -178,7 +178,9 @@ def memory(record: Record) -> str:
             "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded "
             "on first use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
         )
-    if "predicted" not in plan:
+    if plan.get("divided"):
+        note += "<p>The peak of a step is not predicted for a model that is divided between ranks.</p>"
+    elif "predicted" not in plan:
         note += "<p>The peak of a step was not predicted: fleet.record(..., predict_memory=True) does it.</p>"
     picture = svg.bars("bytes", rows, facts.size)
     return f'{note}<figure data-plot="memory">{picture}{svg.legend(names)}</figure>{table(["", "bytes"], told)}'
