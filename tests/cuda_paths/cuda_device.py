@@ -347,6 +347,7 @@ def install():
     cuda = torch.cuda
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.get_device_capability = lambda device=None: (8, 0)
     cuda.current_device, cuda.device_count = lambda: 0, lambda: 1
     cuda._lazy_init = lambda: None
     cuda.set_device = lambda device: None

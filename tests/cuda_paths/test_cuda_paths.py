@@ -15,6 +15,8 @@ import pytest
 import torch
 from cuda_scenarios import ALONE, RANKS, SHARDING, TWO_RANKS
 
+from fleetx.strategy.part import every, switch_of
+
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -108,6 +110,12 @@ def test_what_surrounds_a_step_works_on_the_device(seen, name):
 def test_ranks_of_a_pipeline_with_different_batches_are_told_before_the_update(seen, place, what):
     found = seen[place][f"around: different_{what}"]
     assert "failed" not in found, found["failed"]
+
+
+def test_every_switch_is_trained_with():
+    declared = {switch for scenario in (*ALONE, *TWO_RANKS, *SHARDING) for switch in scenario.strategy}
+    switches = {switch_of(part) for part in every().values() if not part.always}
+    assert switches - declared == {"auto", "batch"}  # a search of strategies, and a check of sizes on the host
 
 
 def test_the_page_lists_what_is_run():

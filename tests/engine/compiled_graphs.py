@@ -42,6 +42,9 @@ ROWS = {
     "`adaptive_localsgd`": Row({"adaptive_localsgd": {"init_k_steps": 2}}),
     "`fp16_allreduce`": Row({"fp16_allreduce": True}),
     "`quantized_allreduce`": Row({"quantized_allreduce": True}),
+    "`use_hierarchical_allreduce`": Row({"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}),
+    "`ema`": Row({"ema": {"decay": 0.9}}),
+    "`noise_scale`": Row({"noise_scale": {"every": 1}}),
     "`sharding`, stage 2": Row({"sharding": {"stage": 2}}),
     "`sharding`, stage 3": Row({"sharding": {"stage": 3}}),
 }
@@ -61,7 +64,7 @@ torch.compile, bit for bit.
 {rows}
 
 fleetx's own work (casting, tapping outputs, reducing, withholding gradients) is in hooks, outside the graph. The
-optimizer's step is not compiled. `pipeline`, `auto` and `use_hierarchical_allreduce` are not in the table.
+optimizer's step is not compiled. `pipeline` and `auto` are not in the table.
 
 With several gradient buckets, torch splits the graph of a data-parallel model where a bucket ends, so that reduction
 overlaps with backward (`torch._dynamo.config.optimize_ddp`). It does so under fleetx as well. Its assertion "First
