@@ -10,6 +10,9 @@
     cache.py             earlier results, and profiles
     whatif.py            predictions for another cluster, from a stored profile
     command.py           `fleetx plan`
+    branches.py          `fleetx batch`: trainings that branch from one checkpoint, with other batches
+    critical_batch.py    what they say about the critical batch
+    plots.py             the plots of both commands
 
 All ranks run a search together. What only one of them finds out is sent to the others, so that all choose the same.
 """

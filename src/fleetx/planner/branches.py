@@ -16,7 +16,7 @@ from fleetx.base.branch_order import BRANCH, Order
 from fleetx.base.files import write_atomic
 from fleetx.errors import UsageError
 from fleetx.optim.schedule import batch_ratio
-from fleetx.planner import critical_batch
+from fleetx.planner import critical_batch, plots
 from fleetx.planner.critical_batch import BranchResult
 
 SMOOTHED = 10  # the loss is averaged over this share of the steps
@@ -35,7 +35,7 @@ def measure(
     if 1 not in merges or len(merges) < 2:
         raise UsageError("--merges must have 1, the script's own batch, and at least one more: such as 1,2,4,8")
     if given["plot"] is not None:
-        critical_batch.check_plot()  # before anything is started
+        plots.check_plot()  # before anything is started
     steps = math.ceil(given["steps"] / max(merges)) * max(merges)  # whole updates of every batch
     output = Path(given["output"])
     settings = {key: list(arguments) if key == "arguments" else given.get(key) for key in _SAME} | {"script": script}

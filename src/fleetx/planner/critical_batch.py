@@ -6,13 +6,12 @@ are twice their least (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetx.errors import UsageError
+from fleetx.planner import plots
 
 
 @dataclass(frozen=True)
@@ -142,21 +141,10 @@ def text(found: Study) -> str:
     return "\n".join(lines)
 
 
-def check_plot() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib")
-
-
 def plot(found: Study, path: Path) -> None:
-    check_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in found.rows if row.steps is not None]
     batches = [row.branch.batch for row in rows]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4))
+    axes = plots.axes(2, (9, 4))
     for axis, name, values in (
         (axes[0], "updates", [row.updates for row in rows]),
         (axes[1], "samples", [row.samples for row in rows]),
@@ -165,14 +153,6 @@ def plot(found: Study, path: Path) -> None:
         if found.critical is not None and found.least_updates is not None:
             curve = [found.least_updates * (1 + found.critical / b) * (1 if name == "updates" else b) for b in batches]
             axis.plot(batches, curve, ":", color="grey", label="fit")
-            axis.axvline(found.critical, color="grey", lw=0.5)
-        axis.set(xlabel="batch (samples)", ylabel=f"{name} to a loss of {found.target:.4g}", xscale="log", yscale="log")
-        axis.set_xticks(batches, [str(b) for b in batches])
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=100)
-    except OSError as error:
-        raise UsageError(f"--plot: {path} cannot be written: {error}") from None
-    pyplot.close(figure)
+            axis.axvline(found.critical, color="grey", lw=0.5, label=f"critical batch: {found.critical:,.0f}")
+        plots.finish(axis, batches, xlabel="batch (samples)", ylabel=f"{name} to a loss of {found.target:.4g}")
+    plots.save(axes[0], path)

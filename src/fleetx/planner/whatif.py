@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from fleetx.base.sizes import format_bytes
-from fleetx.errors import StrategyError, UsageError
+from fleetx.errors import StrategyError
+from fleetx.planner import plots
 from fleetx.planner.cache import StoredProfile
 from fleetx.planner.candidates import Candidate, offered
 from fleetx.strategy import DistributedStrategy
@@ -120,29 +121,14 @@ def text(machine: Machine, found: Sequence[Row]) -> str:
 
 
 def plot(found: Sequence[Row], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     best = [(row.nodes, row.rate, row.best.cost) for row in found if row.best is not None]
     if not best:
         raise StrategyError("nothing to plot: no plan fits")
     nodes, rates, _ = zip(*best, strict=True)
-    figure, axis = pyplot.subplots(figsize=(7, 5))
+    (axis,) = plots.axes(1, (7, 5))
     axis.plot(nodes, rates, "o-", label="predicted")
     axis.plot(nodes, [rates[0] * n / nodes[0] for n in nodes], ":", color="grey", label="linear")
     for n, rate, cost in best:
         axis.annotate(cost.bottleneck(1 << 62), (n, rate), textcoords="offset points", xytext=(4, -12))
-    axis.set(xlabel="nodes", ylabel="samples per second (predicted)", xscale="log", yscale="log")
-    axis.set_xticks(nodes, [str(n) for n in nodes])
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=100)
-    except OSError as error:
-        raise UsageError(f"--plot: {path} cannot be written: {error}") from None
-    pyplot.close(figure)
+    plots.finish(axis, nodes, xlabel="nodes", ylabel="samples per second (predicted)")
+    plots.save(axis, path)
