@@ -21,11 +21,23 @@ class Effect:
     acts: Callable[[float, float], bool]
     sentence: str  # what is seen, such as "sends fewer bytes"
     replicas: int = 1  # with fewer copies of the model there is nothing to see
+    acts_on_shards: Callable[[float, float], bool] | None = None  # what is seen then; None: the same
+
+    def seen(self, on: float, off: float, *, shards: bool) -> bool:
+        """Does the part act? shards: do the ranks hold shards of the model?"""
+        return (self.acts_on_shards or self.acts)(on, off) if shards else self.acts(on, off)
 
 
-def less(quantity: str, sentence: str, *, than: float = 1.0) -> Effect:
-    """The quantity falls below this share of what it is without the part."""
-    return Effect(quantity, lambda on, off: on < than * off, sentence)
+def less(quantity: str, sentence: str, *, than: float = 1.0, on_shards: float | None = None) -> Effect:
+    """The quantity falls below this share of what it is without the part.
+
+    on_shards: the same where ranks hold shards, if the part acts on a small share of the quantity there.
+    """
+
+    def below(limit: float) -> Callable[[float, float], bool]:
+        return lambda on, off: on < limit * off
+
+    return Effect(quantity, below(than), sentence, acts_on_shards=None if on_shards is None else below(on_shards))
 
 
 def more(quantity: str, sentence: str, *, by: float = 0.0, replicas: int = 1) -> Effect:

@@ -171,7 +171,8 @@ def observed(switch: str, on: Results, off: Results) -> Seen:
     if 1 + max(r["replica"] for r in on) >= effect.replicas:
         # It may stop acting in the middle. A half in which nothing is sent anyway shows nothing.
         halves = [pair for pair in (early, late) if pair[1] >= total[1] / 10]
-        acts = all(effect.acts(*pair) for pair in (total, *halves))
+        shards = any(r["shard"] for r in on)
+        acts = all(effect.seen(*pair, shards=shards) for pair in (total, *halves))
     return Seen(effect.sentence, effect.quantity, total[0], total[1], acts)
 
 
