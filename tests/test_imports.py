@@ -145,7 +145,7 @@ def test_declarations_and_the_launchers_front_do_not_import_torch(name):
 
 @pytest.mark.parametrize(
     ("word", "homes"),
-    [(r"\.register_(?!comm_)\w*hook\(", ["engine/engine.py", "engine/scheduled.py"]),
+    [(r"\.register_(?!comm_)\w*hook\(", ["engine/engine.py", "engine/scheduled.py", "engine/state.py"]),
      (r"init_process_group\(", ["comm/world.py"]), ("get_close_matches", ["base/suggest.py"]),
      (r"warnings\.warn", ["base/user_line.py"])],
     ids=["hooks", "process group", "suggestions", "warnings"],
