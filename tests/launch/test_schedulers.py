@@ -142,6 +142,7 @@ def test_slurm(slurm, tmp_path):
     run(["srun", "--overcommit", "-n", "2", sys.executable, "train.py"], tmp_path, **slurm)
 
 
+@pytest.mark.nightly  # tests/comm/test_roles.py has the variables
 @installed("munged", "slurmctld", "slurmd", "srun", "mpirun.openmpi")
 @pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm need root")
 def test_open_mpi_in_a_step_of_slurm(slurm, tmp_path):
