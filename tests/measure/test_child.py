@@ -5,11 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing import get_context
 
 import psutil
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fleetx import fleet
 from fleetx.measure.child import forked
+from rank_pool import forks
+
+
+def trains_after_fake_tensors():
+    """With torch for CUDA on a machine without a GPU, this was an error of torch in the child."""
+    fleet.init()
+    with FakeTensorMode():
+        torch.empty(1)
+    x = torch.ones(1, requires_grad=True)
+    x.sum().backward()
+    answer = forked(lambda: x.sum().backward() or "fine", seconds=60)
+    assert answer.value == "fine", answer.error
+
+
+def test_a_child_trains_although_fake_tensors_were_used_before_the_first_backward():
+    process = get_context(forks()).Process(target=trains_after_fake_tensors)  # in which autograd has not started
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_child_answers_with_what_it_computed_on_the_parents_objects():

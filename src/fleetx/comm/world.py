@@ -226,7 +226,16 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
         warn(f"{said}, but this worker trains alone: start it with `fleetrun script.py`, which reads that variable")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        _start_autograd()
     return World(place, device, timeout)
+
+
+def _start_autograd() -> None:
+    """The first backward decides whether a forked process may run one: not if there is a GPU. Once fake tensors were
+    used, torch for CUDA believes in a GPU that is not there. `auto` needs both, fake tensors and forks."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
