@@ -26,6 +26,7 @@ from fleetx.data.loader import Loader
 from fleetx.data.sharding_plan import MaxSamples
 from fleetx.engine.checkpoint import claim
 from fleetx.engine.checkpoint.background import NICE
+from fleetx.engine.dtensors import local
 from rank_pool import forks
 from training import net
 
@@ -372,7 +373,7 @@ def poisoned(root, declared, bad, *, by_hand=False):
             fleet.load(root / "step-0000000004", scheduler=scheduler)
             torch.set_rng_state(random)
     assert by_hand or checkpoints.restored is not None
-    return {k: v.clone() for k, v in model.state_dict().items()}
+    return {k: local(v).clone() for k, v in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("declared", [{}, {"sharding": True}], ids=["plain", "sharding"])

@@ -49,6 +49,10 @@ class Mirror(dist.ProcessGroup):
     def getBackendName(self):  # noqa: N802
         return "mirror"
 
+    def _get_backend(self, device):
+        """Since 2.15 torch asks it whether it can send several messages as one."""
+        return self
+
     @property
     def group_name(self):
         self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # it is asked again when it is gone
