@@ -13,9 +13,9 @@ def explained():
     return str(fleet.explain(model=model))
 
 
-def test_one_host_is_one_group_and_explain_recommends_a_flat_all_reduce(ranks):
+def test_one_host_is_one_group_and_explain_says_that_this_is_the_flat_all_reduce(ranks):
     for text in ranks.run(explained):
-        assert "use_hierarchical_allreduce: all 2 ranks are in one group" in text
+        assert "use_hierarchical_allreduce: no effect here: the 2 ranks are one group" in text
 
 
 def test_the_result_is_still_right(ranks):

@@ -79,12 +79,13 @@ class Hierarchical(Part):
             if self.inter_nranks % shards and shards % self.inter_nranks:
                 where = f"hierarchical_allreduce_inter_nranks = {self.inter_nranks}"
                 raise StrategyError(f"{where} with {shards} shards: use a multiple of {shards}")
-            ctx.network.inside = self._group_size(replicas, shards)
-            if problems := list(self._misfits(ctx.network.inside, replicas.size)):
+            inside = self._group_size(replicas, shards)
+            if problems := list(self._misfits(inside, replicas.size)):
                 divided = (
                     f" (only the {replicas.size} ranks that hold the same part of the model reduce with each other)"
                 )
                 raise StrategyError([problem + divided for problem in problems])
+            ctx.network.inside = inside if inside < replicas.size else 1  # one group: the flat all-reduce is faster
         return model
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
@@ -94,12 +95,10 @@ class Hierarchical(Part):
             yield "no effect here: there is one replica of the model, so nothing is sent"
             return
         inside, size = ctx.network.inside, ctx.network.world.size
-        if inside == size:
-            yield f"all {size} ranks are in one group: a flat all-reduce would be faster"
-        elif inside == 1:
-            yield "every host has one worker: this is the same as the flat all-reduce"
-        else:
+        if inside > 1:
             yield f"{size // inside} groups of {inside} ranks"
+        else:
+            yield f"no effect here: the {size} ranks are one group, or each is a group, so this is the flat all-reduce"
 
 
 def _tiers(cluster: Cluster, inside: int, groups: int) -> Link:
