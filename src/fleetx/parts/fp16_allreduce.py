@@ -30,8 +30,7 @@ class FP16AllReduce(Part):
     """The type on the wire. bfloat16 has the range of float32 but fewer digits."""
 
     neutral: ClassVar[dict[str, str]] = {}
-    # On shards only the replicas exchange less: most bytes are sent within the shard groups.
-    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, on_shards=0.97)
+    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, in_part=0.97)
     rounding: ClassVar[float] = 5e-3
     costs: ClassVar[str] = "network: half; time: two casts per bucket; precision: 11 bits (8 with bfloat16)"
 

@@ -45,8 +45,7 @@ class QuantizedAllReduce(Part):
     neutral: ClassVar[dict[str, Any]] = {"bits": 32}
     per_rank_state: ClassVar[bool] = True
     own_per_parameter: ClassVar[tuple[str, ...]] = ("residual",)
-    # On shards only the replicas exchange less: most bytes are sent within the shard groups.
-    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, on_shards=0.97)
+    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, in_part=0.97)
     lossless: ClassVar[dict[str, Any]] = {"bits": 32}
     costs: ClassVar[str] = (
         "network: bits / 32 + 1 / block; memory: a copy of the parameters, two while gradients are sent"

@@ -21,23 +21,24 @@ class Effect:
     acts: Callable[[float, float], bool]
     sentence: str  # what is seen, such as "sends fewer bytes"
     replicas: int = 1  # with fewer copies of the model there is nothing to see
-    acts_on_shards: Callable[[float, float], bool] | None = None  # what is seen then; None: the same
+    acts_in_part: Callable[[float, float], bool] | None = None  # what is seen then; None: the same
 
-    def seen(self, on: float, off: float, *, shards: bool) -> bool:
-        """Does the part act? shards: do the ranks hold shards of the model?"""
-        return (self.acts_on_shards or self.acts)(on, off) if shards else self.acts(on, off)
+    def seen(self, on: float, off: float, *, in_part: bool) -> bool:
+        """Does the part act? in_part: only on some of what is counted."""
+        return (self.acts_in_part or self.acts)(on, off) if in_part else self.acts(on, off)
 
 
-def less(quantity: str, sentence: str, *, than: float = 1.0, on_shards: float | None = None) -> Effect:
+def less(quantity: str, sentence: str, *, than: float = 1.0, in_part: float | None = None) -> Effect:
     """The quantity falls below this share of what it is without the part.
 
-    on_shards: the same where ranks hold shards, if the part acts on a small share of the quantity there.
+    in_part: the same for a part that only acts between groups of ranks, where the ranks of a group (shards, or a host)
+    also send to each other.
     """
 
     def below(limit: float) -> Callable[[float, float], bool]:
         return lambda on, off: on < limit * off
 
-    return Effect(quantity, below(than), sentence, acts_on_shards=None if on_shards is None else below(on_shards))
+    return Effect(quantity, below(than), sentence, acts_in_part=None if in_part is None else below(in_part))
 
 
 def more(quantity: str, sentence: str, *, by: float = 0.0, replicas: int = 1) -> Effect:

@@ -21,6 +21,7 @@ from fleetx.verify.ranks import RankError, Ranks
 _FLOAT32 = ("amp", "dgc")  # strategies that only act on float32
 Results = list[dict[str, Any]]  # of one run, by rank
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-5}
+_NEXT = 2**-11  # from a float16 to the next one, of its value
 
 
 @dataclass
@@ -117,9 +118,9 @@ class Judge:
         verdict.error = distance(found, wanted, model.state_dict())
         verdict.bound = _ROUNDING[dtype]
         casts = [switch for switch in chosen if every()[switch].lossless is None]
-        if dtype is torch.float32 and rounding(casts) > max((every()[switch].rounding for switch in casts), default=0):
-            # What float32 rounds differently is cast differently, and that is amplified.
-            verdict.bound = rounding(casts)
+        cast = max((every()[switch].rounding for switch in casts), default=0)
+        if dtype is torch.float32 and cast:  # what float32 rounds differently may be cast to the next number
+            verdict.bound = rounding(casts) if rounding(casts) > cast else _NEXT  # another strategy may amplify that
         lossless = [every()[switch] for switch in chosen if every()[switch].lossless is not None]
         lossy = bool(lossless or rounding(chosen))
         if lossless and all(part.rounding for part in lossless):  # for others there is no bound as they act
@@ -171,8 +172,8 @@ def observed(switch: str, on: Results, off: Results) -> Seen:
     if 1 + max(r["replica"] for r in on) >= effect.replicas:
         # It may stop acting in the middle. A half in which nothing is sent anyway shows nothing.
         halves = [pair for pair in (early, late) if pair[1] >= total[1] / 10]
-        shards = any(r["shard"] for r in on)
-        acts = all(effect.seen(*pair, shards=shards) for pair in (total, *halves))
+        groups = any(r["shard"] or r["inside"] > 1 for r in on)
+        acts = all(effect.seen(*pair, in_part=groups) for pair in (total, *halves))
     return Seen(effect.sentence, effect.quantity, total[0], total[1], acts)
 
 

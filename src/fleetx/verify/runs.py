@@ -103,6 +103,7 @@ def train(
         "share": replicas.rank,
         "replica": engine.layout.replicas.rank,
         "shard": engine.layout.shard,
+        "inside": engine.network.inside,
     }
 
 

@@ -74,8 +74,7 @@ class DGC(Part):
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
     per_rank_state: ClassVar[bool] = True
     own_per_parameter: ClassVar[tuple[str, ...]] = ("u", "v")
-    # On shards only the replicas exchange less: most bytes are sent within the shard groups.
-    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, on_shards=0.97)
+    effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, in_part=0.97)
     example: ClassVar[dict[str, Any]] = {"sparsity": [0.9]}
     lossless: ClassVar[dict[str, Any]] = {"sparsity": [0.0]}
     instead: ClassVar[dict[str, str]] = {
