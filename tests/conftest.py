@@ -40,14 +40,44 @@ SLOW = (
     "test_loops", "test_lost_ranks", "test_numbers", "test_unfreezing", "test_alone", "test_user_line",
     "test_torch_checkpoint", "test_compile", "test_metrics",
 )  # fmt: skip
-NIGHTLY = ("bench/",)
+# Folders, files, tests and cases whose promise a shorter one keeps in `make test`: most start many processes.
+NIGHTLY = (
+    "bench/",
+    "launch/test_launch_elastic.py::test_a_node_that_is_killed",
+    "launch/test_launch_elastic.py::test_a_node_that_freezes",
+    "launch/test_launch_elastic.py::test_only_the_worker",
+    "launch/test_launch_elastic.py::test_sigterm_on_one_node_lets_all_save_together[True]",
+    "launch/test_launch_kills.py::test_workers_that_are_killed_at_random_moments",
+    "launch/test_launch_preempted.py::test_a_job_whose_processes_all_get_sigterm_saves_and_ends_with_143[True]",
+    "launch/test_launch_warm.py::test_kill_9", "launch/test_schedulers.py::test_mpich",
+    "launch/test_schedulers.py::test_two_nodes_of_a_scheduler",
+    "parts/test_auto.py::test_ranks_choose_the_same_plan_and_its_file_repeats_the_run_bit_for_bit[lossy]",
+    "paddle/static/test_fleetx_scripts.py::test_every_shape", "integrations/test_fabric.py::test_fabric_may_start",
+    "applications/test_application_training.py::test_two_ranks_equal_one[bert]",
+    "parts/recompute/test_transformers.py::test_they_train_the_same[gpt2-min]",
+    "parts/recompute/test_transformers.py::test_they_train_the_same[resnet-0.95]",
+    "parts/recompute/test_transformers.py::test_they_train_the_same[vit-0.95]",
+    "parts/recompute/test_odd_models.py::test_any_optimizer[tensor rate]",
+    "parts/recompute/test_odd_models.py::test_any_optimizer[rmsprop]",
+    "parts/recompute/test_odd_models.py::test_any_optimizer[foreach]",
+    "parts/recompute/test_budget.py::test_training_under_a_budget_is_the_same_bit_for_bit[transformer-0.8-{'amp'",
+    "parts/recompute/test_budget.py::test_the_peak_is_as_predicted_and_within_the_budget[convolutions-adam]",
+    "parts/test_pipeline.py::test_replicas_reduce_as_the_strategy_says[dgc]",
+    "parts/test_pipeline.py::test_replicas_reduce_as_the_strategy_says[sync_batch_norm]",
+    "optim/test_kernels.py::test_there_is_one_pool_of_threads",
+    "test_examples.py::test_an_example_without_its_extra_says_which_to_install[resnet",
+    "planner/test_predicted_bytes.py::test_the_peak_of_an_update_on_two_ranks_is_within_two_percent_and_not_low[amp]",
+    "verify/test_verify.py::test_a_lossy_strategy_on_the_model_of_the_user",
+    "test_subsets.py::test_an_unprepared_model_trains_under_every_subset_on_two_ranks[gpt2]",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items):
     for item in items:
-        place = item.nodeid.split("::")[0].removeprefix("tests/")
-        if any(place.startswith(name) or f"/{name}" in f"/{place}" for name in NIGHTLY):
+        name = item.nodeid.removeprefix("tests/")
+        place = name.split("::")[0]
+        if name.startswith(NIGHTLY):
             item.add_marker(pytest.mark.nightly)
         if any(f"/{name}" in f"/{place}" for name in SLOW) or "four" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
@@ -74,7 +104,7 @@ def once(tmp_path_factory, testrun_uid):
         shared = shared.parent  # common to the workers of a run
 
     def get(name, make):
-        folder = shared / f"{name}-{testrun_uid}"
+        folder = shared / f"{name}-{testrun_uid[:8]}"
         folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import launching
 import pytest
@@ -21,18 +21,12 @@ def fleetrun(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(request, tmp_path_factory):
-    """finished(name): the run `name` of the module's RUNS (script, options), once it has ended.
+def finished(request, once):
+    """finished(name): the run `name` of the module's RUNS (script, options), once it has ended; one for all workers."""
 
-    They run in the background, three at a time, because a run mostly waits.
-    """
-    pool = ThreadPoolExecutor(3)
+    def run(name, folder):
+        script, options = request.module.RUNS[name]
+        return launching.start(folder / "run", script, options=options).finish().ended()
 
-    def run(name, script, options):
-        return launching.start(tmp_path_factory.mktemp(name), script, options=options).finish()
-
-    runs: dict[str, Future] = {
-        name: pool.submit(run, name, script, options) for name, (script, options) in request.module.RUNS.items()
-    }
-    yield lambda name: runs[name].result(timeout=2 * launching.SECONDS)
-    pool.shutdown(cancel_futures=True)
+    place = request.module.__name__.rpartition("_")[2]  # short: messages with a long path are cut
+    return lambda name: launching.Ended(**once(f"{place}-{name}".replace(" ", "-"), partial(run, name)))

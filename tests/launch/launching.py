@@ -74,22 +74,57 @@ class Fleetrun:
         return names
 
     def log(self, number: int) -> str:
-        return (self.where / "log" / f"workerlog.{number}").read_text()
+        return log_of(self.where, number)
 
     def survivors(self) -> list[int]:
-        """Every process with the mark, except zombies, which have no environment."""
-        pids = [self.process.pid] if self.process.poll() is None else []  # a fork has the environment of its server
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it has just ended, or is not ours
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    pids.append(int(entry.name))
-        return list(dict.fromkeys(pids))
+        """Every process of this run."""
+        itself = [self.process.pid] if self.process.poll() is None else []  # a fork has its server's environment
+        return list(dict.fromkeys(itself + marked(self.mark)))
+
+    def ended(self) -> dict[str, str | int | None]:
+        """What JSON can hold of it."""
+        return {"folder": str(self.where), "mark": self.mark, "out": self.out, "err": self.err, "code": self.code}
 
     def destroy(self) -> None:
         for pid in self.survivors():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
+
+
+@dataclass
+class Ended:
+    """A run that has ended, perhaps one of another process."""
+
+    folder: str
+    mark: str
+    out: str
+    err: str
+    code: int
+
+    @property
+    def where(self) -> Path:
+        return Path(self.folder)
+
+    def log(self, number: int) -> str:
+        return log_of(self.where, number)
+
+    def survivors(self) -> list[int]:
+        return marked(self.mark)
+
+
+def log_of(where: Path, number: int) -> str:
+    return (where / "log" / f"workerlog.{number}").read_text()
+
+
+def marked(mark: str) -> list[int]:
+    """Every process with the mark, except zombies, which have no environment."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended, or is not ours
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                pids.append(int(entry.name))
+    return pids
 
 
 def start(where: Path, script: str, *, options: str = "", arguments: str = "", **others) -> Fleetrun:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from launching import PACKAGES, SECONDS, until
@@ -83,8 +84,12 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("warm")
+def folder(once):
+    return Path(once("warm", compared))
+
+
+def compared(folder):
+    """Run each script cold and warm, and return the folder with what they wrote."""
     for name, script in SCRIPTS.items():
         (folder / name).mkdir()
         (folder / name / "train.py").write_text(textwrap.dedent(script))
@@ -102,7 +107,7 @@ def folder(tmp_path_factory):
     )
     assert harness.returncode == 0, harness.stderr
     (folder / "codes").write_text(harness.stdout)
-    return folder
+    return str(folder)
 
 
 @pytest.fixture
