@@ -23,6 +23,7 @@ from benchmarks.frame.interleave import Side, clocked, interleave
 from fleetx import fleet
 from fleetx.engine.checkpoint.hashing_file import HashingFile
 
+PAGE = "checkpoints.md"
 MEGABYTES = 400
 SAVE_GOAL, STALL_SECONDS = 1.2, 0.2
 ADDED_SECONDS = 0.03 * 60  # by a save in the background: 3 %, if there is one every minute

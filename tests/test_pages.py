@@ -257,7 +257,9 @@ def test_the_chinese_readme_has_the_code_of_the_english_one_and_links_to_the_sam
     assert cards[0] == cards[1]
 
 
-TIMED = "auto chaos large_batch loaders optimizers overhead paddle_agreement pipeline recompute slow_network"
+TIMED = (
+    "auto chaos checkpoints large_batch loaders optimizers overhead paddle_agreement pipeline recompute slow_network"
+)
 
 
 @pytest.mark.parametrize("name", TIMED.split())

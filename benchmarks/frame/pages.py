@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame.declare import Benchmark
+from benchmarks.frame.verdict import shown
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 BEGIN, END = "<!-- the tables -->", "<!-- end of the tables -->"
@@ -107,11 +108,11 @@ def _lines(benchmarks: Sequence[Benchmark], out: Path) -> Iterator[str]:
         goal = "" if b.goal is None else f"at most {b.goal:g}"
         verdict = found["verdict"]
         if b.budget is not None:
-            goal = f"at most {b.budget * 1e6:+.0f} µs"
+            goal = f"at most {shown(b.budget)}"
         if found["unit"] == "s" and (b.budget is not None or verdict == "reported"):
             keys = ("least_difference", "difference", "most_difference")
-            low, middle, high = (f"{found['statistics'][key] * 1e6:+,.0f}" for key in keys)
-            verdict += f": {middle} µs a step ({low} to {high})"
+            low, middle, high = (shown(found["statistics"][key]) for key in keys)
+            verdict += f": {middle} ({low} to {high})"
         yield row(f"`{b.name}`", f"{b.meaning.rstrip('.')} ({b.ours} / {b.theirs})", *figures, goal, verdict)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.frame.declare import Benchmark
 from benchmarks.frame.result import Result
-from benchmarks.frame.verdict import Verdict, ratio_of
+from benchmarks.frame.verdict import Verdict, ratio_of, shown
 
 _COLOURS = {
     Verdict.MET: "green",
@@ -38,8 +38,8 @@ def verdict(result: Result) -> str:
     reason = result.reason.strip().splitlines()
     timed = result.ratio and result.sides and result.sides.unit == "s"
     if result.ratio and timed and (result.verdict is Verdict.REPORTED or result.benchmark.budget is not None):
-        low, high = (_difference(x) for x in (result.ratio.least_difference, result.ratio.most_difference))
-        return f"{result.verdict.value}: {_difference(result.ratio.difference)} a step ({low} to {high})"
+        low, high = (shown(x) for x in (result.ratio.least_difference, result.ratio.most_difference))
+        return f"{result.verdict.value}: {shown(result.ratio.difference)} a step ({low} to {high})"
     # The last line of a traceback is the one that says what happened.
     return f"{result.verdict.value}: {reason[-1]}" if reason else result.verdict.value
 
@@ -54,7 +54,7 @@ def line(result: Result) -> str:
     counts = "".join(f"; {what} {x:,.0f} and {y:,.0f}" for what, (x, y) in sides.counts.items())
     if sides.cpu is not None:
         cpu = ratio_of(sides.cpu)
-        counts += f"; CPU {cpu.value:.3f} ({cpu.low:.3f}-{cpu.high:.3f}), {_difference(cpu.difference)} a step"
+        counts += f"; CPU {cpu.value:.3f} ({cpu.low:.3f}-{cpu.high:.3f}), {shown(cpu.difference)} a step"
     return f"  {b.ours} {ours}, {b.theirs} {theirs} (minimum, median); spread {ratio.spread:.0%}{starts}{counts}"
 
 
@@ -72,11 +72,7 @@ def _low_and_middle(samples: list[float], unit: str) -> str:
     return f"{min(samples) * scale:,.1f} {median(samples) * scale:,.1f} {unit}"
 
 
-def _difference(seconds: float) -> str:
-    return f"{seconds * 1e6:+.0f} µs" if abs(seconds) < 0.01 else f"{seconds * 1e3:+,.0f} ms"
-
-
 def _goal(benchmark: Benchmark) -> str:
     if benchmark.budget is not None:
-        return f"≤ {_difference(benchmark.budget)}"
+        return f"≤ {shown(benchmark.budget)}"
     return "" if benchmark.goal is None else f"≤ {benchmark.goal:g}"

@@ -86,8 +86,13 @@ def _within(budget: float, ratio: Ratio) -> tuple[Verdict, str]:
         return Verdict.MET, ""
     if ratio.least_difference > budget:
         return Verdict.NOT_MET, ""
-    low, high = (f"{x * 1e6:+.0f}" for x in (ratio.least_difference, ratio.most_difference))
-    return Verdict.TOO_NOISY, f"the budget lies inside {low} to {high} µs: more rounds"
+    low, high = shown(ratio.least_difference), shown(ratio.most_difference)
+    return Verdict.TOO_NOISY, f"the budget lies inside {low} to {high}: more rounds"
+
+
+def shown(seconds: float) -> str:
+    """A difference, in the unit that suits it."""
+    return f"{seconds * 1e6:+,.0f} µs" if abs(seconds) < 0.01 else f"{seconds * 1e3:+,.0f} ms"
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:
