@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -132,3 +133,45 @@ def test_on_three_ranks(three, tmp_path):
 
 def test_on_four_ranks(four, tmp_path):
     assert four.run(differing, range(300, 308), tmp_path) == [[]] * 4
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x, left):
+        return self.left(x) if left else self.right(x)
+
+
+def uses_one_branch(folder):
+    """The momentum of the branch that this rank uses, before and after a load; the other branch has none."""
+    fleet.init()
+    strategy = fleet.DistributedStrategy(localsgd={"k_steps": 4}, find_unused_parameters=True)
+
+    def made():
+        current().entries.clear()
+        model = Branches()
+        return fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy)
+
+    def momentum(model, optimizer):
+        named = ((name, optimizer.state.get(p, {}).get("momentum_buffer")) for name, p in model.named_parameters())
+        return {name: m.clone() for name, m in named if m is not None}
+
+    model, optimizer = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.ones(2, 4), left=fleet.worker_index() == 0).sum().backward()
+    optimizer.step()
+    before = momentum(model, optimizer)
+    fleet.save(folder)
+    model, optimizer = made()
+    fleet.load(folder)
+    return before, momentum(model, optimizer)
+
+
+def test_a_rank_gets_no_momentum_of_a_branch_that_only_another_one_has_used(ranks, tmp_path):
+    for side, (before, after) in zip(("left", "right"), ranks.run(uses_one_branch, tmp_path / "here"), strict=True):
+        assert set(before) == {f"{side}.weight", f"{side}.bias"}
+        torch.testing.assert_close(after, before, rtol=0, atol=0)

@@ -44,6 +44,11 @@ class Chunks:
         """What each rank held of a tensor."""
         return {rank: _region(c) for c in self._index.tensors[name].chunks for rank in c.holders}
 
+    def lacked(self, name: str, parameter: str, rank: int | None) -> bool:
+        """Did this rank have the parameter, but not this state of it? A branch that it never used has no momentum."""
+        owned = f"model.{parameter}"
+        return rank is not None and owned in self and rank in self.regions(owned) and rank not in self.regions(name)
+
     def file(self, rank: int) -> TensorFile:
         if rank not in self._files:
             self._files[rank] = TensorFile(self._folder / rank_tensors(rank))

@@ -97,7 +97,9 @@ def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None
     optimizer.state.clear()
     keys = _keys(chunks)
     for name, p in params(engine).items():
-        if values := {_plain(key): _value(chunks, f"optimizer.{name}.{key}", p, rank) for key in keys.get(name, [])}:
+        saved_as = {_plain(key): f"optimizer.{name}.{key}" for key in keys.get(name, [])}
+        mine = {key: full for key, full in saved_as.items() if not chunks.lacked(full, name, rank)}
+        if values := {key: _value(chunks, full, p, rank) for key, full in mine.items()}:
             optimizer.state[p] = values
 
 
@@ -130,6 +132,7 @@ def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
     """What parts keep for each parameter."""
     for start, (part, key) in per_parameter(engine).items():
         saved = {n: p for n, p in params(engine).items() if start + n in found.chunks}
+        saved = {n: p for n, p in saved.items() if not found.chunks.lacked(start + n, n, rank)}
         engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, rank)) for n, p in saved.items()}
 
 
