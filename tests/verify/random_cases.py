@@ -107,6 +107,8 @@ def draw(seed: int) -> Case:
         fits -= NO_COMPLEX_THERE if model.complex else set()
         optimizer = r.choice(RULES[rule] if rule else sorted(fits))
         loop = _loop(r, declared, model)
+        if model.unused and loop == "zero_first":  # its zeros are gradients, with which torch updates an unused branch
+            loop = "zero_last"
         if declared.pop("hierarchical", None):
             declared |= {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}
         try:
