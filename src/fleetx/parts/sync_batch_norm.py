@@ -18,7 +18,7 @@ from fleetx.engine.context import SetupContext, StepContext
 from fleetx.errors import NOT_BUILT
 from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
-from fleetx.strategy.stage import Stage, at
+from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
@@ -45,7 +45,7 @@ class SyncBatchNorm(Part):
         if ctx is not None and not any(_norms(ctx.model)):
             yield "no effect here: the model has no BatchNorm"
 
-    @at(Stage.MODEL)
+    @at(Stage.MODEL, makes={Fact.TOGETHER})
     def synchronize(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """make every BatchNorm use the batches of all ranks"""
         if ctx.replica_group.size > 1:

@@ -102,7 +102,7 @@ class Recompute(Part):
     @at(
         Stage.FORWARD,
         replay=False,
-        unbuilt={Fact.PARTED, Fact.STAGED},
+        unbuilt={Fact.PARTED, Fact.STAGED, Fact.TOGETHER},  # each rank times its blocks and may choose other segments
         when=lambda self: self.memory_budget is not None,
     )
     def fit(self, ctx: StepContext) -> AbstractContextManager[Any]:
