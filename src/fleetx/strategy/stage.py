@@ -84,7 +84,7 @@ class Fact(Enum):
     APART = "parameters that ranks have not averaged yet"
     PARTED = "parameters sharded across ranks"
     STAGED = "a model split into pipeline stages"
-    TOGETHER = "modules in which the ranks wait for each other"
+    TOGETHER = "a model whose modules wait for all ranks"
     ROUTED = "gradients sent over several process groups"
     CLIPPED = "gradients whose norm was limited"
     SPREAD = "gradients of shared weights not yet summed over the pipeline stages"
