@@ -24,10 +24,11 @@ OUT = Path(__file__).parent / "out"
 @click.option("--strict", is_flag=True, help="Exit with 1 unless every goal is met.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT, help="The folder for the JSON.", show_default=True)
 @click.option("--write", is_flag=True, help="Put the tables into docs/results.")
+@click.option("--partial", is_flag=True, help="With --write: also pages of which only a part has been run.")
 @click.option("--measured", "only_write", is_flag=True, help="With --write: run nothing, take what --out has.")
 def main(
     names: tuple[str, ...], only_list: bool, rounds: int | None, quick: bool, strict: bool, out: Path,
-    write: bool, only_write: bool,
+    write: bool, only_write: bool, partial: bool,
 ) -> None:  # fmt: skip
     """Measure ratios side by side: fleetx against what one would use without it.
 
@@ -35,8 +36,8 @@ def main(
     """
     if rounds and quick:
         raise click.UsageError("--quick is a number of rounds already: leave out one of the two")
-    if (only_write and not write) or (quick and write):
-        raise click.UsageError("--measured only writes, and --quick measures too little to be written")
+    if ((only_write or partial) and not write) or (quick and write):
+        raise click.UsageError("--measured and --partial are about --write, and --quick measures too little for it")
     try:
         known = every()
         benchmarks = chosen(names, known)
@@ -50,7 +51,7 @@ def main(
     if write:
         for page in dict.fromkeys(filter(None, map(pages.page_of, benchmarks))):
             try:
-                path = pages.write(page, pages.shown_on(page, known.values()), out=out)
+                path = pages.write(page, pages.shown_on(page, known.values()), out=out, partial=partial)
                 console.print(f"wrote {path}", highlight=False)
             except pages.CannotWriteError as reason:
                 console.print(str(reason), highlight=False)

@@ -35,13 +35,19 @@ def page_of(benchmark: Benchmark) -> str:
     return getattr(sys.modules[benchmark.function.__module__], "PAGE", "")
 
 
-def write(page: str, benchmarks: Sequence[Benchmark], *, out: Path) -> Path:
-    """Replace the tables of a page, if everything that it shows has been run; it names what a machine cannot run."""
+def write(page: str, benchmarks: Sequence[Benchmark], *, out: Path, partial: bool = False) -> Path:
+    """Replace the tables of a page, if everything that it shows has been run; it names what a machine cannot run.
+
+    partial: also if something has not been run, which the page then names.
+    """
     missing = [b.name for b in benchmarks if _read(out, b.name).get("verdict", "failed") == "failed"]
-    if missing:
-        raise CannotWriteError(f"{page} stays as it is: {out} has no results of {', '.join(missing)}")
     tables = getattr(sys.modules[benchmarks[0].function.__module__], "tables", None)
-    lines = tables(out) if tables else _lines(benchmarks, out)
+    if missing and (not partial or tables or len(missing) == len(benchmarks)):
+        raise CannotWriteError(f"{page} stays as it is: {out} has no results of {', '.join(missing)}")
+    benchmarks = [b for b in benchmarks if b.name not in missing]
+    lines = list(tables(out) if tables else _lines(benchmarks, out))
+    if missing:
+        lines += ["", f"Not measured in this run: {', '.join(f'`{name}`' for name in missing)}."]
     path = RESULTS / page
     old = path.read_text()
     if BEGIN not in old or END not in old:

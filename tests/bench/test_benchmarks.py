@@ -363,6 +363,8 @@ def test_a_page_of_which_something_was_not_run_stays_as_it_is(monkeypatch, tmp_p
     assert "has no results of test_benchmarks.bad" in " ".join(out.output.split())
     assert path.read_text() == old
     assert run(monkeypatch, tmp_path, "test_benchmarks.good", "--quick", "--write").exit_code == 2
+    run(monkeypatch, tmp_path, "test_benchmarks.good", "--write", "--measured", "--partial")
+    assert "Not measured in this run: `test_benchmarks.bad`." in path.read_text()
 
 
 def test_every_page_that_a_file_declares_has_its_marks():
