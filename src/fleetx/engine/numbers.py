@@ -23,7 +23,7 @@ from fleetx.engine.run import Doubt
 from fleetx.errors import NumbersError
 
 SMALL = 4096  # elements of a gradient that is looked at in every step
-MOST = 32  # gradients that are
+MOST = 8  # gradients that are; the first one among them, to which what is not finite is passed on
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Checks:
     in_a_row: int = 10
     """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
     every_gradient: bool = False
-    """Look at every gradient, which costs a pass over them; by default at up to 32 with up to 4096 elements. Under
+    """Look at every gradient, which costs a pass over them; by default at up to 8 with up to 4096 elements. Under
     `clip` the norm tells of all of them."""
     same_parameters: int = 100
     """After the first update and then every so many, check that the parameters are finite, and equal on all replicas; 0
