@@ -122,6 +122,7 @@ def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
     assert [text.partition(": ")[0] for text in pairs] == [
         "recompute with memory_budget='min' + pipeline",
         "recompute with memory_budget='min' + sharding",
+        "recompute with memory_budget='min' + sync_batch_norm",
     ]
     assert "lars with dampening is not built yet: pass dampening=0 to SGD" in single
     assert all(NOT_BUILT in text for text in (*pairs, *single))
