@@ -20,7 +20,7 @@ from benchmarks.large_batch.recipe import RECIPES
 from benchmarks.large_batch.runs import Kept
 from benchmarks.large_batch.summary import summarised
 from benchmarks.large_batch.sweep import Plan, left
-from benchmarks.large_batch.tasks import SHARES, TASKS, WORKERS
+from benchmarks.large_batch.tasks import SHARES, TASKS
 
 ROOT = Path(__file__).parents[2]
 OUT = Path(__file__).parents[1] / "out" / "large_batch"
@@ -54,6 +54,9 @@ def names(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option("--epochs", type=click.IntRange(min=1))
 @click.option("--samples", type=click.IntRange(min=1), help="How many samples to train with.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Runs per optimizer and share with the chosen settings.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True,
+              help="On the CPU, one thread each. The networks are so small that one worker is fastest per core.",
+              )  # fmt: skip
 @click.option("--minutes", type=float, default=110, show_default=True, help="Start no run after this time.")
 @click.option("--data", "folder", type=click.Path(path_type=Path), default=data.FOLDER, show_default=True)
 @click.option("--runs", type=click.Path(path_type=Path, dir_okay=False),
@@ -71,6 +74,7 @@ def main(
     epochs: int | None,
     samples: int | None,
     seeds: int | None,
+    workers: int,
     minutes: float,
     folder: Path,
     runs: Path | None,
@@ -79,8 +83,8 @@ def main(
 ) -> None:
     """Accuracy and perplexity against the share of the data per update, at equal epochs, for five optimizers.
 
-    Rate and decay are tuned for each, with the same budget. Uses two workers on the CPU, and gradient merge for the
-    batch. Finished runs are appended to a file and not repeated: the study can be run in pieces.
+    Rate and decay are tuned for each, with the same budget. Uses gradient merge for the batch. Finished runs are
+    appended to a file and not repeated: the study can be run in pieces, and both tasks at the same time.
     """
     chosen = tasks or [*TASKS]
     for name in chosen:
@@ -96,7 +100,7 @@ def main(
         "results": str(runs.absolute()),
         "minutes": minutes,
     }
-    code = 0 if only_report else start(asked, out)
+    code = 0 if only_report else start(asked, out / "log" / "_".join(chosen), workers)
     show(plans, runs, out, quick=quick)
     sys.exit(code)
 
@@ -123,13 +127,13 @@ def plan(
     )  # fmt: skip
 
 
-def start(asked: dict[str, object], out: Path) -> int:
+def start(asked: dict[str, object], log: Path, workers: int) -> int:
     """Run the study with fleetrun, which echoes the first worker and reports failures."""
     with tempfile.TemporaryDirectory(prefix="large_batch-") as folder:
         request = Path(folder) / "request.json"
         request.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", str(WORKERS)]
-        command += ["--log_dir", str(out / "log"), "-m", "benchmarks.large_batch.worker", str(request)]
+        command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", str(workers)]
+        command += ["--log_dir", str(log), "-m", "benchmarks.large_batch.worker", str(request)]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}).returncode
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.large_batch.tasks import WORKERS, Task
+from benchmarks.large_batch.tasks import Task
 from fleetx import fleet
 
 LONG_WARMUP_FROM = 0.025  # of the data. MLPerf warms up for 9 % of the epochs below its batch of 32k, for 28 % there
@@ -43,8 +43,7 @@ class Recipe:
 
     def strategy(self, task: Task, share: float, model: nn.Module, decay: float) -> fleet.DistributedStrategy:
         strategy = fleet.DistributedStrategy()
-        steps = task.batch(share) // task.step
-        strategy.gradient_merge = {"k_steps": steps * WORKERS // fleet.worker_num()}
+        strategy.gradient_merge = {"k_steps": task.merged(share)}
         if self.switch:
             setattr(strategy, self.switch, self.configs(model, decay) or True)
         return strategy

@@ -68,7 +68,7 @@ def _score(summary: Summary, cell: Cell) -> str:
 
 def run_rows(studies: Sequence[Study], kept: Kept) -> Iterator[list[str]]:
     """How far the study is, and where and when its runs were made."""
-    yield ["", "runs", "missing", "hours of two workers", "machine", "torch", "dates"]
+    yield ["", "runs", "missing", "hours", "machine", "torch", "dates"]
     for plan, summary in studies:
         runs = [run for cell in plan.cells for run in plan.tried(cell, kept.outcomes)]
         hours = sum(kept.outcomes[run].seconds for run in runs) / 3600

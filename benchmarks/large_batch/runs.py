@@ -65,7 +65,7 @@ class Kept:
 
 
 def _here() -> dict[str, Any]:
-    """Without loads: two workers with one thread each compute the same bits on a busy machine."""
+    """Without loads: workers with one thread each compute the same bits on a busy machine."""
     place = machine.machine()
     kept = {key: place[key] for key in ("cpu", "cores", "memory_gib", "system", "python", "torch")}
     return kept | {"commit": machine.commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}

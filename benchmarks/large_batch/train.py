@@ -35,7 +35,7 @@ def train(run: Run, data: Split) -> Outcome:
     scheduler = schedule.large_batch(optimizer, updates=updates, warmup=warmup(run.share), by="updates")
 
     # Runs differ in the batch only: the order of the samples is the same.
-    micro = task.step // fleet.worker_num()
+    micro = batch // task.merged(run.share) // fleet.worker_num()
     mine = order[: updates * batch].view(-1, fleet.worker_num(), micro)[:, fleet.worker_index()]
     loss = torch.tensor(float("inf"))
     for step, which in enumerate(mine):

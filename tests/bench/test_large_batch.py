@@ -128,7 +128,8 @@ def test_neighbouring_rates_are_a_factor_of_two_apart_and_decays_of_four():
 def test_every_share_is_a_whole_number_of_steps(task):
     for share in SHARES:
         assert task.batch(share) == pytest.approx(share * task.samples)
-        assert task.batch(share) % task.step == 0
+        size, rest = divmod(task.batch(share), task.merged(share))
+        assert rest == 0 and task.step / 2 < size <= task.step
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -288,7 +289,7 @@ def test_the_tables_of_the_runs_are_put_below_the_marks_of_the_page(folder, tmp_
     figures = runs.split(" | ")
     assert figures[0] == "1"
     assert figures[3:] == [f"{made['cpu']}, {made['cores']} cores", made["torch"], made["date"][:10]]
-    assert re.search(r"^\| 0.5 % \| 240 \| 2 \| 90.00% \|  \|  \|  \|  \|$", filled, re.M)
+    assert re.search(r"^\| 0.5 % \| 120 \| 2 \| 90.00% \|  \|  \|  \|  \|$", filled, re.M)
     written = json.loads((folder / "large_batch.json").read_text())
     assert (written["date"], written["machine"]["cpu"], written["incomplete"]) == (made["date"], made["cpu"], True)
     reported(folder, kept.path)
@@ -310,7 +311,7 @@ def test_a_study_goes_on_where_it_was_stopped(ranks, images, tmp_path):
     ranks.run(job, TINY, asked, 5)
     lines = results.read_text().splitlines(keepends=True)
     assert [json.loads(line)["run"]["share"] for line in lines] == [0.005, 0.005, 0.01, 0.01]
-    assert [json.loads(line)["outcome"]["updates"] for line in lines] == [2, 2, 1, 1]
+    assert [json.loads(line)["outcome"]["updates"] for line in lines] == [4, 4, 2, 2]
     assert all(json.loads(line)["outcome"]["loss"] for line in lines)
 
     results.write_text("".join(lines[:3]))
