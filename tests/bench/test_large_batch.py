@@ -129,7 +129,8 @@ def test_every_share_is_a_whole_number_of_steps(task):
     for share in SHARES:
         assert task.batch(share) == pytest.approx(share * task.samples)
         size, rest = divmod(task.batch(share), task.merged(share))
-        assert rest == 0 and task.step / 2 < size <= task.step
+        assert rest == 0
+        assert task.step / 2 < size <= task.step
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
