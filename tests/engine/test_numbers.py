@@ -107,8 +107,9 @@ def test_ignored_means_plain_pytorch():
 @pytest.mark.parametrize("every", [False, True])
 def test_large_gradients_are_seen_if_asked_for(every):
     grads = [torch.zeros(8), torch.full((numbers.SMALL + 1,), math.nan)]
-    found = numbers._not_finite(numbers._chosen(grads, every=every), CPU)
-    assert bool(found) is every
+    chosen = numbers._chosen(grads, every=every)
+    assert bool(numbers._suspect(chosen, CPU)) is every
+    assert bool(numbers._not_finite(chosen, CPU)) is every
 
 
 def _wide(strategy=None, **checks):
@@ -149,6 +150,33 @@ def test_a_parameter_that_is_not_finite_is_found_later():
 def test_a_gradient_whose_square_overflows_is_finite():
     assert not numbers._not_finite([torch.full((4,), 1e30)], CPU)
     assert not numbers._not_finite([], CPU)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "dtypes", [["float32"], ["float16"], ["bfloat16"], ["float64"], ["float32", "bfloat16"]], ids=str
+)
+@pytest.mark.parametrize("sizes", [[3, 5], [3, 2 * numbers.MOST * numbers.SMALL]], ids=str)
+def test_the_quick_look_misses_nothing(value, dtypes, sizes):
+    fine = [torch.ones(2, n, dtype=getattr(torch, dtype)) for n in sizes for dtype in dtypes]
+    assert not numbers._suspect(fine, CPU)
+    for i in range(len(fine)):
+        spoiled = [g.clone() for g in fine]
+        spoiled[i][1, 2] = value
+        assert numbers._suspect(spoiled, CPU)
+        spoiled[i][0, 0] = -value  # inf - inf
+        assert numbers._suspect(spoiled, CPU)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"clip": {"clip_norm": 1.0}}], ids=str)
+def test_a_sum_that_overflows_withholds_nothing(strategy):
+    fleet.init()
+    model = nn.Linear(4, 2)
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**strategy))
+    model(torch.ones(3, 4)).sum().backward()
+    model.bias.grad[:] = 3e38  # their sum is inf
+    optimizer.step()
+    assert fleet.updated
 
 
 @pytest.mark.parametrize("wrong", [{"on_nonfinite": "skp"}, {"in_a_row": 0}, {"same_parameters": -1}], ids=str)
