@@ -52,6 +52,7 @@ def test_random_trainings_for_an_hour(pools, tmp_path):
             check(case, pools, tmp_path)
         except Exception as error:  # of this process; ranks raise a RankError
             failed[case.name] = str(error).strip()[-500:]
+            print(f"failed: {case.name}", flush=True)
         seed += 1
     print(f"{seed - FIRST} trainings from seed {FIRST}, {len(failed)} failed")
     assert not failed, "\n\n".join(f"{name}:\n{why}" for name, why in failed.items())
