@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -201,6 +202,30 @@ def test_a_rank_that_others_wait_for_is_named_when_the_time_is_up(tmp_path):
         assert re.search(r"WorldError: rank 1 cannot continue: rank [02] on .* gave up in backward", ranks.log(1))
 
 
+def wait_for_each_other():
+    """Each rank waits in a group of its own for the other one."""
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, sgd(model))
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    x, y = torch.ones(4, 6), torch.ones(4, 3)
+    for step in range(20):
+        if step == 10:
+            dist.barrier(groups[fleet.worker_index()])
+        fleet.forward_backward(x, y, loss_fn=nn.functional.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_that_wait_for_each_other_are_named(tmp_path):
+    with forked(tmp_path, 2, wait_for_each_other) as ranks:
+        for rank in (0, 1):
+            ranks.wait_for("so they wait for each other", rank)
+            for other in (0, 1):
+                where = rf"rank {other} on {HERE} is after step 10 \(test_lost_ranks.py:\d+ in wait_for_each_other\)"
+                assert re.search(where, ranks.log(rank)), ranks.log(rank)
+
+
 def without_leaving():
     """A script that makes its own group, and neither destroys it nor says goodbye."""
     dist.init_process_group("gloo")
@@ -291,6 +316,50 @@ def test_a_rank_that_is_silent_for_too_long_is_cut_off():
         "rank 2 cannot continue: rank 1 on b has not answered for 4.6 s; it was in backward of step 4"
     )
     assert "the network is cut" in text
+
+
+def stands(made, *, idle=2.0, seconds=6.0):
+    for rank in made.ranks:
+        made.hear(rank, {"beat": rank} | BEAT | {"for": seconds, "idle": idle if rank else 2.0, "at": "train.py:3"})
+    made.look(0.05)
+    return told(made, 0, "standstill")
+
+
+def test_a_standstill_is_told_once():
+    made = hub()
+    (places,) = stands(made)
+    text = alarm.standstill(places, 6.0)
+    assert "no rank has moved for 6 s: rank 0 on a is in backward of step 4 (train.py:3); rank 1 on b is" in text
+    assert len(stands(made, seconds=7.0)) == 1
+    assert len(stands(made, seconds=25.0)) == 2
+
+
+@pytest.mark.parametrize("why", ["a rank computes", "not long enough", "longer than ever", "a rank has ended"])
+def test_what_is_no_standstill(why):
+    made = hub()
+    if why == "longer than ever":
+        made.ranks[2].longest = 3.0
+    if why == "a rank has ended":
+        made.hear(1, {"left": 3} | BEAT)
+    assert not stands(made, idle=0.3 if why == "a rank computes" else 2.0, seconds=3.0 if "enough" in why else 6.0)
+
+
+def test_a_rank_that_computes_or_sends_is_not_idle():
+    one = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
+    assert one.idle_for() == 0.0
+    time.sleep(0.2)
+    assert one.idle_for() > 0.1
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    assert one.idle_for() < 0.1
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as slow:
+        slow.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                slow.send(bytes(1 << 16))  # nobody reads it
+        time.sleep(0.2)
+        assert one.idle_for() < 0.1
 
 
 def test_the_first_verdict_stands():

@@ -85,6 +85,15 @@ def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
     )
 
 
+def standstill(places: list[dict[str, Any]], seconds: float) -> str:
+    """All ranks are alive, and none moves."""
+    who = "; ".join(f"rank {found['rank']} on {found['host']} is {place(found)}" for found in places)
+    return (
+        f"no rank has moved for {seconds:.0f} s: {who}. None computes, and nothing is on the network, so they wait for "
+        "each other. Do all ranks make the same calls in the same order? FLEETX_DEBUG=collectives compares them"
+    )
+
+
 def unexplained(doing: str, *, here: int, timeout: bool) -> str:
     """The network failed, and yet every rank is there."""
     where = f" in {doing}" if doing else ""

@@ -14,6 +14,8 @@ from typing import Any
 
 SILENT = 4.6  # seconds that a watcher may be silent
 WAITING = 4.2  # seconds after which a rank that others wait for is named
+IDLE = 1.4  # seconds of these in which no rank may compute, or have anything on the network, to call it a standstill
+SHOWN = 8  # ranks whose places are told then: a message is not to grow with the job
 CONNECT = 30.0  # seconds to reach the hub
 LAST_WORDS = ("raised", "gave up", "killed", "stopped")  # of a rank that the others must hear about
 
@@ -140,6 +142,7 @@ class Hub:
         """Name the ranks that others have been waiting for."""
         found = self._late() if self.verdict is None else None
         if found is None:
+            self._standstill()
             return
         seconds, key = found["seconds"], (self.ranks[found["rank"]].beat["progress"], *found["late"])
         still = min(self.ranks[n].beat["for"] for n in found["late"])
@@ -148,3 +151,16 @@ class Hub:
             return
         self.noticed = {key: 4 * seconds}
         self.tell_all({"waiting": found})
+
+    def _standstill(self) -> None:
+        """Do all ranks wait in the same place of the training, for each other?"""
+        there = {n: r for n, r in self.ranks.items() if r.beat and not r.ended}
+        if self.verdict is not None or len(there) < self.size:
+            return
+        seconds, key = min(r.beat["for"] for r in there.values()), there[0].beat["progress"]
+        longest = max(rank.longest for rank in there.values())
+        idle = min(r.beat.get("idle", 0.0) for r in there.values())
+        if idle >= IDLE and seconds >= max(WAITING, 3 * longest, self.noticed.get(key, 0.0)):
+            self.noticed = {key: 4 * seconds}
+            places = [{"rank": n, "host": r.host, **r.place()} for n, r in sorted(there.items())]
+            self.tell_all({"standstill": places[:SHOWN], "seconds": seconds})

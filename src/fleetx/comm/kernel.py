@@ -44,6 +44,19 @@ def stopped(pid: int) -> bool:
     return False
 
 
+def cpu_seconds(pid: int) -> float | None:
+    """That the process has computed, in all of its threads."""
+    for text in _read(f"/proc/{pid}/stat"):
+        user, system = text.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def queued(pid: int) -> bool:
+    """Has the process bytes to send or to read over TCP?"""
+    return any(queues != "00000000:00000000" for *_, queues in _sockets(pid))
+
+
 def memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory."""
     for text in _read("/proc/vmstat"):
@@ -54,12 +67,12 @@ def memory_kills() -> int:
 def listening(pid: int) -> list[int]:
     """The ports on which a process listens on one address, as gloo does."""
     found = _sockets(pid)
-    return sorted({port for _, state, host, port, _ in found if state == "0A" and int(host, 16)})
+    return sorted({port for _, state, host, port, _, _ in found if state == "0A" and int(host, 16)})
 
 
 def connections() -> list[tuple[int, int, int]]:
     """(file, local port, remote port) of the TCP connections of this process."""
-    return [(file, local, remote) for file, state, _, local, remote in _sockets(os.getpid()) if state != "0A"]
+    return [(file, local, remote) for file, state, _, local, remote, _ in _sockets(os.getpid()) if state != "0A"]
 
 
 def tcp_files() -> dict[int, int]:
@@ -98,8 +111,8 @@ def bytes_sent(files: Mapping[int, int] | None = None) -> dict[int, int]:
     return found
 
 
-def _sockets(pid: int) -> list[tuple[int, str, str, int, int]]:
-    """(file, state, local host, local port, remote port) of the TCP sockets of a process."""
+def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
+    """(file, state, local host, local port, remote port, "tx:rx" queues) of the TCP sockets of a process."""
     files = {}
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -119,7 +132,7 @@ def _sockets(pid: int) -> list[tuple[int, str, str, int, int]]:
                 fields = line.split()
                 if fields[9] in files:
                     (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
-                    found.append((files[fields[9]], fields[3], host, int(local, 16), int(remote, 16)))
+                    found.append((files[fields[9]], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
     return found
 
 

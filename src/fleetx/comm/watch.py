@@ -129,6 +129,10 @@ class Watch:
             text = alarm.late(self.waiting, here=self.rank, doing=doing)
             limit = self._world.timeout.total_seconds()
             print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
+        elif "standstill" in message:
+            text = alarm.standstill(message["standstill"], message["seconds"])
+            limit = self._world.timeout.total_seconds()
+            print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
         elif "left" in message:
             with self._arrived:
                 self.left[message["left"]] = message["updates"]
@@ -143,7 +147,8 @@ class Watch:
         elif "table" in message:
             self.table = {int(rank): progress for rank, progress in message["table"].items()}
         elif "where" in message:
-            self._lines.send({"at": _line(self._main)})
+            frame = sys._current_frames().get(self._main.ident or 0)
+            self._lines.send({"at": _line(frame), "waits": _place(frame) is not None})
         elif "failed" in message:
             raise WorldError(
                 f"the watcher of rank {self.rank} does not run: {message['failed']}. Open the network between the "
@@ -197,9 +202,8 @@ def _place(frame: FrameType | None) -> tuple[int, int] | None:
     return (id(frame), frame.f_lasti) if waits or backward else None
 
 
-def _line(thread: threading.Thread) -> str | None:
-    """The innermost line of the user's code that a thread is in."""
-    frame = sys._current_frames().get(thread.ident or 0)
+def _line(frame: FrameType | None) -> str | None:
+    """The innermost line of the user's code."""
     while frame is not None and frame.f_code.co_filename.startswith(OTHERS):
         frame = frame.f_back
     if frame is None:

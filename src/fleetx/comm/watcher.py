@@ -39,6 +39,7 @@ SPARE = 16  # connections without a token that there may be, besides one for eac
 PLACE = struct.Struct("<qqd32s")  # progress, steps, since when (monotonic), what the rank is doing
 LATECOMERS = 2.0  # seconds for the other watchers to come if rank 0 ends before they have
 SCAN = 10  # beats between two looks at the ports of the rank
+BUSY = 0.1  # of a core: what uses less does not compute
 LAST = {"left", "raised", "gave up", "follows"}  # how a rank says that it ends
 
 
@@ -62,6 +63,8 @@ class Watcher:
         self.memory_kills = kernel.memory_kills()
         self.ports, self.beats = [], 0
         self.at, self.asked = None, None  # the line of the user's code that the rank is in, if it stays there
+        self.waits = False  # is that a call that communicates?
+        self.idle: Any = None  # since when, and how many seconds it had computed by then
 
     # --- the connections --------------------------------------------------------------------------
     def connect(self):
@@ -152,11 +155,21 @@ class Watcher:
             self.ports = message["ports"] = ports
         self.beats += 1
         if self.still() and self.asked != message["progress"]:
-            self.at, self.asked = None, message["progress"]
+            self.at, self.asked, self.waits, self.idle = None, message["progress"], False, None
             self.parent.send({"where": True})
         if self.asked == message["progress"]:
             message["at"] = self.at
+            message["idle"] = self.idle_for() if self.waits else 0.0
         self.tell_hub(message)
+
+    def idle_for(self):
+        """For how many seconds has the rank neither computed nor had anything on the network?"""
+        now, computed = time.monotonic(), kernel.cpu_seconds(self.pid)
+        if computed is None:
+            return 0.0
+        if self.idle is None or computed - self.idle[1] > BUSY * (now - self.idle[0]) or kernel.queued(self.pid):
+            self.idle = now, computed
+        return now - self.idle[0]
 
     def tell_hub(self, message):
         if self.hub is not None:
@@ -179,7 +192,7 @@ class Watcher:
     def hear_parent(self, messages):
         for message in messages:
             if "at" in message:
-                self.at = message["at"]
+                self.at, self.waits = message["at"], message.get("waits", False)
             elif "doubt" in message and self.hub is None and self.up is None:
                 self.parent.send({"nobody": message["doubt"]})
             else:
