@@ -36,6 +36,7 @@ def trained(declared, scheduler):
     return updates, weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_budget_beside_a_scheduler_does_not_step_the_optimizer(scheduler):
     merge = {"gradient_merge": {"k_steps": 4}}
@@ -45,6 +46,7 @@ def test_a_budget_beside_a_scheduler_does_not_step_the_optimizer(scheduler):
     assert_equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_largest_batch_beside_a_scheduler_is_the_one_without(scheduler):
     """And neither the optimizer nor the model changes, nor the rate."""

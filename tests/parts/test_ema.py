@@ -335,6 +335,7 @@ def saves_and_resumes(split, folder):
     return same
 
 
+@pytest.mark.slow
 @each_split
 def test_a_resume_has_the_same_average_and_other_layouts_can_take_it_over(split, ranks, tmp_path):
     assert ranks.run(saves_and_resumes, split, tmp_path / "saved") == [True, True]

@@ -94,6 +94,7 @@ def resumed(settings, wire):
     return resumes({"localsgd": {"k_steps": 4} | settings} | wire)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [OUTER, {"overlap": True}, {"overlap": True} | OUTER], ids=str)
 @pytest.mark.parametrize("wire", [HALF, QUANTIZED, {"dgc": {"sparsity": [0.5]}}], ids=str)
 def test_a_run_resumed_in_the_middle_is_bit_identical(ranks, settings, wire):
@@ -187,6 +188,7 @@ def fragmented(settings, wire):
     return resumes({"localsgd": {"k_steps": 4, "fragments": 2} | settings} | wire)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [{}, QUANTIZED], ids=str)
 @pytest.mark.parametrize("settings", [OUTER, {"overlap": True} | OUTER], ids=str)
 def test_a_run_resumed_between_fragments_is_bit_identical(ranks, settings, wire):

@@ -123,6 +123,7 @@ def test_slots_round_up_so_that_the_limit_holds():
             assert time >= exact.time(free)
 
 
+@pytest.mark.slow
 def test_a_hundred_and_fifty_blocks():
     blocks = chain(1, 150)
     table = Table(blocks, 2000, slots=400)
