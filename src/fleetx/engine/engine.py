@@ -125,7 +125,10 @@ class Engine(Windows):
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
         hook = self.reduce if ours or self.step_norm.every else None
         self.buffers.send(group, strict=self.shares_buffers)
-        return Reducer(self.model, self.names, group, hook, moved=self.gradients.look_again, **self.reducer_settings)
+        kept = self.gradients
+        return Reducer(
+            self.model, self.names, group, hook, moved=kept.look_again, withheld=kept.withheld, **self.reducer_settings
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed

@@ -110,6 +110,9 @@ class Gradients:
     def waiting(self) -> bool:
         return bool(self._withheld)
 
+    def withheld(self) -> list[nn.Parameter]:
+        return [p for p, _ in self._withheld]
+
     # --- a step that must change nothing ----------------------------------------------------------
     def begin_idle_step(self) -> None:
         self._versions = [seams.version(p) for p in self.params()]

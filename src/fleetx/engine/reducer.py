@@ -105,11 +105,13 @@ class Reducer(LateReducer):
         reduce: Reduce | None,
         *,
         moved: Callable[[], None],
+        withheld: Callable[[], list[nn.Parameter]],
         bucket_cap_mb: float,
         find_unused_parameters: bool,
     ):
         super().__init__(names, world, bucket_cap_mb)
         self._model, self._moved, self._finds_unused = weakref.ref(model), moved, find_unused_parameters
+        self._withheld = withheld
         self._on_bucket = self._hook(reduce) if reduce is not None else None
         self._changed = False  # were parameters frozen or unfrozen, and do the ranks not yet know of each other's?
         with _one_trained(names):  # a model that is all frozen may be unfrozen later
@@ -122,6 +124,7 @@ class Reducer(LateReducer):
         self._trained = Trainable(p for p in self._names if p.requires_grad)
         self._frozen = Trainable(p for p in self._names if not p.requires_grad)
         self._prepared, self._rebuilt = False, False
+        self._noted = False  # does DDP know which parameters earlier steps of the window have used?
         self.order = None
         self._restores: tuple[list[str] | None] | None = None  # an order to go back to before the next reduction
         device = next(iter(self._trained)).device
@@ -212,6 +215,8 @@ class Reducer(LateReducer):
     def restore_order(self, order: list[str] | None) -> None:
         """Have the next reduction use the buckets of another run. Where a value is in a bucket decides in which order
         the ranks' values are added up, so with three ranks or more another place rounds differently."""
+        if self._finds_unused and any(p.requires_grad for p in self._names):
+            self._make_buckets(first=False)  # forget what the abandoned window has used
         fits = order is None or sorted(order) == sorted(self._names[p] for p in self._trained)
         if fits and order != self.order and not self._finds_unused:
             self._restores = (order,)
@@ -260,9 +265,24 @@ class Reducer(LateReducer):
         self._follow()
         with _in_plain_words():
             seams.check_reducer_finalized(self.ddp)
+            if self._finds_unused and not self._noted:
+                self._note_used()
             self.ddp.reducer.prepare_for_forward()
             self.ddp.reducer.prepare_for_backward(outputs if self._finds_unused else [])
         self._prepared = True
+
+    def _note_used(self) -> None:
+        """DDP notes which parameters the steps of a window use, and reduces no others. After a resume, or if a
+        parameter was frozen since, it has noted nothing: repeat it by a backward that adds zeros."""
+        self._noted = True
+        params = [p for p in self._withheld() if p.requires_grad]
+        grads = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        if params:
+            torch.autograd.backward(params, [torch.zeros_like(p) for p in params])
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
 
     def check_finished(self, places: Places) -> None:
         """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
