@@ -79,12 +79,20 @@ def test_the_memory_of_a_step_is_compared_with_what_was_predicted(tmp_path):
     assert "<td>rank 1: what training added, with the parameters</td><td>51 MiB</td>" in text  # 300 - 250 + 1
 
 
-def test_predicting_is_not_recommended_where_it_is_an_error(tmp_path):
+def test_a_peak_that_was_not_predicted_has_its_reason(tmp_path):
     record = read(write(tmp_path / "run"))
     del record.plans[0]["predicted"]
-    assert "predict_memory=True" in page.page([record])
-    record.plans[0]["divided"] = True
-    assert "predict_memory=True" not in page.page([record])
+    record.plans[0]["unpredicted"] = "it reads <values>"
+    for records in ([record], [record, read(write(tmp_path / "other"))]):
+        assert "was not predicted: it reads &lt;values&gt;." in page.page(records).replace(" of run", "")
+
+
+def test_ranks_that_predict_for_themselves_are_shown_one_by_one(tmp_path):
+    record = read(write(tmp_path / "run", pipeline=True))
+    record.ranks[1][-1]["predicted"] = 2 << 20
+    text = page.page([record])
+    assert "<td>rank 0: peak of a step, as predicted</td><td>3 MiB</td>" in text
+    assert "<td>rank 1: peak of a step, as predicted</td><td>2 MiB</td>" in text
 
 
 def test_a_straggler_is_named_and_ranks_that_are_equal_are_not(tmp_path):
@@ -117,7 +125,7 @@ def test_runs_are_compared_side_by_side(tmp_path):
     text = page.page(records)
     assert not Parsed(text).open
     assert text.count('class="line c1"') >= 6  # the second run in every plot
-    assert "<th>first</th><th>second</th>" in text
+    assert "<th>A: first</th><th>B: second</th>" in text
 
 
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path):
