@@ -196,9 +196,30 @@ def test_the_command_writes_one_file_and_says_what_is_wrong(tmp_path):
     done = CliRunner().invoke(main, ["report", str(run)])
     assert done.exit_code == 0, done.output
     assert (run / "report.html").read_text().startswith("<!doctype html>")
-    done = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
+    done = CliRunner().invoke(main, ["report", str(run), str(run)])
+    assert done.exit_code == 0, done.output
+    assert "A: run" not in (run / "report.html").read_text()
+    assert "A: run" in (run / "compared.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("nothing", "nothing does not exist: call fleet.record("),
+        ("rum", "rum does not exist: did you mean run? Else call fleet.record("),
+        ("empty", "empty has no rank0.jsonl: call fleet.record("),
+        (".", "{0} is not a run, but has some in it: give one or more of {0}/run"),
+        ("run/rank0.jsonl", "rank0.jsonl is a file: give the folder of a run: {0}/run"),
+        ("note.txt", "note.txt is a file: give the folder of a run\n"),
+    ],
+)
+def test_a_path_that_is_no_run_is_answered_by_what_is_there(tmp_path, given, answer):
+    write(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.txt").touch()
+    done = CliRunner().invoke(main, ["report", str(tmp_path / given)])
     assert done.exit_code == 1
-    assert "has no rank0.jsonl" in done.output
+    assert answer.format(tmp_path) in done.output
 
 
 def test_live_waits_for_a_run_to_begin(tmp_path, monkeypatch):
