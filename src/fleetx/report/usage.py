@@ -13,8 +13,8 @@ PIECES = ("parameters", "gradients", "optimizer", "kept")  # of the state, as dr
 LEGEND = ("parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then")
 _WHOLE = "<p>Measured is the whole process, with Python and torch.</p>"
 _TENSORS = (
-    "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded on first "
-    "use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
+    "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded on "
+    "first use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
 )
 NO_BYTES = '<p class="none">Bytes are counted on TCP connections only, so not on CUDA.</p>'
 NO_PEAK = '<p class="none">Not measured yet.</p>'
