@@ -423,7 +423,7 @@ def test_the_bytes_of_a_pipeline_are_those_of_the_stage(ranks, tmp_path):
 def test_a_script_that_fails_before_it_distributes_leaves_its_error(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
-        "from fleetx import fleet\nfleet.init()\nfleet.record('run')\nfleet.DistributedStrategy(amp={'dtyp': 'float16'})\n"
+        "from fleetx import fleet\nfleet.init()\nfleet.record('run')\nfleet.DistributedStrategy(amp={'dtyp': 'x'})\n"
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "did you mean 'dtype'?" in done.stderr
