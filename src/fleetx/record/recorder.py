@@ -24,11 +24,10 @@ from torch.profiler import record_function
 from fleetx.base import seams
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.engine.dtensors import local
 from fleetx.record.losses import Losses
 from fleetx.record.schema import EVENTS, TIMES
 from fleetx.record.stopwatch import Mark, Stopwatch
-from fleetx.record.tally import Ended, Span, Tally, trace
+from fleetx.record.tally import Ended, Span, Tally, is_traced, state_bytes, trace
 from fleetx.record.usage import RoundBytes
 from fleetx.strategy.stage import Act, Stage
 
@@ -296,11 +295,11 @@ class Recorder:
                 described.pop("unpredicted", None)
             self._predicted = described.get("predicted")
             self.say("plan", model=model.number, **described)
-            self._totals["optimizer"] = _state_bytes(run)
+            self._totals["optimizer"] = state_bytes(run.optimizer)
             model.plan = None
         line |= {} if self._bytes is None else self._bytes.of_round()
         ended = Ended(line, tally, self._tracing)
-        self._tracing = self.stream is not None and _is_traced(run.round + 1)
+        self._tracing = self.stream is not None and is_traced(run.round + 1)
         if self.world.device.type == "cuda":
             ended.ask()
         self._ended.append(ended)
@@ -349,15 +348,3 @@ _DRAWN = (Stage.GRADIENT, Stage.PARAMETER)  # acts of the other stages are parts
 
 def line_of(kind: str, rank: int, t: float) -> dict[str, Any]:
     return {"kind": kind, "t": round(t, 4), "rank": rank}
-
-
-def _is_traced(number: int) -> bool:
-    """Rounds 3, 10, 30, 100 ...: the same on all ranks, so that they can be drawn together."""
-    while number >= 10 and number % 10 == 0:
-        number //= 10
-    return number in (1, 3)
-
-
-def _state_bytes(run: Engine) -> int:
-    values = (v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-    return sum(local(v).nbytes for v in values)

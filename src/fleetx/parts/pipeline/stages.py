@@ -52,7 +52,15 @@ class StageForward(Interceptor):
             return tuple(end.tensors)
         finally:
             _set_rng(self._modules_rng)
+        self.check(loss)
         return loss
+
+    def check(self, loss: Tensor) -> None:
+        if isinstance(loss, FakeTensor):
+            raise UsageError(
+                "pipeline: the loss reads an output of an earlier stage, which the last stage does not have: pass it "
+                "to the module that computes the loss, or begin the last stage earlier"
+            )
 
     def cross(self, boundary: int, given: list[Tensor]) -> None:
         positions = self._trace.boundaries[boundary].positions
@@ -194,11 +202,6 @@ class ScheduleRunner:
         out = running.run(partial(self._forward, batch), self._seed(micro_batch))
         if isinstance(out, tuple):
             return out
-        if isinstance(out, FakeTensor):
-            raise UsageError(
-                "pipeline: the loss reads an output of an earlier stage, which the last stage does not have: pass it "
-                "to the module that computes the loss, or begin the last stage earlier"
-            )
         self.losses.append(out.detach())
         return out * (batch.factor / self._number)
 

@@ -11,6 +11,7 @@ In backward, FSDP begins to gather the next segment while one computes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from fleetx.base import seams
 from fleetx.base.module_names import named_modules
-from fleetx.base.trees import tensors_of
+from fleetx.base.trees import map_tensors, tensors_of
+from fleetx.base.wrapping import Layer, wrap
+from fleetx.engine.taps import tap
 from fleetx.measure.fake_step import FakeStep, TrainingStep, preserve_rng
 from fleetx.measure.op_scratch import OpScratch, with_scratch
 from fleetx.measure.tracker import Tracker
@@ -56,6 +59,7 @@ class Gathering:
         modules = dict(named_modules(model))
         self._reshard, self._ranks = part.stage == 3, ranks
         self._coded = part.gradient_bits / 32 if part.gradient_bits < 32 else 0.0
+        self._all: list[_Segment] = []
         self._order: list[_Segment] = []  # as the forward calls them
         self._copied: Tensor | None = None  # the last output of a collective, which FSDP frees at the next one
         self._scattered: Tensor | None = None  # the input of the last reduce-scatter
@@ -67,34 +71,29 @@ class Gathering:
             segment = _Segment(params)
             if merged:
                 self._shards.append(torch.empty(segment.size // ranks, dtype=torch.uint8))
-            module.register_forward_pre_hook(partial(self._before, segment), prepend=True)
-            module.register_forward_hook(partial(self._after, segment))
-            for p in (p for p in params if p.requires_grad):
-                p.register_post_accumulate_grad_hook(partial(self._accumulated, segment))
+            wrap(module, Layer.STAGE, partial(self._call, segment))
+            self._all.append(segment)
         self._merged = merged
 
     def forward(self) -> Any:
         return torch.enable_grad()
 
-    def _before(self, segment: _Segment, *unused: Any) -> None:
+    def _call(self, segment: _Segment, module: nn.Module, inner: Any, args: Any, kwargs: Any) -> Any:
         self._gather(segment)
         if segment not in self._order:
             self._order.append(segment)
-
-    def _after(self, segment: _Segment, module: nn.Module, args: Any, out: Any) -> None:
-        if seams.graph_task_id() != -1:  # a part of the forward runs again, in backward
-            return
-        if self._reshard:
+        args, kwargs = map_tensors(lambda t: _watched(t, partial(self._after_backward, segment)), (args, kwargs))
+        out = inner(*args, **kwargs)
+        if seams.graph_task_id() == -1 and self._reshard:  # else a part of the forward runs again, in backward
             segment.full = None
-        for t in tensors_of(out):
-            if t.requires_grad:
-                t.register_hook(partial(self._before_backward, segment))
+        return map_tensors(lambda t: _watched(t, partial(self._before_backward, segment)), out)
 
-    def _before_backward(self, segment: _Segment, grad: Tensor) -> None:
+    def _before_backward(self, segment: _Segment, grad: Tensor) -> Tensor:
         self._gather(segment)
         earlier = self._order[: self._order.index(segment)]
-        if earlier and earlier[-1].full is None and earlier[-1].left:
+        if earlier and earlier[-1].full is None and not earlier[-1].reduced:
             earlier[-1].coming = torch.empty(earlier[-1].size, dtype=torch.uint8)
+        return grad
 
     def _gather(self, segment: _Segment) -> None:
         if segment.full is not None:
@@ -104,13 +103,14 @@ class Gathering:
         segment.full, segment.coming = torch.empty(segment.size, dtype=torch.uint8), None
         self._copied = output
 
-    def _accumulated(self, segment: _Segment, p: Tensor) -> None:
-        segment.left.discard(id(p))
-        if not segment.left:
-            self._reduce(segment)
+    def _after_backward(self, segment: _Segment, grad: Tensor) -> Tensor:
+        self._reduce(segment)
+        return grad
 
     def _reduce(self, segment: _Segment) -> None:
-        segment.full = self._scattered = None
+        segment.full, segment.reduced, self._scattered = None, True, None
+        if all(p.grad is None for p in segment.params):
+            return
         self._scattered = torch.empty(segment.size, dtype=torch.uint8)
         for p in segment.params:
             p.grad = None
@@ -121,7 +121,13 @@ class Gathering:
             self._shards.append(shard)
 
     def end(self) -> None:
-        self._copied = self._scattered = None
+        """After backward, what it could not notice: the segments whose inputs have no gradient."""
+        for segment in self._all:
+            self._reduce(segment)
+
+
+def _watched(t: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    return tap(t, act) if t.requires_grad else t
 
 
 class _Segment:
@@ -130,6 +136,6 @@ class _Segment:
     def __init__(self, params: list[nn.Parameter]):
         self.params = params
         self.size = sum(p.nbytes for p in params)
-        self.left = {id(p) for p in params if p.requires_grad}  # without a gradient yet
+        self.reduced = False
         self.full: Tensor | None = None
         self.coming: Tensor | None = None  # it is being gathered
