@@ -171,18 +171,21 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 
 
 @main.command()
-@click.option("--output", type=_output_file, help="The file to write. [default: report.html in the first RUN]")
+@click.option(
+    "--output", "-o", type=_output_file,
+    help="The file to write. [default: in the first RUN: report.html, or compared.html of several]",
+)  # fmt: skip
 @click.option("--live", is_flag=True, help="Write it again every few seconds, until the runs have ended.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN]...", type=click.Path(path_type=Path))
 def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
     """Write the page of a run: one HTML file with its curves, times, memory, events and plan.
 
-    RUN is the folder that the script gave to fleet.record. Several runs are shown side by side.
+    RUN is the folder that the script gave to fleet.record. Several runs are shown side by side, in compared.html.
     """
     from fleetx.errors import FleetxError
     from fleetx.report import page
 
-    output = output or runs[0] / "report.html"
+    output = output or runs[0] / ("report.html" if len(runs) == 1 else "compared.html")  # each keeps its own page
     try:
         page.write(runs, output, live=live, say=click.echo)
     except FleetxError as error:

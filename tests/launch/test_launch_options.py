@@ -62,6 +62,10 @@ def test_a_wrong_command_line_has_exit_code_2_and_starts_nothing(tmp_path, monke
     assert printed.out == ""
     assert re.fullmatch(r"fleetrun: script missing.py does not exist in .*\n", printed.err)
     assert not (tmp_path / "log").exists()
+    (tmp_path / "first.py").touch()
+    assert main(["frist.py"]) == 2
+    assert "frist.py does not exist in" in (said := capsys.readouterr().err)
+    assert "did you mean 'first.py'?" in said
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import subprocess
+import sys
 import weakref
 
 import psutil
@@ -22,9 +24,9 @@ from fleetx.record.tally import Span, trace
 from training import batches, net, sgd, share, train_fleet, zero_last
 
 
-def start(folder, declared, *, make=net, **options):
+def start(folder, declared, *, make=net, predict_memory=False, **options):
     fleet.init()
-    recorder = fleet.record(folder, **options)
+    recorder = fleet.record(folder, predict_memory=predict_memory, **options)
     model = make()
     model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
     return recorder, model, optimizer
@@ -256,8 +258,8 @@ def three_blocks():
     [({}, 16), ({"recompute": {"checkpoints": ["0", "1", "2"]}}, 11.5)],
     ids=["plain", "recompute"],
 )
-def test_the_memory_of_a_step_is_predicted_when_asked(tmp_path, declared, kept):
-    recorder, model, optimizer = start(tmp_path, declared, make=three_blocks, predict_memory=True)
+def test_the_memory_of_a_step_is_predicted(tmp_path, declared, kept):
+    recorder, model, optimizer = start(tmp_path, declared, make=three_blocks, predict_memory=None)
     before, x = torch.get_rng_state(), torch.ones(1 << 14, 8)
     model(x).mean().backward()
     optimizer.step()
@@ -269,34 +271,9 @@ def test_the_memory_of_a_step_is_predicted_when_asked(tmp_path, declared, kept):
     assert found / x.nbytes == pytest.approx(kept, abs=0.6)
 
 
-def test_a_model_that_cannot_run_without_data_is_said_to_be_not_predicted(tmp_path):
-    class Reads(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(6, 2)
-
-        def forward(self, x):
-            return self.layer(x) * (1 if x.sum().item() else 2)
-
-    recorder, model, optimizer = start(tmp_path, {}, make=Reads, predict_memory=True)
-    with pytest.warns(UserWarning, match="the memory of a step is not predicted"):
-        zero_last(model, optimizer, torch.ones(4, 6), torch.zeros(4, 2))
-    recorder.close()
-    assert "predicted" not in read(tmp_path).plans[0]
-
-
-def divided(folder):
-    with pytest.raises(UsageError, match="predict_memory=True"):
-        start(folder, {"sharding": True}, predict_memory=True)
-
-
-def test_the_memory_of_a_divided_model_is_not_predicted(ranks, tmp_path):
-    ranks.run(divided, str(tmp_path))
-
-
 def recorded(declared, folder):
     fleet.init()
-    fleet.record(folder)
+    fleet.record(folder, predict_memory=False)
     return train_fleet(batches(8), declared)
 
 
@@ -441,3 +418,15 @@ def test_the_bytes_of_a_pipeline_are_those_of_the_stage(ranks, tmp_path):
     plan = read(tmp_path).plans[0]
     assert plan["divided"]
     assert plan["bytes"]["parameters"] == plan["bytes"]["gradients"] == sum(p.nbytes for p in net()[:2].parameters())
+
+
+def test_a_script_that_fails_before_it_distributes_leaves_its_error(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "from fleetx import fleet\nfleet.init()\nfleet.record('run')\nfleet.DistributedStrategy(amp={'dtyp': 'x'})\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "did you mean 'dtype'?" in done.stderr
+    (fault,) = read(tmp_path / "run").events
+    assert fault["what"] == "fault"
+    assert "did you mean 'dtype'?" in fault["text"]

@@ -16,7 +16,7 @@ from training import batches, net, sgd, zero_last
 
 def train(folder, tracker):
     fleet.init()
-    recorder = fleet.record(folder, trackers=tracker)
+    recorder = fleet.record(folder, trackers=tracker, predict_memory=False)
     model = net()
     model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(clip={"clip_norm": 1.0}))
     for x, y in batches(3):

@@ -79,12 +79,20 @@ def test_the_memory_of_a_step_is_compared_with_what_was_predicted(tmp_path):
     assert "<td>rank 1: what training added, with the parameters</td><td>51 MiB</td>" in text  # 300 - 250 + 1
 
 
-def test_predicting_is_not_recommended_where_it_is_an_error(tmp_path):
+def test_a_peak_that_was_not_predicted_has_its_reason(tmp_path):
     record = read(write(tmp_path / "run"))
     del record.plans[0]["predicted"]
-    assert "predict_memory=True" in page.page([record])
-    record.plans[0]["divided"] = True
-    assert "predict_memory=True" not in page.page([record])
+    record.plans[0]["unpredicted"] = "it reads <values>"
+    for records in ([record], [record, read(write(tmp_path / "other"))]):
+        assert "was not predicted: it reads &lt;values&gt;." in page.page(records).replace(" of run", "")
+
+
+def test_ranks_that_predict_for_themselves_are_shown_one_by_one(tmp_path):
+    record = read(write(tmp_path / "run", pipeline=True))
+    record.ranks[1][-1]["predicted"] = 2 << 20
+    text = page.page([record])
+    assert "<td>rank 0: peak of a step, as predicted</td><td>3 MiB</td>" in text
+    assert "<td>rank 1: peak of a step, as predicted</td><td>2 MiB</td>" in text
 
 
 def test_a_straggler_is_named_and_ranks_that_are_equal_are_not(tmp_path):
@@ -117,7 +125,7 @@ def test_runs_are_compared_side_by_side(tmp_path):
     text = page.page(records)
     assert not Parsed(text).open
     assert text.count('class="line c1"') >= 6  # the second run in every plot
-    assert "<th>first</th><th>second</th>" in text
+    assert "<th>A: first</th><th>B: second</th>" in text
 
 
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path):
@@ -188,9 +196,30 @@ def test_the_command_writes_one_file_and_says_what_is_wrong(tmp_path):
     done = CliRunner().invoke(main, ["report", str(run)])
     assert done.exit_code == 0, done.output
     assert (run / "report.html").read_text().startswith("<!doctype html>")
-    done = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
+    done = CliRunner().invoke(main, ["report", str(run), str(run)])
+    assert done.exit_code == 0, done.output
+    assert "A: run" not in (run / "report.html").read_text()
+    assert "A: run" in (run / "compared.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("nothing", "nothing does not exist: call fleet.record("),
+        ("rum", "rum does not exist: did you mean run? Else call fleet.record("),
+        ("empty", "empty has no rank0.jsonl: call fleet.record("),
+        (".", "{0} is not a run, but has some in it: give one or more of {0}/run"),
+        ("run/rank0.jsonl", "rank0.jsonl is a file: give the folder of a run: {0}/run"),
+        ("note.txt", "note.txt is a file: give the folder of a run\n"),
+    ],
+)
+def test_a_path_that_is_no_run_is_answered_by_what_is_there(tmp_path, given, answer):
+    write(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.txt").touch()
+    done = CliRunner().invoke(main, ["report", str(tmp_path / given)])
     assert done.exit_code == 1
-    assert "has no rank0.jsonl" in done.output
+    assert answer.format(tmp_path) in done.output
 
 
 def test_live_waits_for_a_run_to_begin(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import numbers
 import os
@@ -20,11 +21,11 @@ import torch.distributed as dist
 
 from fleetx import __version__
 from fleetx.base import seams
-from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.session import Session, current
 from fleetx.engine.dtensors import local
 from fleetx.errors import UsageError
+from fleetx.fleet import prediction
 from fleetx.strategy.explain import Explanation, in_order
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ _VARIABLES = (
 
 @peers.naming()
 def record(
-    folder: str | Path, *, every_rank: bool = False, predict_memory: bool = False, trackers: str | Sequence[str] = ()
+    folder: str | Path,
+    *,
+    every_rank: bool = False,
+    predict_memory: bool | None = None,
+    trackers: str | Sequence[str] = (),
 ) -> Recorder:
     """Write what happens in this run to `folder`, as JSON lines. Every worker must call it, after `fleet.init`.
 
@@ -49,8 +54,9 @@ def record(
     appends. It ends with the script, or with `close()` of what this returns, on every worker.
 
     every_rank: have the other ranks write their rounds as well, each to a file of its own.
-    predict_memory: predict the peak of a step, to compare it with what is measured. For this, rank 0 calls a copy of
-        the model and of the optimizer with the first batch once more, on tensors without data: a few seconds.
+    predict_memory: predict the peak of a step, to compare it with what is measured. For this, the first batch runs once
+        more, on tensors without data. None: on a CPU, in a child process, for at most 30 seconds; True: on CUDA too,
+        where it calls a copy of the model in this process, and however long it takes; False: never.
     trackers: "tensorboard", "wandb" or "mlflow", or several: rank 0 passes the same facts on to them.
     """
     from fleetx.record import trackers as known
@@ -72,6 +78,8 @@ def record(
         folder, world.rank, world.size, store, Usage(world.device), every_rank=every_rank,
         sinks=known.made(names, folder) if first else [],
     )  # fmt: skip
+    atexit.unregister(session.stop_recording)
+    atexit.register(session.stop_recording)  # a script may fail before it has distributed anything
     session.stop_recording()  # of fleet.progress, which keeps nothing
     recorder = session.recorder = Recorder(world, stream, predicts=predict_memory)
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
@@ -88,14 +96,9 @@ def attach(session: Session, engine: Engine) -> None:
     recorder = session.recorder
     if recorder is None:
         return
-    if recorder.predicts and _divided(engine):
-        raise UsageError(
-            "fleet.record(..., predict_memory=True): the memory of a model that is divided between ranks (sharding, "
-            "pipeline) is not predicted: remove it"
-        )
-    recorder.attach(
-        engine, partial(_plan, session), _predicted if recorder.predicts and not recorder.world.rank else None
-    )
+    recorder.attach(engine, partial(_plan, session))
+    if recorder.stream is not None:
+        prediction.arrange(recorder, engine)
 
 
 def _divided(engine: Engine) -> bool:
@@ -144,25 +147,6 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
         "divided": _divided(engine),
     }  # fmt: skip
     return line if predicted is None else line | {"predicted": predicted}
-
-
-def _predicted(engine: Engine) -> dict[str, Any]:
-    """The peak bytes of a step with the batch that is about to enter the model."""
-    from fleetx.measure.fake_step import TrainingStep, estimate
-    from fleetx.parts.recompute import budget
-
-    args, kwargs = engine.step.inputs
-    part = next((part for part in engine.plan.parts if part.segments), None)
-    if getattr(part, "memory_budget", None) is not None:
-        return {}  # the part predicts it itself
-    ranks = engine.layout.replica_group.size
-    try:
-        step = TrainingStep.under(engine.plan, engine.model, engine.optimizer, ranks=ranks, args=args, kwargs=kwargs)
-        return {"predicted": estimate(step, budget.install_for(part, step)).peak}
-    except Exception as error:
-        first = str(error).partition("\n")[0]
-        warn(f"the memory of a step is not predicted: this model cannot run on tensors without data: {first}")
-        return {}
 
 
 def facts() -> dict[str, Any]:

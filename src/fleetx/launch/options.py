@@ -250,6 +250,8 @@ def _check_script(script: str) -> None:
         raise LaunchError(f"{script} is a directory; give a script, or a module with -m")
     if not path.exists():
         hint = f"; to run a module: fleetrun -m {script}" if "/" not in script and not script.endswith(".py") else ""
+        near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.py")))
+        hint = hint or (f": {near}" if near else "")
         raise LaunchError(f"script {script} does not exist in {Path.cwd()}{hint}")
     if not os.access(path, os.R_OK):
         raise LaunchError(f"script {script} cannot be read: permission denied")

@@ -26,6 +26,7 @@ from fleetx.base.seams import FakeTensorMode, NormBase
 from fleetx.base.trees import loss_of, map_tensors, tensors_of
 from fleetx.comm.roles import Place
 from fleetx.comm.world import World
+from fleetx.engine.dtensors import local
 from fleetx.engine.engine import Engine
 from fleetx.measure.op_scratch import OpScratch, with_scratch
 from fleetx.measure.tracker import Tracker, bytes_of
@@ -133,7 +134,7 @@ class FakeStep:
 
     def _without_data(self, model: nn.Module) -> nn.Module:
         for p in model.parameters():
-            self._fakes[id(p)] = nn.Parameter(self.mode.from_tensor(p.detach()), requires_grad=p.requires_grad)
+            self._fakes[id(p)] = nn.Parameter(self._whole(p), requires_grad=p.requires_grad)
             if p.grad is not None:
                 self._fakes[id(p.grad)] = None
         for b in model.buffers():
@@ -146,6 +147,13 @@ class FakeStep:
         for norm in (m for m in fake.modules() if isinstance(m, NormBase) and m.momentum is None):
             norm.momentum = 0.1  # a cumulative average divides by a count, which has no data here
         return without_hooks(fake)
+
+    def _whole(self, p: Tensor) -> Tensor:
+        """Of a parameter that ranks have divided, all of it."""
+        if local(p) is p:
+            return self.mode.from_tensor(p.detach())
+        with self.mode:
+            return torch.empty(p.shape, dtype=p.dtype, device=p.device)
 
     def optimizer(self) -> Optimizer:
         return copy_optimizer(self.step.optimizer, self._fakes)
@@ -193,6 +201,21 @@ def _estimate(step: TrainingStep, install: Install | None, scratch: OpScratch) -
         updating = tracker.peak + step.extra_bytes
     return Estimate(max(running, updating), bytes_of(parameters), bytes_of(buffers), gradients, state, step.extra_bytes,
                     bytes_of(batch), running, updating)  # fmt: skip
+
+
+def update_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
+    """Of the parameters as this rank holds them: bytes of the state, of the gradients, and the peak of an update."""
+    mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Any]()
+    for p in (p for group in optimizer.param_groups for p in group["params"] if not p.is_meta):
+        fakes[id(p)] = nn.Parameter(mode.from_tensor(local(p.detach())), requires_grad=p.requires_grad)
+    with mode, Tracker() as tracker:
+        for p in fakes.values():
+            tracker.see(p)
+        made = copy_optimizer(optimizer, fakes)
+        state, gradients = _first_update(made, list(fakes.values()), tracker, keep=True)
+        tracker.reset()
+        _update(made)
+    return state, gradients, tracker.peak
 
 
 def _first_update(

@@ -49,6 +49,11 @@ class Tracker(TorchDispatchMode):
         self.live += size
         self.peak = max(self.peak, self.live)
 
+    def ignore(self, tensor: Tensor) -> None:
+        """Never count this storage."""
+        storage = tensor.untyped_storage()
+        self._known[seams.storage_id(storage)] = weakref.ref(storage), 0
+
     def reset(self) -> None:
         """Start a new peak from what is live now."""
         self.peak = self.live

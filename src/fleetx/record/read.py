@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import UsageError
 from fleetx.record.schema import INSIDE, KEYS, SCHEMA
 
@@ -48,7 +49,7 @@ def read(folder: str | Path) -> Record:
     folder = Path(folder)
     path = folder / "rank0.jsonl"
     if not path.is_file():
-        raise NotBegunError(f"{folder} has no rank0.jsonl: call fleet.record({str(folder)!r}) in the script")
+        raise _missing(folder)
     found = Record(folder)
     for line in _lines(path, found):
         _add(found, line)
@@ -57,6 +58,27 @@ def read(folder: str | Path) -> Record:
             raise UsageError(f"{path} is not a record of fleetx: none of its lines says how a run began")
         raise NotBegunError(f"{path} has no complete line yet: wait until the run has begun")
     return found
+
+
+def _missing(folder: Path) -> UsageError:
+    """What is there in place of a record."""
+    if folder.is_file():
+        run = f": {folder.parent}" if (folder.parent / "rank0.jsonl").is_file() else ""
+        return UsageError(f"{folder} is a file: give the folder of a run{run}")
+    if runs := _runs_in(folder):
+        return UsageError(f"{folder} is not a run, but has some in it: give one or more of {', '.join(runs)}")
+    known = {Path(run).name: run for run in _runs_in(folder.parent)} if not folder.exists() else {}
+    near = did_you_mean(folder.name, known, quote=False)
+    lacks = "has no rank0.jsonl" if folder.exists() else "does not exist"
+    hint = f"{near} Else " if near else ""
+    return NotBegunError(f"{folder} {lacks}: {hint}call fleet.record({str(folder)!r}) in the script")
+
+
+def _runs_in(folder: Path) -> list[str]:
+    try:
+        return sorted(str(path.parent) for path in folder.glob("*/rank0.jsonl"))
+    except OSError:
+        return []
 
 
 def _lines(path: Path, found: Record) -> Iterator[Line]:

@@ -24,11 +24,10 @@ from torch.profiler import record_function
 from fleetx.base import seams
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.engine.dtensors import local
 from fleetx.record.losses import Losses
 from fleetx.record.schema import EVENTS, TIMES
 from fleetx.record.stopwatch import Mark, Stopwatch
-from fleetx.record.tally import Ended, Span, Tally, trace
+from fleetx.record.tally import Ended, Span, Tally, is_traced, state_bytes, trace
 from fleetx.record.usage import RoundBytes
 from fleetx.strategy.stage import Act, Stage
 
@@ -62,11 +61,11 @@ class _Model:
     seen: Tensor | None = None  # the last loss that its engine knew
     plan: Describe | None = None  # describes it; None when its first round is done
     predict: Describe | None = None  # facts that need a batch; None when the first batch is there
-    predicted: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, Any] = field(default_factory=dict)  # what it said
 
 
 class Recorder:
-    def __init__(self, world: World, stream: Stream | None = None, *, predicts: bool = False):
+    def __init__(self, world: World, stream: Stream | None = None, *, predicts: bool | None = False):
         self.world, self.stream, self.predicts = world, stream, predicts
         self.latest: dict[str, Any] = {}  # the last round that is known
         self.counts: Counter[str] = Counter()  # of events
@@ -98,8 +97,8 @@ class Recorder:
             model = self._model(run)
             model.tally.feed(run.step.inputs)
             if model.predict is not None:
-                model.predicted, model.predict = model.predict(run), None
-                self._totals["before"] = self._held()  # with what predicting has imported
+                predict, model.predict = model.predict, None
+                self.foretell(run, predict(run))
         if doing == "backward" and self.world.size > 1:
             self._watch_reduction()
         if doing == "forward" and not torch.is_grad_enabled():
@@ -202,15 +201,26 @@ class Recorder:
         return int(self._totals["samples"])
 
     # --- beginning and end ------------------------------------------------------------------------
-    def attach(self, run: Engine, plan: Describe, predict: Describe | None = None) -> None:
-        """A model is distributed. plan: describes how. predict: what is known of it when a batch is there."""
+    def foretell(self, run: Engine, facts: dict[str, Any]) -> None:
+        """What was predicted of this training: `predicted`, or `unpredicted`."""
+        self._model(run).predicted = facts
+        self._totals |= {key: value for key, value in facts.items() if key == "predicted"}
+        self._totals["before"] = self._held()  # with what predicting has imported
+        self._since = self._watch.mark()  # it is no part of a round
+
+    def attach(self, run: Engine, plan: Describe) -> None:
+        """A model is distributed. plan: describes how."""
         run.wrap_acts(self._around)
         model = self._model(run)
         self._spans, self._since = [], self._watch.mark()  # what was before is no part of a round
         if self.stream is not None:
-            model.plan, model.predict = plan, predict
+            model.plan = plan
             self._totals.setdefault("before", self._held())
             self.say("plan", model=model.number, **plan(run))
+
+    def ask(self, run: Engine, predict: Describe) -> None:
+        """predict: what is known of this training when its first batch is there."""
+        self._model(run).predict = predict
 
     def flush(self) -> None:
         """Hand what is known to the thread that writes it."""
@@ -280,14 +290,16 @@ class Recorder:
             self.counts[what] += 1
             self.say("event", what=what, round=run.round)
         if model.plan is not None:  # some strategies decide in the first step
-            described = model.plan(run) | model.predicted
+            described = model.predicted | model.plan(run)  # a strategy knows better
+            if "predicted" in described:
+                described.pop("unpredicted", None)
             self._predicted = described.get("predicted")
             self.say("plan", model=model.number, **described)
-            self._totals["optimizer"] = _state_bytes(run)
+            self._totals["optimizer"] = state_bytes(run.optimizer)
             model.plan = None
         line |= {} if self._bytes is None else self._bytes.of_round()
         ended = Ended(line, tally, self._tracing)
-        self._tracing = self.stream is not None and _is_traced(run.round + 1)
+        self._tracing = self.stream is not None and is_traced(run.round + 1)
         if self.world.device.type == "cuda":
             ended.ask()
         self._ended.append(ended)
@@ -336,15 +348,3 @@ _DRAWN = (Stage.GRADIENT, Stage.PARAMETER)  # acts of the other stages are parts
 
 def line_of(kind: str, rank: int, t: float) -> dict[str, Any]:
     return {"kind": kind, "t": round(t, 4), "rank": rank}
-
-
-def _is_traced(number: int) -> bool:
-    """Rounds 3, 10, 30, 100 ...: the same on all ranks, so that they can be drawn together."""
-    while number >= 10 and number % 10 == 0:
-        number //= 10
-    return number in (1, 3)
-
-
-def _state_bytes(run: Engine) -> int:
-    values = (v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-    return sum(local(v).nbytes for v in values)

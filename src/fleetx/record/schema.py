@@ -12,14 +12,15 @@ Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not
     plan    a model was distributed; again after its first round, when every strategy has decided: `model` (its number),
             `name`, `replicas` (different batches per step), `window` (steps per round), `strategy` (as in its YAML
             file), `acts` ([stage, switch, what it does and why there]), `explain`, `parameters` (their number), `bytes`
-            on this rank (of `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step,
-            where a strategy or `predict_memory` predicted them), `divided` (does no rank hold the whole model?)
+            on this rank (of `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step),
+            or `unpredicted` (why they are not predicted), `divided` (does no rank hold the whole model?)
     round   a round ended: `model`, `round`, `updated` (was the update applied?), `seconds`, `time` (seconds by TIMES),
             `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps, before
             the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient),
             `sent` (bytes over TCP) and `peak` (bytes, until then): as often as 0.3 % of the time allows
     rank    what a rank has used since it started: `rounds`, `seconds`, `time`, `samples`, `sent` (bytes over TCP),
             `peak` (bytes), `before` (bytes held when its model was distributed), `optimizer` (bytes of its state),
+            `predicted` (peak bytes of a step, if this rank has predicted its own),
             `first` (the `time` of its first round, which sets everything up), `host`
     event   `what` (see EVENTS), `round`, `text`
     value   `round`, `values`: numbers that the script gave to `fleet.log`

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fleetx.base.trees import samples_of, tensors_of
 from fleetx.engine.dtensors import local
@@ -122,3 +123,15 @@ def trace(spans: list[Span]) -> list[list[Any]]:
         for span, start in zip(spans, starts, strict=True)
         if span.name
     ]
+
+
+def is_traced(number: int) -> bool:
+    """Rounds 3, 10, 30, 100 ...: the same on all ranks, so that they can be drawn together."""
+    while number >= 10 and number % 10 == 0:
+        number //= 10
+    return number in (1, 3)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    values = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+    return sum(local(v).nbytes for v in values)

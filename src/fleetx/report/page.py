@@ -10,15 +10,17 @@ from pathlib import Path
 from fleetx.base.files import write_atomic
 from fleetx.errors import UsageError
 from fleetx.record.read import NotBegunError, Record, read
-from fleetx.report import facts, sections, svg
+from fleetx.report import compare, facts, sections, svg, usage
 from fleetx.report.style import STYLE
 
 LIVE = 5  # seconds between two times that a live page is written, and loaded again
+_USE: tuple[tuple[str, Callable[[Record], str], Callable[[Sequence[Record]], str]], ...] = (
+    ("Where the time of an update goes", sections.where_time_goes, compare.time),
+    ("Memory", usage.memory, compare.memory),
+    ("Network", usage.network, compare.network),
+)  # of one run, and of several side by side
 _OF_A_RUN: tuple[tuple[str, Callable[[Record], str]], ...] = (
-    ("Where the time of an update goes", sections.where_time_goes),
     ("One update", sections.one_step),
-    ("Memory", sections.memory),
-    ("Network", sections.network),
     ("Events", sections.events),
     ("The plan, and why", sections.plan),
     ("To repeat it", sections.repeat),
@@ -64,9 +66,12 @@ def page(records: Sequence[Record], *, refresh: int | None = None) -> str:
         if record.unreadable
     ]
     body += ["<section><h2>Curves</h2>", sections.curves(records), "</section>"]
-    for record in records:
+    for title, of_one, of_several in _USE:
+        told = of_one(records[0]) if len(records) == 1 else of_several(records)
+        body.append(f"<section><h2>{title}</h2>{told}</section>")
+    for key, record in zip(sections.keys_of(records), records, strict=True):
         if len(records) > 1:
-            body.append(f'<h2 class="run">{escape(record.name)}</h2>')
+            body.append(f'<h2 class="run">{key}: {escape(record.name)}</h2>')
         level = 3 if len(records) > 1 else 2
         for title, section in _OF_A_RUN:
             body.append(f"<section><h{level}>{title}</h{level}>{section(record)}</section>")

@@ -16,12 +16,12 @@ from fleetx.record.schema import EVENTS, TIMES
 from fleetx.report import facts, svg, timeline
 from fleetx.report.svg import Series
 
-_MOST_RANKS = 24  # bars; of more ranks, those that work longest are shown
+MOST_RANKS = 24  # bars; of more ranks, those that work longest are shown
 _TITLES = {
     "loss": "loss", "rate": "learning rate", "norm": "norm of the gradient", "scale": "loss scale",
     "k": "k, updates between averages", "throughput": "samples per second", "sent": "bytes sent by rank 0",
 }  # fmt: skip
-_TIME = {
+TIME = {
     "data": "data", "forward_backward": "forward and backward", "communication": "waiting for other ranks",
     "update": "update", "other": "evaluating, saving",
 }  # fmt: skip
@@ -33,8 +33,13 @@ def overview(records: Sequence[Record]) -> str:
         items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in found[0].items())
         return f'<dl class="tiles">{items}</dl>'
     keys = list(dict.fromkeys(key for one in found for key in one))
-    head = ["", *(record.name for record in records)]
+    head = ["", *(f"{key}: {record.name}" for key, record in zip(keys_of(records), records, strict=True))]
     return table(head, [[key, *(one.get(key, "") for one in found)] for key in keys], kind="compare")
+
+
+def keys_of(records: Sequence[Record]) -> list[str]:
+    """A letter for each run, to label it where its name has no room; a number, if there are too many."""
+    return [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(records))]
 
 
 def curves(records: Sequence[Record]) -> str:
@@ -81,23 +86,23 @@ def where_time_goes(record: Record) -> str:
     found = facts.shares(record)
     if not found or not any(sum(s.time.values()) for s in found):
         return '<p class="none">No update is done yet.</p>'
-    shown = sorted(sorted(found, key=lambda s: -s.own)[:_MOST_RANKS], key=lambda s: s.rank)
+    shown = sorted(sorted(found, key=lambda s: -s.own)[:MOST_RANKS], key=lambda s: s.rank)
     picture = svg.bars(
         "seconds per update of each rank",
         [(f"rank {s.rank}", [s.time[k] for k in TIMES]) for s in shown],
         facts.seconds,
     )
     rows = [[f"rank {s.rank}", *(facts.seconds(s.time[k]) for k in TIMES), s.host] for s in shown]
-    left_out = f"<p>The {_MOST_RANKS} of {len(found)} ranks whose own work takes longest.</p>" if shown != found else ""
+    left_out = f"<p>The {MOST_RANKS} of {len(found)} ranks whose own work takes longest.</p>" if shown != found else ""
     slow = facts.stragglers(found)
     return (
-        f"{_straggling(slow)}{left_out}"
-        f'<figure data-plot="time">{picture}{svg.legend([_TIME[k] for k in TIMES])}</figure>'
-        + table(["per update", *(_TIME[k] for k in TIMES), "host"], rows, kind="compare")
+        f"{straggling(slow)}{left_out}"
+        f'<figure data-plot="time">{picture}{svg.legend([TIME[k] for k in TIMES])}</figure>'
+        + table(["per update", *(TIME[k] for k in TIMES), "host"], rows, kind="compare")
     )
 
 
-def _straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
+def straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
     if not slow:
         return "<p>No rank straggles: the ranks' own work takes equally long, within 10 %.</p>"
     said = []
@@ -105,7 +110,7 @@ def _straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
         most = max(("data", "forward_backward", "update"), key=lambda k: share.time[k])
         said.append(
             f"<li><strong>rank {share.rank}</strong> ({escape(share.host)}): its own work takes {ratio:.2f} times as "
-            f"long as that of the others, mostly {_TIME[most]} ({facts.seconds(share.time[most])})</li>"
+            f"long as that of the others, mostly {TIME[most]} ({facts.seconds(share.time[most])})</li>"
         )
     more = f"<li>and {len(slow) - 5} more</li>" if len(slow) > 5 else ""
     return f'<p>The others wait for:</p><ul class="stragglers">{"".join(said)}{more}</ul>'
@@ -149,51 +154,6 @@ def one_step(record: Record) -> str:
     picture = timeline.step(traces)
     figure = f'<figure data-plot="step"><div class="scroll">{picture}</div>{svg.legend(timeline.LEGEND)}</figure>'
     return as_planned + which + figure
-
-
-def memory(record: Record) -> str:
-    plan, lines = record.plans.get(0), {rank: lines[-1] for rank, lines in record.ranks.items()}
-    if not plan or not lines:
-        return '<p class="none">Not measured yet.</p>'
-    on_gpu = record.starts[-1]["device"] == "cuda"
-    state = {**plan["bytes"], "optimizer": lines.get(0, {}).get("optimizer", 0)}
-    rows = [("state", [state["parameters"], state["gradients"], state["optimizer"], state["kept"]])]
-    told = [["state of rank 0: parameters, gradients, optimizer, strategies", facts.size(sum(state.values()))]]
-    if "predicted" in plan:
-        rows.append(("predicted", [0, 0, 0, plan["predicted"]]))
-        told.append(["peak of a step, as predicted", facts.size(plan["predicted"])])
-    for rank, line in sorted(lines.items())[:_MOST_RANKS]:
-        if "peak" in line:
-            before = line.get("before", 0)
-            rows.append((f"rank {rank}", [0, 0, 0, 0, before, max(line["peak"] - before, 0)]))
-            told.append([f"rank {rank}: peak", facts.size(line["peak"])])
-            told.append([f"rank {rank}: of that, before its first step", facts.size(before)])
-            if "predicted" in plan:
-                added = facts.size(facts.of_step(line, plan, on_gpu))
-                told.append([f"rank {rank}: what training added, with the parameters", added])
-    names = ["parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then"]
-    note = "" if on_gpu else "<p>Measured is the whole process, with Python and torch.</p>"
-    if "predicted" in plan and not on_gpu:
-        note += (
-            "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded "
-            "on first use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
-        )
-    if plan.get("divided"):
-        note += "<p>The peak of a step is not predicted for a model that is divided between ranks.</p>"
-    elif "predicted" not in plan:
-        note += "<p>The peak of a step was not predicted: fleet.record(..., predict_memory=True) does it.</p>"
-    picture = svg.bars("bytes", rows, facts.size)
-    return f'{note}<figure data-plot="memory">{picture}{svg.legend(names)}</figure>{table(["", "bytes"], told)}'
-
-
-def network(record: Record) -> str:
-    found = [s for s in facts.shares(record) if s.sent is not None][:_MOST_RANKS]
-    if not found:
-        return '<p class="none">Bytes are counted on TCP connections only, so not on CUDA.</p>'
-    rows = [(f"rank {s.rank}", [s.sent or 0.0]) for s in found]
-    told = [[f"rank {s.rank}", facts.size(s.sent or 0.0), f"{record.ranks[s.rank][-1]['sent']:,}"] for s in found]
-    picture = svg.bars("bytes sent per update", rows, facts.size)
-    return f'<figure data-plot="network">{picture}</figure>' + table(["", "per update", "bytes in all"], told)
 
 
 def events(record: Record) -> str:

@@ -54,6 +54,7 @@ table {{ border-collapse:collapse; font-size:.88rem; margin:.5rem 0 }}
 td, th {{ padding:.2rem .7rem .2rem 0; text-align:left; vertical-align:top }}
 tr {{ border-bottom:1px solid var(--rule) }}
 .compare td+td, .numbers td {{ white-space:nowrap; font-variant-numeric:tabular-nums }}
+.compare th:first-child, .compare td:first-child {{ position:sticky; left:0; background:var(--back) }}
 .flow {{ list-style:none; padding:0; display:flex; flex-wrap:wrap; gap:.4rem 1.4rem; font-weight:600 }}
 .flow > li {{ position:relative; max-width:20rem; padding:.2rem .6rem; border:1.5px solid; border-radius:.4rem }}
 .flow > li.net {{ border-style:dashed }}

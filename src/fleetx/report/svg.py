@@ -61,7 +61,8 @@ def curve(name: str, series: Sequence[Series]) -> str:
 def bars(label: str, rows: Sequence[tuple[str, Sequence[float]]], shown: Callable[[float], str]) -> str:
     """A horizontal bar per row, of several pieces, with its total beside it."""
     most = max((sum(values) for _, values in rows), default=0.0) or 1.0
-    left, right, height = 64, 62, 22
+    left = max(64.0, 14 + 6.2 * max((len(name) for name, _ in rows), default=0))
+    right, height = 62, 22
     parts = []
     for i, (name, values) in enumerate(rows):
         y, x = 4 + i * height, float(left)

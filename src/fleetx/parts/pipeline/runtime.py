@@ -20,7 +20,7 @@ from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.context import SetupContext, StepContext, StepInput
 from fleetx.errors import StrategyError, UsageError
 from fleetx.measure.step_key import constants_of, shapes_of
-from fleetx.parts.pipeline import device_guard, microbatch, schedules, timeline
+from fleetx.parts.pipeline import device_guard, memory, microbatch, schedules, timeline
 from fleetx.parts.pipeline.gather import gather
 from fleetx.parts.pipeline.partition import balanced_starts
 from fleetx.parts.pipeline.stage_params import StageParams, absent_names, copied_buffers
@@ -66,17 +66,29 @@ class Runtime:
         number = microbatch.count(size, self._part.number, self._part.micro_batch_size, self._stages, least, multiple)
         inputs, targets = (microbatch.split(value, size, number) for value in (batch.inputs, batch.target))
         batches = [replace(batch, inputs=x, target=y) for x, y in zip(inputs, targets, strict=True)]
+        tell = self._ctx.notes.pop("predict", None) if torch.is_grad_enabled() else None
         if self.group.size == 1:
+            if tell is not None:
+                tell(lambda merged: memory.running_alone(self._ctx.model, batches[0]))
             return self._run_alone(batches)
         self._check_same(batch)
         params = self._params or self._cut(batches[0])
         runner = self._last = self._runner(params, batches[0], number)
+        if tell is not None:
+            tell(partial(self._running, params, runner, batches))
         runner.step(batches)
         loss = torch.zeros(1, dtype=torch.float64, device=self.group.device)
         if runner.losses:
             loss += torch.stack(runner.losses).double().mean()
         self.group.sum(loss)  # only the rank of the last stage adds something
         return loss.float().reshape(())
+
+    def _running(self, params: StageParams, runner: ScheduleRunner, batches: list[StepInput], merged: bool) -> int:
+        """The predicted peak of forward and backward."""
+        order = timeline.order_of(runner.schedule, self.group.rank, self.group.size)
+        forward = partial(self._intercepted, params, StepInput.loss)
+        model, device = self._ctx.model, self._ctx.device
+        return memory.running(model, params, runner.trace, order, batches, forward, device, merged=merged)
 
     def _run_alone(self, batches: list[StepInput]) -> Tensor:
         """One rank has all stages: run the micro-batches one after another."""

@@ -52,12 +52,15 @@ class StageForward(Interceptor):
             return tuple(end.tensors)
         finally:
             _set_rng(self._modules_rng)
+        self.check(loss)
+        return loss
+
+    def check(self, loss: Tensor) -> None:
         if isinstance(loss, FakeTensor):
             raise UsageError(
                 "pipeline: the loss reads an output of an earlier stage, which the last stage does not have: pass it "
                 "to the module that computes the loss, or begin the last stage earlier"
             )
-        return loss
 
     def cross(self, boundary: int, given: list[Tensor]) -> None:
         positions = self._trace.boundaries[boundary].positions
@@ -171,7 +174,7 @@ class ScheduleRunner:
         forward: Callable[[StepInput, Interceptor], Tensor], seed: Callable[[int], int], *, train: bool,
     ):  # fmt: skip
         """number: of micro-batches. forward: computes the loss. seed: for the code between modules, by micro-batch."""
-        self._params, self._trace, self._number, self._train = params, trace, number, train
+        self._params, self.trace, self._number, self._train = params, trace, number, train
         self._forward, self._seed = forward, seed
         self._batches: list[StepInput] = []
         self.losses: list[Tensor] = []
@@ -184,7 +187,7 @@ class ScheduleRunner:
         )  # fmt: skip
 
     def _stage(self, stage: int, group: World) -> TimedStage:
-        boundaries, stages = self._trace.boundaries, self._params.stage_map.number
+        boundaries, stages = self.trace.boundaries, self._params.stage_map.number
         loss = torch.empty((), device="meta", requires_grad=self._train)
         return TimedStage(
             StageModule(self._run, stage, self._params.of(stage)), stage, stages, group.device,
@@ -195,7 +198,7 @@ class ScheduleRunner:
 
     def _run(self, stage: int, inputs: tuple[Tensor, ...], micro_batch: int) -> Any:
         batch = self._batches[micro_batch]
-        running = StageForward(self._params, self._trace, stage, inputs)
+        running = StageForward(self._params, self.trace, stage, inputs)
         out = running.run(partial(self._forward, batch), self._seed(micro_batch))
         if isinstance(out, tuple):
             return out

@@ -14,11 +14,8 @@ _WIDTH = 36  # time units per line
 
 def draw(schedule: Any, ranks: int) -> Iterator[str]:
     """`F0`: forward of micro-batch 0, `B0`: its backward; I and W: backward for inputs and for weights only."""
-    name, number = type(schedule).__name__.removeprefix("Schedule"), seams.n_microbatches(schedule)
-    if name in ("1F1B", "GPipe"):  # torch's own list for 1F1B counts the forwards of the last stage from 1
-        order = {rank: _single(name, rank, ranks, number) for rank in range(ranks)}
-    else:
-        order = {rank: [*_flat(schedule.pipeline_order[rank])] for rank in range(ranks)}
+    name, number = _named(schedule)
+    order = {rank: order_of(schedule, rank, ranks) for rank in range(ranks)}
     rows, end = _timed(order, seams.num_stages(schedule))
     yield f"{name}, {number} micro-batches, if a backward takes as long as two forwards:"
     width = max((len(text) for row in rows.values() for _, _, text in row), default=2) + 1
@@ -30,6 +27,19 @@ def draw(schedule: Any, ranks: int) -> Iterator[str]:
         yield f"  rank {rank} |{shown}{'...' if end > _WIDTH else '|'}"
     busy = sum(duration for row in rows.values() for _, duration, _ in row)
     yield f"  busy {busy / (end * ranks):.0%} of the time"
+
+
+def order_of(schedule: Any, rank: int, ranks: int) -> list[Action]:
+    """What a rank does."""
+    name, number = _named(schedule)
+    if name in ("1F1B", "GPipe"):  # torch's own list for 1F1B counts the forwards of the last stage from 1
+        return _single(name, rank, ranks, number)
+    return [*_flat(schedule.pipeline_order[rank])]
+
+
+def _named(schedule: Any) -> tuple[str, int]:
+    """Its name, and the number of micro-batches."""
+    return type(schedule).__name__.removeprefix("Schedule"), seams.n_microbatches(schedule)
 
 
 def _single(name: str, rank: int, ranks: int, number: int) -> list[Action]:

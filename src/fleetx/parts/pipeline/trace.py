@@ -215,7 +215,7 @@ class _Tracer(Interceptor):
         mode = self._modes[self.stage_map.stages[name]]
         given = {id(t): i for i, t in reversed([*enumerate(tensors_of((args, kwargs)))])}
         self.unit = name
-        with _without_data(module, mode, self._device):
+        with without_data(module, mode, self._device, {}):
             out = inner(*args, **kwargs)
         self.unit = ""
         # A tensor that it made without reading any tensor of a stage still exists in its own stage only.
@@ -250,9 +250,10 @@ def trace(stage_map: StageMap, device: torch.device, run: Callable[[Interceptor]
     return tracer.trace
 
 
-def _without_data(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> AbstractContextManager[Any]:
-    """The module with parameters and buffers that have no data."""
-    fakes: dict[int, Tensor] = {}
+def without_data(
+    module: nn.Module, mode: FakeTensorMode, device: torch.device, fakes: dict[int, Tensor]
+) -> AbstractContextManager[Any]:
+    """The module with parameters and buffers that have no data. fakes: gets them, by the id of what they replace."""
 
     def fake(t: Tensor) -> Tensor:
         if id(t) not in fakes:

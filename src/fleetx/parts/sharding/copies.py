@@ -35,8 +35,11 @@ def forbid(model: nn.Module) -> None:
 
 
 def _copied(module: Any, memo: dict[Any, Any]) -> nn.Module:
-    """A sharded copy, such as for a moving average of weights. Every rank must make it."""
-    if _INSIDE in memo:
+    """A sharded copy, such as for a moving average of weights. Every rank must make it.
+
+    A plain one, if the caller has put something in the place of every parameter: there is nothing to gather.
+    """
+    if _INSIDE in memo or all(id(p) in memo for p in module.parameters()):
         return _plain(module, memo)
     memo[_INSIDE] = True
     made = _plain(module, memo)
