@@ -125,10 +125,7 @@ class Engine(Windows):
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
         hook = self.reduce if ours or self.step_norm.every else None
         self.buffers.send(group, strict=self.shares_buffers)
-        kept = self.gradients
-        return Reducer(
-            self.model, self.names, group, hook, moved=kept.look_again, withheld=kept.withheld, **self.reducer_settings
-        )
+        return Reducer(self.model, self.names, group, hook, self.gradients, **self.reducer_settings)
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed

@@ -24,62 +24,12 @@ from fleetx.base.trees import as_real
 from fleetx.comm import peers
 from fleetx.comm.world import World, listed
 from fleetx.engine.context import Bucket
-from fleetx.engine.dtensors import local, shard_of
+from fleetx.engine.gradients import Gradients
 from fleetx.engine.guests import Places, Wrappers, check_known
+from fleetx.engine.late_reducer import LateReducer, Reduce
 from fleetx.errors import UsageError
 
-Reduce = Callable[[Bucket], Future[Tensor]]
 _FROZEN_ALIKE = "set requires_grad of the same parameters on every rank, in the same step"
-
-
-class LateReducer:
-    """Reduces gradients on request, after backward."""
-
-    def __init__(self, names: Mapping[nn.Parameter, str], world: World, bucket_cap_mb: float):
-        self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
-        self.order: list[str] | None = None  # of the parameters in the buckets, once they were reordered
-
-    def restore_order(self, order: list[str] | None) -> None:
-        """No-op: the order of its buckets never changes."""
-
-    def agree(self) -> None:
-        """No-op: which parameters are trained is looked up at every reduction."""
-
-    def check_finished(self, places: Places) -> None:
-        """No-op: nothing is pending after backward."""
-
-    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
-        """Reduce gradients that no backward reduced, one bucket at a time: no copy as large as the model."""
-        if not params:  # the same on every rank of the group
-            return
-        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
-        self._world.maximum(used)  # a gradient that only one rank has counts as zero on the others
-        self._reduce_all([p for p, u in zip(params, used.tolist(), strict=True) if u], reduce)
-
-    def _reduce_all(self, params: list[nn.Parameter], reduce: Reduce) -> None:
-        for index, group in enumerate(self._buckets(params)):
-            grads = [_gradient(p) for p in group]
-            real = [as_real(g) for g in grads]
-            sizes = [g.numel() for g in real]
-            flat = torch.cat([g.reshape(-1) for g in real])
-            views = [v.view_as(g) for g, v in zip(real, flat.split(sizes), strict=True)]
-            if sum(sizes):  # a rank may have nothing of parameters that others have
-                flat = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
-            for p, grad, g, v in zip(group, grads, real, flat.split(sizes), strict=True):
-                g.copy_(v.view_as(g))
-                p.grad = shard_of(p, grad)
-
-    def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        out: list[list[nn.Parameter]] = []
-        room = 0.0
-        for p in reversed(params):  # the order in which backward computes them
-            size = p.numel() * p.element_size()
-            if not out or room < size or out[-1][0].dtype is not p.dtype:
-                out.append([])
-                room = self._cap
-            out[-1].append(p)
-            room -= size
-        return out
 
 
 class Trainable(tuple[nn.Parameter, ...]):
@@ -103,15 +53,13 @@ class Reducer(LateReducer):
         names: Mapping[nn.Parameter, str],
         world: World,
         reduce: Reduce | None,
+        gradients: Gradients,
         *,
-        moved: Callable[[], None],
-        withheld: Callable[[], list[nn.Parameter]],
         bucket_cap_mb: float,
         find_unused_parameters: bool,
     ):
         super().__init__(names, world, bucket_cap_mb)
-        self._model, self._moved, self._finds_unused = weakref.ref(model), moved, find_unused_parameters
-        self._withheld = withheld
+        self._model, self._gradients, self._finds_unused = weakref.ref(model), gradients, find_unused_parameters
         self._on_bucket = self._hook(reduce) if reduce is not None else None
         self._changed = False  # were parameters frozen or unfrozen, and do the ranks not yet know of each other's?
         with _one_trained(names):  # a model that is all frozen may be unfrozen later
@@ -210,7 +158,7 @@ class Reducer(LateReducer):
                 buckets = seams.zero_buckets(self.ddp.reducer)
                 params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
                 self.order = [self._names[p] for p in params]
-            self._moved()
+            self._gradients.look_again()
 
     def restore_order(self, order: list[str] | None) -> None:
         """Have the next reduction use the buckets of another run. Where a value is in a bucket decides in which order
@@ -275,7 +223,7 @@ class Reducer(LateReducer):
         """DDP notes which parameters the steps of a window use, and reduces no others. After a resume, or if a
         parameter was frozen since, it has noted nothing: repeat it by a backward that adds zeros."""
         self._noted = True
-        params = [p for p in self._withheld() if p.requires_grad]
+        params = [p for p in self._gradients.withheld() if p.requires_grad]
         grads = [p.grad for p in params]
         for p in params:
             p.grad = None
@@ -355,8 +303,3 @@ def _in_plain_words() -> Iterator[None]:
             "the previous backward did not finish its reduction between ranks, because it failed or because a "
             "parameter got no gradient: restart from a checkpoint"
         ) from error
-
-
-def _gradient(p: nn.Parameter) -> Tensor:
-    """What this rank holds of it."""
-    return local(p.grad).resolve_conj() if p.grad is not None else torch.zeros_like(local(p))

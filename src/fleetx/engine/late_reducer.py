@@ -1,0 +1,72 @@
+"""Reduces gradients after backward, on request: of a merge window that ends without a backward, and of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from fleetx.base.trees import as_real
+from fleetx.comm.world import World
+from fleetx.engine.context import Bucket
+from fleetx.engine.dtensors import local, shard_of
+from fleetx.engine.guests import Places
+
+Reduce = Callable[[Bucket], Future[Tensor]]
+
+
+class LateReducer:
+    """Reduces gradients on request, after backward."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str], world: World, bucket_cap_mb: float):
+        self._names, self._world, self._cap = names, world, bucket_cap_mb * 1024 * 1024
+        self.order: list[str] | None = None  # of the parameters in the buckets, once they were reordered
+
+    def restore_order(self, order: list[str] | None) -> None:
+        """No-op: the order of its buckets never changes."""
+
+    def agree(self) -> None:
+        """No-op: which parameters are trained is looked up at every reduction."""
+
+    def check_finished(self, places: Places) -> None:
+        """No-op: nothing is pending after backward."""
+
+    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+        """Reduce gradients that no backward reduced, one bucket at a time: no copy as large as the model."""
+        if not params:  # the same on every rank of the group
+            return
+        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
+        self._world.maximum(used)  # a gradient that only one rank has counts as zero on the others
+        self._reduce_all([p for p, u in zip(params, used.tolist(), strict=True) if u], reduce)
+
+    def _reduce_all(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+        for index, group in enumerate(self._buckets(params)):
+            grads = [_gradient(p) for p in group]
+            real = [as_real(g) for g in grads]
+            sizes = [g.numel() for g in real]
+            flat = torch.cat([g.reshape(-1) for g in real])
+            views = [v.view_as(g) for g, v in zip(real, flat.split(sizes), strict=True)]
+            if sum(sizes):  # a rank may have nothing of parameters that others have
+                flat = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
+            for p, grad, g, v in zip(group, grads, real, flat.split(sizes), strict=True):
+                g.copy_(v.view_as(g))
+                p.grad = shard_of(p, grad)
+
+    def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        out: list[list[nn.Parameter]] = []
+        room = 0.0
+        for p in reversed(params):  # the order in which backward computes them
+            size = p.numel() * p.element_size()
+            if not out or room < size or out[-1][0].dtype is not p.dtype:
+                out.append([])
+                room = self._cap
+            out[-1].append(p)
+            room -= size
+        return out
+
+
+def _gradient(p: nn.Parameter) -> Tensor:
+    """What this rank holds of it."""
+    return local(p.grad).resolve_conj() if p.grad is not None else torch.zeros_like(local(p))
