@@ -113,12 +113,13 @@ class Segment(FSDPParamGroup):
     def _compare(self, world: World) -> None:
         """FSDP reduces the gradients that a rank has, and fails if other ranks have others."""
         mine = [_has_gradient(p) for p in self.fsdp_params]
-        counts = torch.tensor(mine, dtype=torch.int32, device=world.device)
+        own = torch.tensor(mine, dtype=torch.int32, device=world.device)
+        counts = own.clone()
         world.sum(counts)  # who has one is asked only for the error: an answer of each rank for each parameter is long
-        used = counts.tolist()
-        self._compared = any(used)  # not a backward to the inputs alone
-        for p, has, number in zip(self.fsdp_params, mine, used, strict=True):
-            if number in (0, world.size):
+        others = (counts - world.size * own).tolist()  # 0: every rank as this one
+        self._compared = any(mine) or any(others)  # not a backward to the inputs alone
+        for p, has, number in zip(self.fsdp_params, mine, others, strict=True):
+            if not number:
                 continue
             if not self._finds_unused:
                 answers = world.gather(torch.tensor(has, device=world.device).to(torch.uint8)).tolist()
