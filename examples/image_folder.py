@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="images per worker and step (default: 32)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: 0.1)")
     parser.add_argument("--size", type=int, default=32, help="of the images, in pixels (default: 32)")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     args = parser.parse_args()
 
     fleet.init()
@@ -83,6 +84,8 @@ def main() -> None:
     val = fleet.loader(Images(data / "val", args.size, train=False), 256, shuffle=False, device=device)
 
     model = network(len(images.classes)).to(device)
+    if args.compile:
+        model.compile(backend=args.compile)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     strategy = fleet.DistributedStrategy(sync_batch_norm=True, clip={"clip_norm": 5.0}, ema={"decay": 0.9})
     model, optimizer = fleet.distribute(model, optimizer, strategy)

@@ -105,14 +105,6 @@ def test_digits_under_fleetrun(tmp_path):
     check_digits(fleetrun(EXAMPLES / "digits.py", "--epochs", 1, cwd=tmp_path))
 
 
-def test_digits_trains_if_it_is_compiled(ranks, tmp_path):
-    """aot_eager traces forward and backward as torch.compile does by default, without compiling C++."""
-    (tmp_path / "whole.yaml").write_text("gradient_merge: {k_steps: 2}\nclip: {clip_norm: 5.0}\n")
-    options = ("--epochs", 1, "--strategy", "whole.yaml", "--compile", "aot_eager")
-    said = in_ranks(ranks, "digits", *options, cwd=tmp_path)
-    assert numbers(r"test accuracy (\S+)%", said)[0] > 80
-
-
 def check_digits(said):
     assert "requested: clip, gradient_merge, recompute, sync_batch_norm" in said
     assert numbers(r"test accuracy (\S+)%", said)[0] > 80
