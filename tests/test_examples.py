@@ -5,9 +5,9 @@ All are started with fleetrun nightly, and some run in the pool of ranks always:
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
-import runpy
 import subprocess
 import sys
 import warnings
@@ -53,11 +53,12 @@ def printed(*example):
 def call(name, args, cwd, replaced):
     argv, path = [name, *args], [str(EXAMPLES), *sys.path]
     with chdir(cwd), patch.object(sys, "path", path), patch.object(sys, "argv", argv):
-        main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
-        main.__globals__.update(replaced)
+        example = importlib.import_module(name)  # a module that can be found: torch.compile looks for it
+        vars(example).update(replaced)
         try:
-            main()
+            example.main()
         finally:
+            del sys.modules[name]
             current().stop_recording()  # as at the end of a script
 
 

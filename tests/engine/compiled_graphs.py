@@ -80,6 +80,9 @@ torch.compile, bit for bit.
 fleetx's own work (casting, tapping outputs, reducing, withholding gradients) is in hooks, outside the graph. The
 optimizer's step is not compiled. `pipeline` and `auto` are not in the table: see the examples below.
 
+Under `sync_batch_norm` with several ranks, call a BatchNorm in a `forward` of your own. An `nn.Sequential` with one is
+not compiled: torch cannot go on in the middle of its loop.
+
 With several gradient buckets, torch splits the graph of a data-parallel model where a bucket ends, so that reduction
 overlaps with backward (`torch._dynamo.config.optimize_ddp`). It does so under fleetx as well. Its assertion "First
 bucket should be smaller/equal to other buckets" means that `fuse_grad_size_in_MB` is below 1.
