@@ -27,7 +27,8 @@ ON_HOSTS = {"sharding": {"stage": 3, "sharding_degree": PER_HOST, "hybrid_dp": T
 STRATEGIES = {
     "data parallelism": {},
     "gradient_merge": {"gradient_merge": {"k_steps": 2}},
-    "amp float16, clip": {"amp": True, "clip": True},
+    "amp float16": {"amp": True},
+    "clip": {"clip": True},
     "lars": {"lars": True},
     "lamb": {"lamb": True},
     "muon": {"muon": True},
