@@ -27,18 +27,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sentence pairs per worker and step (default: 16)")
     parser.add_argument("--merge", type=int, default=2, help="steps per update (default: 2)")
     parser.add_argument("--rate", type=float, default=0.005)
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile, do not recompute")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
     torch.manual_seed(0)
     model = X.applications.BertBase(layers=4, hidden=128, vocab_size=prepared.WORDS, max_seq_len=64).to(fleet.device())
+    if args.compile:
+        model.compile(backend=args.compile)
     text = prepared.text("example_data/text")
     loader = model.load_digital_dataset_from_file(
         text, text / "vocab.txt", args.batch, max_seq_len=64, in_tokens=False, lang="ch", drop_last=True
     )
 
     strategy = fleet.DistributedStrategy()
-    strategy.recompute = True
+    strategy.recompute = not args.compile  # what is recomputed is not compiled
     strategy.recompute_configs = {"checkpoints": model.checkpoints}
     strategy.gradient_merge = True
     strategy.gradient_merge_configs = {"k_steps": args.merge}

@@ -49,9 +49,9 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def default_strategy() -> fleet.DistributedStrategy:
+def default_strategy(*, recompute: bool) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
-    strategy.recompute = True
+    strategy.recompute = recompute  # what is recomputed is not compiled
     strategy.recompute_configs = {"checkpoints": ["blocks.*"]}
     strategy.gradient_merge = True
     strategy.gradient_merge_configs = {"k_steps": 2}
@@ -87,13 +87,14 @@ def main() -> None:
     parser.add_argument("--strategy", help="a YAML file to use instead of the strategy in this script")
     parser.add_argument("--checkpoints", help="a folder to save to and to resume from")
     parser.add_argument("--record", help="a folder for what happens, of which `fleetx report` makes a page")
-    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile, do not recompute")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
     if args.record:
         fleet.record(args.record, predict_memory=True)
-    strategy = fleet.DistributedStrategy.load(args.strategy) if args.strategy else default_strategy()
+    mine = args.strategy
+    strategy = fleet.DistributedStrategy.load(mine) if mine else default_strategy(recompute=not args.compile)
     torch.manual_seed(0)
     device = fleet.device()
     loader = load_digits(args.batch, drop_last=True)

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--merge", type=int, default=2, help="steps per update (default: 2)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: 0.001)")
     parser.add_argument("--length", type=int, default=32, help="tokens per text, at most (default: 32)")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     args = parser.parse_args()
 
     fleet.init()
@@ -63,6 +64,8 @@ def main() -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, id2label=dict(enumerate(classes)), label2id={name: number for number, name in enumerate(classes)}
     ).to(device)
+    if args.compile:
+        model.compile(backend=args.compile)
 
     def collated(samples: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
         batch = tokenizer(

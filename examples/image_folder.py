@@ -17,7 +17,7 @@ import numpy
 import prepared
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, max_pool2d
 from torch.utils.data import Dataset
 
 from fleetx import fleet
@@ -44,13 +44,21 @@ class Images(Dataset):
         return image, label
 
 
-def network(classes: int) -> nn.Module:
-    def block(channels: int, out: int) -> nn.Module:
-        conv = nn.Conv2d(channels, out, 3, padding=1, bias=False)
-        return nn.Sequential(conv, nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2))
+class Block(nn.Module):
+    """Not a Sequential: torch.compile cannot go on in the middle of its loop, after a BatchNorm that communicates."""
 
+    def __init__(self, channels: int, out: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, out, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return max_pool2d(torch.relu(self.norm(self.conv(x))), 2)
+
+
+def network(classes: int) -> nn.Module:
     pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(block(3, 32), block(32, 64), block(64, 128), pool, nn.Linear(128, classes))
+    return nn.Sequential(Block(3, 32), Block(32, 64), Block(64, 128), pool, nn.Linear(128, classes))
 
 
 @torch.no_grad()
@@ -72,6 +80,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="images per worker and step (default: 32)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: 0.1)")
     parser.add_argument("--size", type=int, default=32, help="of the images, in pixels (default: 32)")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     args = parser.parse_args()
 
     fleet.init()
@@ -83,6 +92,8 @@ def main() -> None:
     val = fleet.loader(Images(data / "val", args.size, train=False), 256, shuffle=False, device=device)
 
     model = network(len(images.classes)).to(device)
+    if args.compile:
+        model.compile(backend=args.compile)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     strategy = fleet.DistributedStrategy(sync_batch_norm=True, clip={"clip_norm": 5.0}, ema={"decay": 0.9})
     model, optimizer = fleet.distribute(model, optimizer, strategy)

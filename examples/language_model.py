@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="bytes per piece (default: 128)")
     parser.add_argument("--width", type=int, default=96, help="of the model, a multiple of 32 (default: 96)")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile, do not recompute")
     args = parser.parse_args()
 
     fleet.init()
@@ -103,10 +104,12 @@ def main() -> None:
     val = fleet.loader(Pieces(text[cut:], args.length), args.batch, shuffle=False, device=device)
 
     model = GPT(args.length, args.width, args.layers).to(device)
+    if args.compile:
+        model.compile(backend=args.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    strategy = fleet.DistributedStrategy(
-        recompute={"checkpoints": ["blocks.*"]}, gradient_merge={"k_steps": args.merge}, clip={"clip_norm": 1.0}
-    )
+    strategy = fleet.DistributedStrategy(gradient_merge={"k_steps": args.merge}, clip={"clip_norm": 1.0})
+    if not args.compile:  # what is recomputed is not compiled
+        strategy.recompute, strategy.recompute_configs = True, {"checkpoints": ["blocks.*"]}
     model, optimizer = fleet.distribute(model, optimizer, strategy)
     total = args.epochs * len(train)
     schedule = large_batch(optimizer, updates=-(-total // args.merge), warmup=0.1, decay="cosine", by="updates")

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--layers", default="1,1,1", help="blocks per stage (default: 1,1,1)")
     parser.add_argument("--hidden", type=int, default=16, help="channels of the stem (default: 16)")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     args = parser.parse_args()
 
     fleet.init(is_collective=True)
@@ -37,6 +38,8 @@ def main() -> None:
     model = X.applications.Resnet50(
         layers=layers, hidden=args.hidden, image_size=args.side, num_classes=args.classes
     ).to(fleet.device())
+    if args.compile:
+        model.compile(backend=args.compile)
     data = args.data or prepared.digits("example_data/digits", args.side)
     train = model.get_train_dataloader(data, batch_size=args.batch, drop_last=True)
     val = model.get_val_dataloader(data, batch_size=args.batch, shard=True)

@@ -33,6 +33,7 @@ def main() -> None:
         "--only", default=",".join(STRATEGIES), help=f"comma-separated list from {', '.join(STRATEGIES)}"
     )
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     args = parser.parse_args()
     names = args.only.split(",")
     if unknown := [name for name in names if name not in STRATEGIES]:
@@ -42,17 +43,19 @@ def main() -> None:
     if fleet.is_first_worker():
         print(f"{'':20}{'MB sent':>10}{'accuracy':>10}", flush=True)
     for name in names:
-        accuracy, sent = train(STRATEGIES[name], args.epochs)
+        accuracy, sent = train(STRATEGIES[name], args.epochs, args.compile)
         if fleet.is_first_worker():
             print(f"{name:20}{sent / 1e6:10.1f}{accuracy:10.1%}", flush=True)
 
 
-def train(settings: dict[str, object], epochs: int) -> tuple[float, int]:
+def train(settings: dict[str, object], epochs: int, backend: str | None) -> tuple[float, int]:
     """Return the accuracy of this worker's model, and the bytes sent over the loopback interface."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     ).to(fleet.device())
+    if backend:
+        model.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**settings))
     loader = X.data.load_digits(batch_size=32, drop_last=True)

@@ -58,7 +58,7 @@ TWO_RANKS = [
     Scenario("fp16_allreduce, amp bfloat16, sync_batch_norm",
              {"fp16_allreduce": True, "amp": BF16, "sync_batch_norm": True}, tolerance=2e-2),
     Scenario("quantized_allreduce", {"quantized_allreduce": True}, tolerance=1e-2),
-    Scenario("ema, noise_scale", {"ema": {"decay": 0.9}, "noise_scale": {"every": 1}}),
+    Scenario("noise_scale", {"noise_scale": {"every": 1}}),
     Scenario("two communicators", {"nccl_comm_num": 2}),
     Scenario("hierarchical", {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}),
     Scenario("localsgd", {"localsgd": {"k_steps": 2}}),
@@ -79,9 +79,12 @@ TWO_RANKS = [
 RANKS = 8
 SEGMENTS = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0", "1", "2"]}
 STAGE3 = {"stage": 3, **SEGMENTS}
+HOSTS = {**STAGE3, "sharding_degree": 2, "hybrid_dp": True}
 SHARDING = [
     Scenario("sharding stage 1", {"sharding": SEGMENTS}),
-    Scenario("sharding stage 3 on hosts of 2", {"sharding": {**STAGE3, "sharding_degree": 2, "hybrid_dp": True}}),
+    Scenario("sharding stage 3 on hosts of 2", {"sharding": HOSTS}),
+    Scenario("sharding stage 3 on hosts of 2, fp16_allreduce", {"sharding": HOSTS, "fp16_allreduce": True}),
+    Scenario("sharding stage 3 on hosts of 2, localsgd", {"sharding": HOSTS, "localsgd": {"k_steps": 2}}),
     Scenario("sharding stage 3, lamb, amp float16, recompute, clip",
              {"sharding": STAGE3, "lamb": True, "amp": FP16, "recompute": BLOCKS, "clip": CLIP}, adam=True),
 ]  # fmt: skip

@@ -207,6 +207,14 @@ def test_one_flipped_bit_is_found_and_its_rank_named_by_majority(four):
         assert "the parameters of rank 2 differ from the others, first in '2.weight', after 4 updates" in text
 
 
+def test_equal_changes_of_two_parameters_do_not_cancel_out():
+    digests = torch.randint(-(2**62), 2**62, (50,))
+    swapped, flipped = digests[[1, 0, *range(2, 50)]], digests.clone()
+    flipped[3] ^= 1
+    flipped[4] ^= 1
+    assert len({int(numbers._combined(each)) for each in (digests, swapped, flipped)}) == 3
+
+
 def test_two_ranks_that_differ_are_both_named(ranks):
     for step, text in ranks.run(_flipped, 1, 2):
         assert step == 4

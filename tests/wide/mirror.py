@@ -4,7 +4,7 @@
     all_gather   size copies of the value
     broadcast    the value
     reduce_scatter   size times this rank's chunk
-    all_to_all   size copies of this rank's chunk
+    all_to_all   this rank's chunk from each rank, as much of it as is expected from there
     recv         ones: what a neighbour sends is not what this rank would send, and yes if torch's stages vote
 
 So training equals training alone wherever the ranks would hold the same data, and what a rank makes for itself (groups,
@@ -111,7 +111,12 @@ class Mirror(dist.ProcessGroup):
     def all_to_all_single(self, output, given, output_sizes, input_sizes, opts=None):
         self._count("all_to_all", [output])
         with torch.no_grad():
-            output.view(self._size, -1).copy_(given.view(self._size, -1)[self._place].expand(self._size, -1))
+            if not input_sizes:  # equal chunks
+                output.view(self._size, -1).copy_(given.view(self._size, -1)[self._place].expand(self._size, -1))
+                return _done(output)
+            chunk = given.split(input_sizes)[self._place]
+            for part in output.split(output_sizes):
+                part.copy_(chunk[: len(part)])
         return _done(output)
 
     # the names before torch 2.13's

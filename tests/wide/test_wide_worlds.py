@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from wide_child import STRATEGIES, model
+from wide_child import PER_HOST, STRATEGIES, model
+
+from fleetx.strategy.part import every, switch_of
 
 HERE = Path(__file__).parent
 PARAMETERS = sum(p.numel() for p in model().parameters())
@@ -23,13 +25,12 @@ def worlds(once):
 
 
 def _worlds(folder):
-    """What one rank of each world saw. A process each, because a process group cannot change its size."""
+    """What one rank of each world saw."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     env |= {"FLEETX_WATCH": "0"}  # there is nobody to watch
-    commands = {n: [sys.executable, str(HERE / "wide_child.py"), str(n), str(folder / str(n))] for n in (FEW, MANY)}
-    started = [subprocess.Popen(command, env=env) for command in commands.values()]
-    assert [process.wait(timeout=200) for process in started] == [0, 0]
-    return {n: json.loads((folder / str(n)).read_text()) for n in commands}
+    command = [sys.executable, str(HERE / "wide_child.py"), str(folder), str(FEW), str(MANY)]
+    subprocess.run(command, env=env, check=True, timeout=400)
+    return {n: json.loads((folder / str(n)).read_text()) for n in (FEW, MANY)}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -69,3 +70,26 @@ def test_a_step_sends_no_more_in_a_wider_world(worlds, name):
     assert many.get("all_reduce", 0) <= 2 * PARAMETERS
     for ranks, step in ((FEW, few), (MANY, many)):
         assert max(step.get(kind, 0) for kind in FROM_ALL) <= FROM_EVERY_RANK.get(name, 2) * ranks
+
+
+# Of the shard that a rank holds. Under `muon` whole matrices travel within a host, too.
+FROM_EVERY_REPLICA = {"dgc": 310, "quantized_allreduce": 800}
+
+
+@pytest.mark.parametrize("name", [n for n in STRATEGIES if "sharding on hosts" in n])
+def test_between_hosts_a_step_exchanges_shards(worlds, name):
+    few, many = (worlds[ranks][name]["step"] for ranks in (FEW, MANY))
+    assert {k: v for k, v in few.items() if k not in FROM_ALL} == {k: v for k, v in many.items() if k not in FROM_ALL}
+    assert many["reduce_scatter"] == PARAMETERS / PER_HOST
+    assert many["all_reduce"] <= 1.1 * PARAMETERS / PER_HOST
+    for ranks, step in ((FEW, few), (MANY, many)):
+        exchanged = FROM_EVERY_REPLICA.get(name.partition(", ")[2], 0) * ranks / PER_HOST
+        assert step["all_gather"] <= 2 * PARAMETERS + 2 * ranks + exchanged
+        assert step.get("all_to_all", 0) <= max(exchanged, 2 * PARAMETERS if "muon" in name else 0)
+
+
+def test_every_switch_is_trained_with_alone():
+    switches = {switch_of(part) for part in every().values() if not part.always}
+    declared = [switches & set(strategy) for strategy in STRATEGIES.values()]
+    alone = {switch for found in declared if len(found) == 1 for switch in found}
+    assert switches - alone == {"auto", "batch"}  # a search of strategies, and a check of sizes on the host

@@ -1,4 +1,7 @@
-"""Trains two steps of every strategy as one rank of many: `wide_child.py RANKS OUT`. Writes what it cost as JSON."""
+"""Trains two steps of every strategy as one rank of many: `wide_child.py FOLDER RANKS...`. Writes what it cost as JSON.
+
+A process for each number of ranks, because a process group cannot change its size; forks, because torch is large.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import warnings
 
 import mirror
 import torch
+import torch._dynamo  # the first optimizer imports it: once, before the forks
+import torch.distributed.fsdp
 from torch import nn
 
 from fleetx import fleet
@@ -18,10 +23,12 @@ from fleetx.comm import session
 
 PER_HOST = 8
 ANCHORS = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0", "1", "2"]}
+ON_HOSTS = {"sharding": {"stage": 3, "sharding_degree": PER_HOST, "hybrid_dp": True, **ANCHORS}}
 STRATEGIES = {
     "data parallelism": {},
     "gradient_merge": {"gradient_merge": {"k_steps": 2}},
-    "amp float16, clip": {"amp": True, "clip": True},
+    "amp float16": {"amp": True},
+    "clip": {"clip": True},
     "lars": {"lars": True},
     "lamb": {"lamb": True},
     "muon": {"muon": True},
@@ -32,10 +39,17 @@ STRATEGIES = {
     "dgc": {"dgc": {"sparsity": [0.999]}},
     "localsgd": {"localsgd": {"k_steps": 2}},
     "adaptive_localsgd": {"adaptive_localsgd": True},
+    "ema": {"ema": {"decay": 0.9}},
+    "noise_scale": {"noise_scale": {"every": 1}},
     "two communicators": {"nccl_comm_num": 2},
     "hierarchical": {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": PER_HOST},
     "sharding": {"sharding": {"stage": 3, **ANCHORS}},
-    "sharding on hosts": {"sharding": {"stage": 3, "sharding_degree": PER_HOST, "hybrid_dp": True, **ANCHORS}},
+    "sharding on hosts": ON_HOSTS,
+    "sharding on hosts, fp16_allreduce": {**ON_HOSTS, "fp16_allreduce": True},
+    "sharding on hosts, quantized_allreduce": {**ON_HOSTS, "quantized_allreduce": True},
+    "sharding on hosts, dgc": {**ON_HOSTS, "dgc": {"sparsity": [0.999]}},
+    "sharding on hosts, localsgd": {**ON_HOSTS, "localsgd": {"k_steps": 2}},
+    "sharding on hosts, muon": {**ON_HOSTS, "muon": True},
     "pipeline": {"pipeline": {"stages": ["1", "2.0", "2.1"], "micro_batch": 4}},
     "pipeline, interleaved, amp, clip": {
         "pipeline": {"stages": ["0.2", "1", "2"], "degree": 2, "micro_batch": 4, "schedule_mode": "Interleaved1F1B"},
@@ -56,7 +70,7 @@ def model():
 
 def run(declared):
     session.reset()
-    fleet.init(checks=fleet.Checks(same_parameters=0))
+    fleet.init(checks=fleet.Checks(same_parameters=1))
     net = model()
     if {"lamb", "muon"} & set(declared):
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
@@ -105,10 +119,10 @@ class Calls:
         self.number += event == "call"
 
 
-def main(ranks, out):
+def train(ranks, out):
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    mirror.start(int(ranks))
+    mirror.start(ranks)
     found = {}
     for name, declared in STRATEGIES.items():
         try:
@@ -117,7 +131,22 @@ def main(ranks, out):
             found[name] = {"failed": traceback.format_exc()}
     with open(out, "w") as file:
         json.dump(found, file)
-    os._exit(0)
+
+
+def main(folder, *worlds):
+    started = []
+    for ranks in worlds:
+        started.append(os.fork())
+        if not started[-1]:
+            failed = 1
+            try:
+                train(int(ranks), os.path.join(folder, ranks))
+                failed = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(failed)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in started))
 
 
 if __name__ == "__main__":

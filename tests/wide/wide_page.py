@@ -18,10 +18,9 @@ BEGIN, END = "<!-- written by tests/wide/wide_page.py -->\n", "<!-- end -->\n"
 
 
 def measured(ranks, folder):
-    out = Path(folder) / str(ranks)
     env = os.environ | {"PYTHONPATH": str(HERE), "FLEETX_WATCH": "0", "FLEETX_DEVICE": "cpu"}
-    subprocess.run([sys.executable, str(HERE / "wide_child.py"), str(ranks), str(out)], check=True, env=env)
-    return json.loads(out.read_text())
+    subprocess.run([sys.executable, str(HERE / "wide_child.py"), folder, str(ranks)], check=True, env=env)
+    return json.loads((Path(folder) / str(ranks)).read_text())
 
 
 def table():

@@ -208,13 +208,16 @@ def check_finite(names: Mapping[nn.Parameter, str], params: Iterable[nn.Paramete
 
 # --- replicas -------------------------------------------------------------------------------------
 def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], group: World, *, round: int) -> None:
-    """Raise an error that names the rank whose parameters differ. A collective of eight bytes per parameter."""
+    """Raise an error that names the rank whose parameters differ. A collective of eight bytes per rank.
+
+    Only if they differ, each rank tells the others eight bytes per parameter.
+    """
     kept = list(params)
     digests = [_digest(local(p)).to(group.device) for p in kept]
     mine = torch.stack(digests) if kept else torch.zeros(1, dtype=torch.int64, device=group.device)
-    rows = group.gather(mine).tolist()
-    if all(row == rows[0] for row in rows):
+    if len(set(group.gather(_combined(mine)).tolist())) == 1:
         return
+    rows = group.gather(mine).tolist()
     usual, votes = Counter(map(tuple, rows)).most_common(1)[0]
     odd = [rank for rank, row in enumerate(rows) if tuple(row) != usual]
     if 2 * votes <= len(rows):  # no majority: nobody can say who is right
@@ -241,3 +244,10 @@ def _digest(p: Tensor) -> Tensor:
     if not flat.numel():
         return torch.zeros((), dtype=torch.int64, device=p.device)
     return torch.hash_tensor(flat).view(torch.int64)
+
+
+def _combined(digests: Tensor) -> Tensor:
+    """One number for all. Each is multiplied by an odd number of its own: equal changes of two must not cancel out."""
+    odd = (torch.arange(1, len(digests) + 1, device=digests.device) * 0x1E3779B97F4A7C15) | 1
+    odd = (odd ^ (odd >> 31)) * 0x14D049BB133111EB | 1  # wraps around, as does the sum
+    return (digests * odd).sum()

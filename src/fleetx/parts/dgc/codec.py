@@ -77,12 +77,16 @@ def encode(
     return payload
 
 
-def decode_add(payload: Tensor, out: Tensor, scale: float, *, backend: ModuleType | None = None) -> None:
+def decode_add(
+    payload: Tensor, out: Tensor, scale: float, *, head: Header | None = None, backend: ModuleType | None = None
+) -> None:
     """out[i] += scale * value for every value in the payload, with bitwise identical results on every machine.
+
+    head: `header(payload)`, if it has been read already.
 
     Raises ValueError, without changing `out`, for a payload that `encode` cannot have made for a tensor of this size.
     """
-    head = header_for(payload, out)
+    head = header_for(payload, out, head)
     (backend or _backend(out)).decode_add(head, payload, out.detach().view(-1), scale)
 
 

@@ -11,7 +11,7 @@ from torch.futures import Future
 from fleetx.comm.paths import Network
 from fleetx.engine.context import Outgoing
 from fleetx.parts.dgc import on_device
-from fleetx.parts.dgc.codec import decode_add, encode, header
+from fleetx.parts.dgc.codec import Header, decode_add, encode, header
 from fleetx.parts.dgc.payload import wanted
 
 
@@ -84,10 +84,11 @@ class Exchange:
         for i, t in enumerate(large):
             out = _in_memory_order(t.g, t.p).zero_()
             for payloads in by_rank:  # by rank, so that every rank gets bitwise the same sum
-                if not header(payloads[i]).finite:
+                head, payload = payloads[i]
+                if not head.finite:
                     out.fill_(float("nan"))  # makes the overflow visible on every rank
                     break
-                decode_add(payloads[i], out, self.factor / len(messages))
+                decode_add(payload, out, self.factor / len(messages), head=head)
             _write(out, t)
 
     def _add_messages(self, large: list[LargeTensor], messages: Tensor) -> None:
@@ -106,12 +107,13 @@ def _write(out: Tensor, t: LargeTensor) -> None:
         t.g.copy_(out.as_strided(t.p.shape, t.p.stride()))
 
 
-def _split(message: Tensor, count: int) -> list[Tensor]:
-    """Split concatenated payloads."""
+def _split(message: Tensor, count: int) -> list[tuple[Header, Tensor]]:
+    """Split concatenated payloads. Their headers are read once: there are as many as ranks times tensors."""
     out = []
     for _ in range(count):
-        out.append(message[: header(message).length])
-        message = message[out[-1].numel() :]
+        head = header(message)
+        out.append((head, message[: head.length]))
+        message = message[head.length :]
     return out
 
 

@@ -81,9 +81,9 @@ def header(payload: Tensor) -> Header:
     return head
 
 
-def header_for(payload: Tensor, out: Tensor) -> Header:
-    """The header of a payload that is to be added to `out`."""
-    head = header(payload)
+def header_for(payload: Tensor, out: Tensor, head: Header | None = None) -> Header:
+    """The header of a payload that is to be added to `out`; `head`, if it has been read already."""
+    head = head or header(payload)
     flat(out, "out")
     if head.n != out.numel():
         raise ValueError(f"the payload is for a tensor of {head.n} elements, not {out.numel()}")

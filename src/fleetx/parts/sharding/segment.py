@@ -112,19 +112,23 @@ class Segment(FSDPParamGroup):
 
     def _compare(self, world: World) -> None:
         """FSDP reduces the gradients that a rank has, and fails if other ranks have others."""
-        mine = torch.tensor([_has_gradient(p) for p in self.fsdp_params], device=world.device)
-        used = world.gather(mine.to(torch.uint8)).bool().cpu()  # by rank
-        self._compared = bool(used.any())  # not a backward to the inputs alone
-        for p, by_rank in zip(self.fsdp_params, used.T, strict=True):
-            if by_rank.all() or not by_rank.any():
+        mine = [_has_gradient(p) for p in self.fsdp_params]
+        own = torch.tensor(mine, dtype=torch.int32, device=world.device)
+        counts = own.clone()
+        world.sum(counts)  # who has one is asked only for the error: an answer of each rank for each parameter is long
+        others = (counts - world.size * own).tolist()  # 0: every rank as this one
+        self._compared = any(mine) or any(others)  # not a backward to the inputs alone
+        for p, has, number in zip(self.fsdp_params, mine, others, strict=True):
+            if not number:
                 continue
             if not self._finds_unused:
-                ranks = [rank for rank, yes in enumerate(by_rank.tolist()) if yes]
+                answers = world.gather(torch.tensor(has, device=world.device).to(torch.uint8)).tolist()
+                ranks = [rank for rank, yes in enumerate(answers) if yes]
                 raise UsageError(
                     f"{seams.param_name(p)!r} got a gradient only on {listed(ranks)}, but sharding reduces it on all "
                     "ranks together: set strategy.find_unused_parameters = True"
                 )
-            if not _has_gradient(p):
+            if not has:
                 p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
 
 
