@@ -84,12 +84,13 @@ def compare(fleet, scenario):
 def ranks_on_the_device():
     """gloo instead of NCCL; and DDP's buckets are filled after backward, because its C++ code needs addresses."""
     import fleetx.engine.engine as engine
-    from fleetx.engine.reducer import LateReducer, Reducer
+    from fleetx.engine.late_reducer import LateReducer
+    from fleetx.engine.reducer import Reducer
 
     class AfterBackward(LateReducer):
         ddp = None
 
-        def __init__(self, model, names, world, reduce, *, moved, bucket_cap_mb, find_unused_parameters):
+        def __init__(self, model, names, world, reduce, gradients, *, bucket_cap_mb, find_unused_parameters):
             super().__init__(names, world, bucket_cap_mb)
             self._act = reduce
             world.broadcast([p.detach() for p in names])
