@@ -101,6 +101,8 @@ def main() -> None:
     test = load_digits(256, "val")
 
     model = ResNet().to(device)
+    if args.compile and strategy.recompute:
+        parser.error("--compile: what is recomputed is not compiled, so turn recompute off in the strategy")
     if args.compile:
         model.compile(backend=args.compile)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
