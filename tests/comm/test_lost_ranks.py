@@ -347,6 +347,8 @@ def test_what_is_no_standstill(why):
 def test_a_rank_that_computes_or_sends_is_not_idle():
     one = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
     assert one.idle_for() == 0.0
+    one.waits = True
+    assert one.idle_for() == 0.0
     time.sleep(0.2)
     assert one.idle_for() > 0.1
     end = time.process_time() + 0.3

@@ -70,3 +70,22 @@ def by_hand(how):
 def test_what_one_rank_used_earlier_is_updated_on_all(ranks, how):
     for found in ranks.run(job, how):
         torch.testing.assert_close(found, by_hand(how), rtol=1e-12, atol=1e-14)
+
+
+def flushed():
+    """A window that was flushed has used a layer that the next one does not use."""
+    fleet.init()
+    model, optimizer = distributed()
+    rank = fleet.worker_index()
+    for step, way in enumerate(["left", "right", "right"]):
+        model(inputs(step, rank), way).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            fleet.flush()
+            before = model.left.weight.detach().clone()
+    return torch.equal(model.left.weight, before)
+
+
+def test_a_flush_ends_what_was_used(ranks):
+    assert ranks.run(flushed) == [True, True]

@@ -64,7 +64,7 @@ class Watcher:
         self.ports, self.beats = [], 0
         self.at, self.asked = None, None  # the line of the user's code that the rank is in, if it stays there
         self.waits = False  # is that a call that communicates?
-        self.idle: Any = None  # since when, and how many seconds it had computed by then
+        self.idle: Any = None  # since when, when it was last looked at, and how many seconds it had computed by then
 
     # --- the connections --------------------------------------------------------------------------
     def connect(self):
@@ -156,20 +156,24 @@ class Watcher:
         self.beats += 1
         if self.still() and self.asked != message["progress"]:
             self.at, self.asked, self.waits, self.idle = None, message["progress"], False, None
+        if self.still():
             self.parent.send({"where": True})
         if self.asked == message["progress"]:
             message["at"] = self.at
-            message["idle"] = self.idle_for() if self.waits else 0.0
+            message["idle"] = self.idle_for()
         self.tell_hub(message)
 
     def idle_for(self):
         """For how many seconds has the rank neither computed nor had anything on the network?"""
         now, computed = time.monotonic(), kernel.cpu_seconds(self.pid)
-        if computed is None:
+        if computed is None or not self.waits:
+            self.idle = None
             return 0.0
-        if self.idle is None or computed - self.idle[1] > BUSY * (now - self.idle[0]) or kernel.queued(self.pid):
-            self.idle = now, computed
-        return now - self.idle[0]
+        since, last, before = self.idle or (now, now, computed)
+        if computed - before > BUSY * (now - last) or kernel.queued(self.pid):
+            since = now
+        self.idle = since, now, computed
+        return now - since
 
     def tell_hub(self, message):
         if self.hub is not None:

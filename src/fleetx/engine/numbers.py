@@ -169,7 +169,7 @@ def _not_finite(grads: list[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros(1, device=device)
     norms = seams.foreach_norm(grads, float("inf"))
-    return _flag(torch.stack([n.to(device, torch.float32) for n in norms]).max())
+    return torch.stack([_flag(n).to(device) for n in norms]).max().view(1)
 
 
 def _flag(norm: Tensor) -> Tensor:

@@ -163,8 +163,7 @@ class Reducer(LateReducer):
     def restore_order(self, order: list[str] | None) -> None:
         """Have the next reduction use the buckets of another run. Where a value is in a bucket decides in which order
         the ranks' values are added up, so with three ranks or more another place rounds differently."""
-        if self._finds_unused and any(p.requires_grad for p in self._names):
-            self._make_buckets(first=False)  # forget what the abandoned window has used
+        self._forget_used()  # of the window that is abandoned
         fits = order is None or sorted(order) == sorted(self._names[p] for p in self._trained)
         if fits and order != self.order and not self._finds_unused:
             self._restores = (order,)
@@ -223,14 +222,22 @@ class Reducer(LateReducer):
         """DDP notes which parameters the steps of a window use, and reduces no others. After a resume, or if a
         parameter was frozen since, it has noted nothing: repeat it by a backward that adds zeros."""
         self._noted = True
-        params = [p for p in self._gradients.withheld() if p.requires_grad]
-        grads = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        if params:
-            torch.autograd.backward(params, [torch.zeros_like(p) for p in params])
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
+        for p in self._gradients.withheld():
+            if p.requires_grad:
+                grad, p.grad = p.grad, None
+                torch.autograd.backward([p], [torch.zeros_like(p)])
+                p.grad = grad
+
+    def _forget_used(self) -> None:
+        """What DDP has noted ends with a backward that communicates, and can be erased only by a new one."""
+        if self._finds_unused:
+            self._follow()
+            if any(p.requires_grad for p in self._names):
+                self._make_buckets(first=False)
+
+    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+        super().reduce_now(params, reduce)
+        self._forget_used()
 
     def check_finished(self, places: Places) -> None:
         """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
