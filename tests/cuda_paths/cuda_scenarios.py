@@ -49,8 +49,10 @@ PIPELINE = {"stages": ["1.2"], "micro_batch": 2}
 TWO_RANKS = [
     Scenario("data parallelism"),
     Scenario("amp float16, gradient_merge, clip", {"amp": FP16, "gradient_merge": MERGE, "clip": CLIP}, tolerance=2e-2),
+    Scenario("lars", {"lars": True}, tolerance=1e-5),
     Scenario("lamb, clip", {"lamb": True, "clip": CLIP}, adam=True, tolerance=1e-4),
     Scenario("muon", {"muon": True}, adam=True, tolerance=1e-4),
+    Scenario("recompute with offload", {"recompute": OFFLOAD}, streams=2),
     Scenario("sync_batch_norm", {"sync_batch_norm": True}, tolerance=1e-5),
     Scenario("fp16_allreduce", {"fp16_allreduce": True}, tolerance=1e-3),
     Scenario("fp16_allreduce, amp bfloat16, sync_batch_norm",
