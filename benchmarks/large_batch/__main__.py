@@ -83,8 +83,8 @@ def main(
 ) -> None:
     """Accuracy and perplexity against the share of the data per update, at equal epochs, for five optimizers.
 
-    Rate and decay are tuned for each, with the same budget. Uses gradient merge for the batch. Finished runs are
-    appended to a file and not repeated: the study can be run in pieces, and both tasks at the same time.
+    Rate, decay and warm-up are tuned for each, with the same budget. Uses gradient merge for the batch. Finished
+    runs are appended to a file and not repeated: the study can be run in pieces, and both tasks at the same time.
     """
     chosen = tasks or [*TASKS]
     for name in chosen:
@@ -123,7 +123,7 @@ def plan(
         return full
     return replace(
         full, shares=shares or [SHARES[0], SHARES[2]], epochs=epochs or 2, seeds=seeds or 1, steps=[0], extensions=0,
-        decays=[],
+        decays=[], short_warmups=False,
     )  # fmt: skip
 
 

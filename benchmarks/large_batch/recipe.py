@@ -1,7 +1,7 @@
 """What all runs share, and the five optimizers. Based on the MLPerf recipe for ResNet-50 with LARS:
 
 linear warm-up, then polynomial decay of power 2; label smoothing for images; biases and norms without decay or scaling.
-Rate and decay are tuned, with the same search for all five. Momentum and betas are fixed.
+Rate, decay and, in large batches, the warm-up are tuned with the same search for all five. Momentum, betas: fixed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from benchmarks.large_batch.tasks import Task
 from fleetx import fleet
 
-LONG_WARMUP_FROM = 0.025  # of the data. MLPerf warms up for 9 % of the epochs below its batch of 32k, for 28 % there
+# MLPerf warms up for 9 % of the epochs below its batch of 32k, for 28 % there.
+SHORT_WARMUP, LONG_WARMUP = 0.1, 0.25  # of all updates
+LONG_WARMUP_FROM = 0.025  # of the data
 PLAIN = ["bn", "norm", ".bias"]  # parameters with one of these in their name get neither decay nor scaling
 STEP = 2.0  # between neighbouring rates
 DECAY_STEP = 4.0  # between neighbouring decays
@@ -101,4 +103,4 @@ RECIPES = {
 
 def warmup(share: float) -> float:
     """The fraction of all updates."""
-    return 0.25 if share >= LONG_WARMUP_FROM else 0.1
+    return LONG_WARMUP if share >= LONG_WARMUP_FROM else SHORT_WARMUP

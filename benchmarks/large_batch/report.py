@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.large_batch import recipe
 from benchmarks.large_batch.recipe import RECIPES
 from benchmarks.large_batch.runs import Kept
 from benchmarks.large_batch.summary import Cell, Summary
@@ -51,12 +52,19 @@ def _reached(summary: Summary, name: str, share: float) -> str:
 
 def tried_rows(plan: Plan, summary: Summary) -> Iterator[list[str]]:
     """Everything tried, with its score on the held-out samples, and what was chosen."""
-    yield ["optimizer", "share", "rate, decay: held-out score of seed 0", "chosen"]
+    yield ["optimizer", "share", "rate, decay (short warm-up): held-out score of seed 0", "chosen"]
     for name in plan.optimizers:
         for cell in summary.of(name):
-            tried = "; ".join(f"{rate:g}, {decay:g}: {summary.task.shown(s)}" for rate, decay, s in cell.tried)
-            chosen = f"{cell.rate:g}, {cell.decay:g}" + " (edge)" * cell.at_edge
+            tried = "; ".join(
+                f"{rate:g}, {decay:g}{_short(cell, warmup)}: {summary.task.shown(s)}"
+                for rate, decay, warmup, s in cell.tried
+            )
+            chosen = f"{cell.rate:g}, {cell.decay:g}{_short(cell, cell.warmup)}" + " (edge)" * cell.at_edge
             yield [RECIPES[name].title, f"{100 * cell.share:g} %", tried, chosen]
+
+
+def _short(cell: Cell, warmup: float) -> str:
+    return " (short)" if warmup < recipe.warmup(cell.share) else ""
 
 
 def _score(summary: Summary, cell: Cell) -> str:

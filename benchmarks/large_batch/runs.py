@@ -21,9 +21,12 @@ class Run:
     seed: int
     epochs: int
     samples: int  # to train with
+    warmup: float | None = None  # fraction of all updates; None: the recipe's for this share
 
     def __str__(self) -> str:
         settings = f"rate {self.rate:<7g} decay {self.decay:<7g} seed {self.seed}"
+        if self.warmup is not None:
+            settings += f" warmup {self.warmup:g}"
         return f"{self.task:6} {self.optimizer:5} share {self.share:6.2%} {settings}"
 
 

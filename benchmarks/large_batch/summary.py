@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
+from benchmarks.large_batch import recipe
+from benchmarks.large_batch.runs import Run
 from benchmarks.large_batch.sweep import Cell as Key
 from benchmarks.large_batch.sweep import Done, Plan, chosen
 from benchmarks.large_batch.tasks import TASKS, Task
@@ -21,7 +23,8 @@ class Cell:
     updates: int
     rate: float  # the chosen one
     decay: float
-    tried: list[tuple[float, float, float]]  # rate, decay and score on the held-out samples, with the first seed
+    warmup: float  # fraction of all updates
+    tried: list[tuple[float, float, float, float]]  # rate, decay, warm-up, held-out score; of the first seed
     tests: list[float]  # by seed, with the chosen settings
 
     @property
@@ -31,7 +34,7 @@ class Cell:
     @property
     def at_edge(self) -> bool:
         """Whether the best rate is the smallest or largest tried, so that a better one may lie beyond."""
-        rates = {rate for rate, _, _ in self.tried}
+        rates = {rate for rate, *_ in self.tried}
         return len(rates) > 1 and self.rate in (min(rates), max(rates))
 
 
@@ -68,6 +71,10 @@ def _cell(plan: Plan, key: Key, done: Done) -> Cell | None:
     if best is None:
         return None
     runs = plan.tried(key, done)
-    tried = [(run.rate, run.decay, done[run].chosen_on) for run in runs if run.seed == 0]
-    tests = [done[run].test for run in runs if (run.rate, run.decay) == (best.rate, best.decay)]
-    return Cell(*key, done[best].updates, best.rate, best.decay, tried, tests)
+    tried = [(run.rate, run.decay, _warmup(run), done[run].chosen_on) for run in runs if run.seed == 0]
+    tests = [done[run].test for run in runs if replace(run, seed=0) == best]
+    return Cell(*key, done[best].updates, best.rate, best.decay, _warmup(best), tried, tests)
+
+
+def _warmup(run: Run) -> float:
+    return recipe.warmup(run.share) if run.warmup is None else run.warmup

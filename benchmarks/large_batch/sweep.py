@@ -1,8 +1,9 @@
 """Which run comes next. The search is the same for every optimizer and share, so that none is tuned more than another.
 
 With the first seed and the first decay, try three neighbouring rates. If the best on the held-out samples is at an
-edge, try one more beyond it, at most `extensions` times. At the best rate, try the neighbouring decays. Then run the
-other seeds with the best rate and decay only.
+edge, try one more beyond it, at most `extensions` times. At the best rate, try the neighbouring decays. At large
+shares, where the recipe warms up for longer, try the short warm-up with the best rate and decay. Then run the other
+seeds with the best of all these only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.large_batch.recipe import RECIPES
+from benchmarks.large_batch.recipe import LONG_WARMUP_FROM, RECIPES, SHORT_WARMUP
 from benchmarks.large_batch.runs import Outcome, Run
 from benchmarks.large_batch.tasks import TASKS
 
@@ -29,13 +30,14 @@ class Plan:
     steps: Sequence[int] = (-1, 0, 1)  # of the rate, from the centre
     extensions: int = 1
     decays: Sequence[int] = (-1, 1)  # steps of the decay beside the first one
+    short_warmups: bool = True  # try them where the recipe's is long
 
     @property
     def cells(self) -> list[Cell]:
         return [(name, share) for share in self.shares for name in self.optimizers]
 
-    def at(self, cell: Cell, rate: float, decay: float, seed: int) -> Run:
-        return Run(self.task, *cell, rate, decay, seed, self.epochs, self.samples)
+    def at(self, cell: Cell, rate: float, decay: float, seed: int, warmup: float | None = None) -> Run:
+        return Run(self.task, *cell, rate, decay, seed, self.epochs, self.samples, warmup)
 
     def first(self, cell: Cell, step: int) -> Run:
         """With the first decay and the first seed."""
@@ -44,8 +46,8 @@ class Plan:
 
     def tried(self, cell: Cell, done: Done) -> list[Run]:
         """The finished runs of a cell under this plan, by rate, decay and seed."""
-        mine = [run for run in done if run == self.at(cell, run.rate, run.decay, run.seed)]
-        return sorted(mine, key=lambda run: (run.rate, run.decay, run.seed))
+        mine = [run for run in done if run == self.at(cell, run.rate, run.decay, run.seed, run.warmup)]
+        return sorted(mine, key=lambda run: (run.rate, run.decay, run.warmup or 0, run.seed))
 
 
 def following(plan: Plan, done: Done) -> Run | None:
@@ -65,12 +67,12 @@ def chosen(plan: Plan, cell: Cell, done: Done) -> Run | None:
 
 
 def _of(plan: Plan, cell: Cell, done: Done) -> Iterator[Run]:
-    for runs in (_rates, _decays, _other_seeds):
+    for runs in (_rates, _decays, _warmups, _other_seeds):
         yield from (run for run in runs(plan, cell, done) if run not in done)
 
 
 def _all(plan: Plan, cell: Cell, done: Done) -> list[Run]:
-    return [*_rates(plan, cell, done), *_decays(plan, cell, done), *_other_seeds(plan, cell, done)]
+    return [run for runs in (_rates, _decays, _warmups, _other_seeds) for run in runs(plan, cell, done)]
 
 
 def _rates(plan: Plan, cell: Cell, done: Done) -> list[Run]:
@@ -95,6 +97,14 @@ def _decays(plan: Plan, cell: Cell, done: Done) -> list[Run]:
     return [plan.at(cell, best.rate, recipe.decay_at(task, step), 0) for step in plan.decays]
 
 
+def _warmups(plan: Plan, cell: Cell, done: Done) -> list[Run]:
+    if not plan.short_warmups or cell[1] < LONG_WARMUP_FROM:
+        return []
+    tried = [run for run in [*_rates(plan, cell, done), *_decays(plan, cell, done)] if run in done]
+    best = max(tried, key=lambda run: done[run].chosen_on, default=plan.first(cell, 0))
+    return [plan.at(cell, best.rate, best.decay, 0, SHORT_WARMUP)]
+
+
 def _other_seeds(plan: Plan, cell: Cell, done: Done) -> list[Run]:
     best = chosen(plan, cell, done) or plan.first(cell, 0)
-    return [plan.at(cell, best.rate, best.decay, seed) for seed in range(1, plan.seeds)]
+    return [plan.at(cell, best.rate, best.decay, seed, best.warmup) for seed in range(1, plan.seeds)]

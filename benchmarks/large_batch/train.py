@@ -32,7 +32,9 @@ def train(run: Run, data: Split) -> Outcome:
     updates = len(order) // batch  # a batch may span epochs; the last incomplete one is dropped
     if not updates:
         raise ValueError(f"{len(order)} samples in {run.epochs} epochs are less than one batch of {batch}")
-    scheduler = schedule.large_batch(optimizer, updates=updates, warmup=warmup(run.share), by="updates")
+    scheduler = schedule.large_batch(
+        optimizer, updates=updates, warmup=warmup(run.share) if run.warmup is None else run.warmup, by="updates"
+    )
 
     # Runs differ in the batch only: the order of the samples is the same.
     micro = batch // task.merged(run.share) // fleet.worker_num()

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,16 @@ def test_a_best_rate_at_an_edge_calls_for_one_beyond_it(edge):
     assert len(done) == 4 * (4 + 2 + 2)
     assert chosen(PLAN, ("lamb", 0.005), done) == PLAN.first(("lamb", 0.005), edge)
     assert all(cell.at_edge for cell in summarised(PLAN, done).cells)
+
+
+def test_large_batches_also_try_the_short_warm_up():
+    plan = replace(PLAN, shares=[0.005, 0.05])
+    done = played(plan, lambda run: best_at(0, 1)(run) + (run.warmup is not None))
+    assert len(done) == 4 * (3 + 2 + 2) + 2
+    for cell in summarised(plan, done).cells:
+        assert cell.warmup == 0.1
+        assert cell.decay == RECIPES[cell.optimizer].decay_at(TASKS["images"], 1)
+        assert len(cell.tests) == 3
 
 
 def test_another_decay_is_chosen_at_the_best_rate():
