@@ -104,30 +104,6 @@ for optimizer, model, peer, malloc in product(("lamb", "lars"), MODELS, PEERS, M
         environment={"FLEETX_KERNELS": "compiled", **MALLOCS[malloc]},
     )  # fmt: skip
 
-
-def muon_against_torch(run: Run, optimizer: str) -> Sides:
-    from benchmarks.optimizer_steps import sides
-    from benchmarks.optimizer_steps.models import shapes
-
-    (_, a), (_, b) = run.both(
-        lambda: sides.muon(optimizer, shapes("bert")), lambda: sides.torch_muon(optimizer, shapes("bert"))
-    )
-    return run.compare(a.step, b.step, warm_up=1)
-
-
-MUONS = {"muon": "float32", "muon_bf16": "bfloat16"}
-for optimizer, word in MUONS.items():  # a step takes seconds, so there are few rounds
-    declare(
-        f"{optimizer}_bert_stream", f"Muon in {word} on BERT-base, one rank, one thread, in units of the stream.",
-        in_units, "muon", optimizer, "bert", 1, ours="fleetx", theirs="stream", rounds=2, starts=1,
-    )  # fmt: skip
-    for ranks in (1, 2):
-        declare(
-            f"{optimizer}_bert_torch_{ranks}",
-            f"Muon in {word} on BERT-base against torch's Muon (bfloat16) with AdamW, one thread each, ranks: {ranks}.",
-            muon_against_torch, optimizer, ours="fleetx", theirs="torch", rounds=2, starts=1, ranks=ranks,
-        )  # fmt: skip
-
 for model, threads in product(MODELS, (1, 2)):
     declare(
         f"adamw_{model}_{threads}",

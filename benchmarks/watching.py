@@ -21,7 +21,7 @@ from fleetx import fleet
 from fleetx.comm import session, watch
 from fleetx.engine.numbers import Checks
 
-PAGE = "checkpoints.md"
+PAGE = "checks.md"
 STEP = Case(depth=4, width=256, batch=4, length=64)  # about 40 ms on two cores
 SMALL = Case(depth=4, width=16, batch=2, length=4, updates=4)  # as many parameters; little but the overhead is left
 BUDGET = 400e-6  # 1 % of 40 ms

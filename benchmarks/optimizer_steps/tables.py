@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame.pages import heading, row
-from benchmarks.optimizers import GOALS, KERNELS, MALLOCS, MODELS, MUONS, PEERS
+from benchmarks.optimizers import GOALS, KERNELS, MALLOCS, MODELS, PEERS
 
 MALLOC_WORDS = {"": "default", "_arena": "arena"}
 
@@ -27,10 +27,6 @@ def text(out: Path) -> Iterator[str]:
     for optimizer, model, malloc in ((o, m, a) for o in ("lamb", "lars") for m in MODELS for a in MALLOCS):
         cells = [_cell(out, f"{optimizer}_{model}_{peer}{malloc}") for peer in PEERS]
         yield row(optimizer.upper(), MODELS[model], MALLOC_WORDS[malloc], *cells)
-    yield ""
-    yield from heading("Muon on BERT-base, one thread", "units", "ours / torch, 1 rank", "ours / torch, 2 ranks")
-    for optimizer, word in MUONS.items():
-        yield row(word, *(_cell(out, f"{optimizer}_bert_{what}") for what in ("stream", "torch_1", "torch_2")))
     yield ""
     yield from heading("torch's fused AdamW", *(f"threads: {threads}" for threads in (1, 2)))
     for model in MODELS:
