@@ -116,6 +116,8 @@ STEPS = [
     Method("post_local", f"torch's PostLocalSGD, H={H}", post_local(H), period=H),
     Method("dense", "no strategy", ours()),
     Method("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
+    Method("quantized8", "quantized_allreduce, 8 bits", ours(quantized_allreduce=True)),
+    Method("quantized4", "quantized_allreduce, 4 bits", ours(quantized_allreduce={"bits": 4})),
     Method("dgc32", f"dgc {SPARSITY}, values in fp32", dgc("float32"), few=True),
     Method("dgc16", f"dgc {SPARSITY}, values in fp16", dgc("float16"), few=True),
     Method("local", f"localsgd k={H}", ours(localsgd={"k_steps": H}), period=H),
