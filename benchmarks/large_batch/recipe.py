@@ -90,7 +90,7 @@ def lamb(model: nn.Module, decay: float) -> dict[str, Any]:
 
 
 # The centres for images, and the coefficient of LARS, come from the first version of this study; the others are usual
-# values. AdamW's for images and Muon's were doubled after the first shares had chosen the largest rate tried. The search
+# values. AdamW's for images and Muon's were doubled after the first shares chose the largest rate tried. The search
 # moves away from a centre whose neighbour is better. With Paddle's coefficient of 0.001 the weights would need a rate
 # fifty times as large, which biases and norms, whose steps are not scaled, would get too.
 RECIPES = {
