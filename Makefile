@@ -27,6 +27,9 @@ train: $(STAMP)  ## train a small ResNet on real digits with two workers and sev
 	$(BIN)/fleetrun --device cpu --nproc_per_node 2 --max_restarts 3 examples/digits.py --checkpoints run --record runs/digits $(ARGS)
 	$(BIN)/fleetx report runs/digits
 
+# What one process of the tests has compiled, the others need not compile again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Each worker has its own pools of ranks. Three on two cores, because many tests wait for processes that they have started.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 

@@ -4,6 +4,7 @@ import fcntl
 import gc
 import json
 import os
+from pathlib import Path
 
 os.environ["FLEETX_DEVICE"] = "cpu"
 os.environ["FLEETX_CACHE"] = ""  # nothing is stored, unless a test says where
@@ -16,6 +17,7 @@ import torch
 
 from rank_pool import Ranks, forget
 
+TESTS = Path(__file__).parent
 UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # timings are not tests
 hypothesis.settings.register_profile("explore", **UNHURRIED)
 hypothesis.settings.register_profile("repeat", derandomize=True, **UNHURRIED)
@@ -74,6 +76,20 @@ NIGHTLY = (
 )  # fmt: skip
 
 
+def is_slow(place):
+    """place: a path below tests/."""
+    return any(f"/{name}" in f"/{place}" for name in SLOW)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files without a test for this layer are not even imported: that alone would take a third of `make quick`."""
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(TESTS):
+        return None
+    place, wanted = collection_path.relative_to(TESTS).as_posix(), config.option.markexpr
+    left_out = ("not slow" in wanted and is_slow(place)) or ("not nightly" in wanted and place.startswith(NIGHTLY))
+    return True if left_out else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -81,7 +97,7 @@ def pytest_collection_modifyitems(items):
         place = name.split("::")[0]
         if name.startswith(NIGHTLY):
             item.add_marker(pytest.mark.nightly)
-        if any(f"/{name}" in f"/{place}" for name in SLOW) or "four" in item.fixturenames:
+        if is_slow(place) or "four" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
 
 

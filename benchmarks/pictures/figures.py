@@ -13,7 +13,6 @@ Data = dict[str, Any]
 GREEN = "#1a7f37"
 COLOURS = {"sgd": THEIRS, "adamw": "#9a6700", "lars": OURS, "lamb": GREEN, "muon": "#cf222e"}
 TITLES = {"sgd": "Nesterov SGD", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB", "muon": "Muon"}
-IMAGES = 50_000  # of Fashion-MNIST, to train on
 MODELS = {"bert_large": "BERT-large, sequence 512", "resnet": "ResNet-50, 224 x 224", "bert": "BERT-base, sequence 128"}
 SETTINGS = {
     "no recomputation": ("plain PyTorch", THEIRS),
@@ -53,24 +52,23 @@ def batch_against_memory(data: Data) -> str:
 
 def accuracy_against_batch(data: Data) -> str:
     """Test accuracy of the images task when the same epochs are trained in larger batches."""
-    task = data["tasks"]["images"] if "tasks" in data else data  # the first study had only this task
+    task = data["tasks"]["images"]
     points: dict[str, list[tuple[float, float]]] = {}
     for cell in task["cells"]:
-        batch = cell.get("batch") or round(cell["share"] * IMAGES)
-        points.setdefault(cell["optimizer"], []).append((batch, 100 * mean(cell["tests"])))
-    batches = sorted({x for line in points.values() for x, _ in line})
+        points.setdefault(cell["optimizer"], []).append((cell["share"], 100 * mean(cell["tests"])))
+    shares = sorted({x for line in points.values() for x, _ in line})
     low = 5 * math.floor(min(y for line in points.values() for _, y in line) / 5 - 1)
-    first, last = math.log(batches[0]), math.log(batches[-1])
+    first, last = math.log(shares[0]), math.log(shares[-1])
     axes = Axes(
-        x=lambda b: 80 + (math.log(b) - first) / (last - first) * 480,
+        x=lambda s: 80 + (math.log(s) - first) / (last - first) * 480,
         y=lambda a: 300 - (a - low) / (95 - low) * 220,
-        x_ticks=[(b, f"{b:,}") for b in batches],
+        x_ticks=[(s, f"{100 * s:g} %") for s in shares],
         y_ticks=[(a, f"{a} %") for a in range(low, 96, 5)],
         left=60, right=570, bottom=300,
     )  # fmt: skip
     drawn = [Line(TITLES[name], sorted(line), COLOURS[name]) for name, line in points.items()]
     epochs, seeds = task["plan"]["epochs"], task["plan"]["seeds"]
-    under = f"test accuracy against samples per update; Fashion-MNIST, mean of {seeds} seeds"
+    under = f"test accuracy against the share of the data per update; Fashion-MNIST, mean of {seeds} seeds"
     title = f"The same {epochs} epochs in larger batches"
     return picture(title, under, 340, lines(axes, drawn, names_at=-1))
 
