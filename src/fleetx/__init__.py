@@ -31,25 +31,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "CheckpointError": "fleetx.errors",
-    "DataError": "fleetx.errors",
-    "DistributedStrategy": "fleetx.strategy",
-    "DownloadError": "fleetx.errors",
-    "FleetxError": "fleetx.errors",
-    "LaunchError": "fleetx.errors",
-    "NumbersError": "fleetx.errors",
-    "MultiGPUTrainer": "fleetx.paddle.trainer",
-    "StrategyError": "fleetx.errors",
-    "Trainer": "fleetx.paddle.trainer",
-    "UsageError": "fleetx.errors",
-    "VersionError": "fleetx.errors",
-    "WorldError": "fleetx.errors",
-    "parse_train_configs": "fleetx.paddle.train_configs",
-}
-
-_MODULES = ("applications", "data", "fleet", "optim", "schedule", "utils")
-
 __all__ = [
     "CheckpointError",
     "DataError",
@@ -71,6 +52,14 @@ __all__ = [
     "schedule",
     "utils",
 ]
+_MODULES = ("applications", "data", "fleet", "optim", "schedule", "utils")
+_WHERE = {
+    **{name: "fleetx.errors" for name in __all__ if name.endswith("Error")},
+    "DistributedStrategy": "fleetx.strategy",
+    "MultiGPUTrainer": "fleetx.paddle.trainer",
+    "Trainer": "fleetx.paddle.trainer",
+    "parse_train_configs": "fleetx.paddle.train_configs",
+}
 
 
 def __getattr__(name: str) -> Any:

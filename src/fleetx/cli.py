@@ -8,17 +8,27 @@ from typing import Any
 import click
 
 from fleetx import __version__
+from fleetx.errors import FleetxError
 
 _positive = click.IntRange(min=1)
 _input_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _output_file = click.Path(dir_okay=False, path_type=Path)
 
 
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FleetxError as error:
+            raise click.ClickException(str(error)) from None
+
+
 @click.group(
+    cls=_Commands,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: name.replace("-", "_"),  # accept --global-batch for --global_batch
-    }
+    },
 )
 @click.version_option(__version__)
 def main() -> None:
@@ -29,15 +39,11 @@ def main() -> None:
 @click.argument("path", type=click.Path(exists=True, dir_okay=False))
 def explain(path: str) -> None:
     """Explain what the strategy in a YAML file does, in which order and at what cost, or what is wrong with it."""
-    from fleetx.errors import StrategyError
     from fleetx.strategy import DistributedStrategy
     from fleetx.strategy.explain import Explanation
 
-    try:
-        strategy = DistributedStrategy.load(path)
-        click.echo(str(Explanation(strategy, strategy.plan())))
-    except StrategyError as error:
-        raise click.ClickException(str(error)) from None
+    strategy = DistributedStrategy.load(path)
+    click.echo(str(Explanation(strategy, strategy.plan())))
 
 
 @main.command("import")
@@ -54,13 +60,12 @@ def import_(path: Path, output: Path, ranks: int | None) -> None:
     FILE is a JSON of DeepSpeed, a YAML of Accelerate or a prototxt of Paddle. What has no equivalent is listed, and
     what the other system itself ignores.
     """
-    from fleetx.errors import StrategyError
     from fleetx.integrations import settings_files
 
     try:
         found = settings_files.read(path, ranks)
         found.strategy.save(output)
-    except (StrategyError, OSError) as error:
+    except OSError as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{output}: {', '.join(found.strategy.declared()) or 'nothing'}")
     if text := str(found):
@@ -103,7 +108,6 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
     script's own options after `--`. With --nodes, also predicts the throughput on other machines, from the measurements
     of SCRIPT, or from the latest ones if no SCRIPT is given.
     """
-    from fleetx.errors import FleetxError
     from fleetx.launch.options import main as fleetrun
     from fleetx.planner import command
 
@@ -114,7 +118,7 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
             raise SystemExit(code)
         if options["nodes"] is not None:
             click.echo(command.what_if(options))
-    except (FleetxError, ValueError) as error:
+    except ValueError as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -157,17 +161,13 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     import subprocess
     import sys
 
-    from fleetx.errors import FleetxError
     from fleetx.planner import branches
 
     def fleetrun(given: list[str]) -> int:
         """In a process of its own: one fleetrun keeps its folder of logs until its process ends."""
         return subprocess.run([sys.executable, "-m", "fleetx.launch", *given]).returncode
 
-    try:
-        click.echo(branches.measure(script, arguments, options, fleetrun, click.echo))
-    except FleetxError as error:
-        raise click.ClickException(str(error)) from None
+    click.echo(branches.measure(script, arguments, options, fleetrun, click.echo))
 
 
 @main.command()
@@ -182,14 +182,10 @@ def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
 
     RUN is the folder that the script gave to fleet.record. Several runs are shown side by side, in compared.html.
     """
-    from fleetx.errors import FleetxError
     from fleetx.report import page
 
     output = output or runs[0] / ("report.html" if len(runs) == 1 else "compared.html")  # each keeps its own page
-    try:
-        page.write(runs, output, live=live, say=click.echo)
-    except FleetxError as error:
-        raise click.ClickException(str(error)) from None
+    page.write(runs, output, live=live, say=click.echo)
     click.echo(f"written to {output}")
 
 
@@ -212,14 +208,9 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
     your own model and batch are trained under your strategy instead. The exit code is 1 if anything failed, and
     2 if verify cannot compute what your strategy leads to.
     """
-    from fleetx.errors import FleetxError
     from fleetx.verify import command
 
-    try:
-        ok = command.own_model(model, switches, options) if model else command.combinations(switches, options)
-    except FleetxError as error:
-        raise click.ClickException(str(error)) from None
-    if not ok:
+    if not (command.own_model(model, switches, options) if model else command.combinations(switches, options)):
         raise SystemExit(1)
 
 
@@ -237,7 +228,6 @@ def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path |
     First run `fleetx doctor --listen ADDRESS` on each of HOSTS, with the address that the others shall use. It says
     what to fix. The exit code is 1 if a run could not work.
     """
-    from fleetx.errors import LaunchError
     from fleetx.launch import doctor as checks
 
     if listen and hosts:
@@ -249,8 +239,6 @@ def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path |
                 import signal
 
                 signal.pause()
-    except LaunchError as error:
-        raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         return
     found = checks.examine(hosts, port, folder)

@@ -58,22 +58,24 @@ class Kernels:
         self.lars(lists, arguments[0], **settings) if len(lists) == 3 else self.lamb(lists, *arguments, **settings)
 
     def _call(self, function, lists, settings):
+        reduce, kind = settings.pop("reduce", None), {"lars": foreach.LarsStep, "lamb": foreach.LambStep}[function]
+        step = kind(**settings)
         if self.name == "compiled":
-            return getattr(native, function)(*lists, **settings)
+            return getattr(native, function)(*lists, step, reduce)
         if self.name == "triton":
             kernels = gpu.loaded()
             # The interpreter's time is per operation, not per element; and it warns of infinity.
             with np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kernels, "CHUNK", BLOCK // 2)
                 patch.setattr(kernels, "BLOCK", BLOCK // 4)
-                return getattr(kernels, function)(*lists, **settings)
+                return getattr(kernels, function)(*lists, step, reduce)
         if self.name == "flat":
             lists = [[t.as_strided((t.numel(),), (1,)) for t in values] for values in lists]
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(foreach, "_CPU_BLOCK", BLOCK)
             if self.name == "general":
                 patch.setattr(foreach, "is_plain", lambda tensors: False)
-            getattr(foreach, function)(*lists, **settings)
+            getattr(foreach, function)(*lists, step, reduce)
 
 
 COMPILED, FLAT, GENERAL, TRITON = map(Kernels, ("compiled", "flat", "general", "triton"))

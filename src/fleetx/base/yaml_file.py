@@ -54,18 +54,25 @@ class _Dumper(yaml.SafeDumper):
         return True  # `read` does not accept them
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Read the mapping in the file; an empty file is an empty mapping."""
+def read_text(path: str | Path, longest: int = _LONGEST) -> str:
+    """The text of a file of settings, in YAML or any other format."""
     with open(path, "rb") as file:
-        content = file.read(_LONGEST + 1)
-    if len(content) > _LONGEST:
-        raise StrategyError(f"is longer than {_LONGEST >> 10} KiB, so it is not a file of settings")
+        content = file.read(longest + 1)
+    if len(content) > longest:
+        raise StrategyError(f"is longer than {longest >> 10} KiB, so it is not a file of settings")
     try:
-        data = yaml.load(content.decode("utf-8-sig"), _Loader)  # sig: Windows editors write a BOM
-    except yaml.MarkedYAMLError as error:
-        raise StrategyError(_located(error)) from None
+        return content.decode("utf-8-sig")  # sig: Windows editors write a BOM
     except UnicodeDecodeError as error:
         raise StrategyError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Read the mapping in the file; an empty file is an empty mapping."""
+    text = read_text(path)
+    try:
+        data = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        raise StrategyError(_located(error)) from None
     except yaml.YAMLError as error:
         raise StrategyError(" ".join(str(error).split())) from None
     except Exception as error:  # PyYAML converts `2001-13-45` and `!!int x` without checking

@@ -20,7 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fleetx.comm.watch import OTHERS, default_store
+from fleetx.base import seams
+from fleetx.comm.watch import OTHERS
 from fleetx.errors import UsageError, WorldError
 
 SWITCH = "FLEETX_DEBUG"
@@ -72,7 +73,7 @@ def _shown(value: Any) -> str:
 def _compare(mine: str, group: Any, seconds: float) -> None:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
-    store, ranks = default_store(), dist.get_process_group_ranks(group)
+    store, ranks = seams.default_store(), dist.get_process_group_ranks(group)
     _calls[group.group_name] += 1
     prefix = f"fleetx/debug/{group.group_name}/{_calls[group.group_name]}"
     store.set(f"{prefix}/{dist.get_rank()}", json.dumps(mine))

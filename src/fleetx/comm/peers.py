@@ -21,6 +21,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
+from fleetx.base import seams
 from fleetx.comm import alarm, debug, watch
 from fleetx.comm.session import current
 from fleetx.comm.world import World
@@ -78,7 +79,7 @@ class Peers:
         self._watch = watch.of(world)
         # What the others still know from an earlier session is behind everything in this one.
         self._base = watch.next_session() << 40
-        self._store = watch.default_store()
+        self._store = seams.default_store()
         self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
         self._said: set[int] = set()  # the ids of those that the others know
         self._calls: dict[str, int] = {}  # of `meet`, by who meets

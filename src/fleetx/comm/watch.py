@@ -42,7 +42,7 @@ class Watch:
 
     def __init__(self, world: World):
         self.rank, self._size, self._world = world.rank, world.size, world
-        self.store = default_store()
+        self.store = seams.default_store()
         self.verdict: dict[str, Any] | None = None  # the rank that was lost
         self.waiting: dict[str, Any] | None = None  # the rank that was last named as late
         self.left: dict[int, int] = {}  # rank -> updates, of the ranks that ended normally
@@ -168,11 +168,9 @@ class Watch:
     def _insist(self, grace: float) -> None:
         """End this process if the main thread waits for the lost rank where no error can reach it."""
         while not self.told.wait(grace):
-            before, frame = None, sys._current_frames().get(self._main.ident or 0)
-            where = _place(frame)
-            if where is None:  # it does something else, and will find out when it communicates
+            before = _place(sys._current_frames().get(self._main.ident or 0))
+            if before is None:  # it does something else, and will find out when it communicates
                 continue
-            before = where
             if self.told.wait(min(grace, 1.0)) or self.ended:
                 return
             if _place(sys._current_frames().get(self._main.ident or 0)) == before:
@@ -244,16 +242,12 @@ def next_session() -> int:
     return _sessions
 
 
-def default_store() -> Any:
-    return seams.default_store()
-
-
 def of(world: World) -> Watch | None:
     """The watch of this process group, started on the first call. None without other ranks, or if it is turned off."""
     global _watch
     if world.size == 1 or os.environ.get(SWITCH) == "0":
         return None
-    if _watch is not None and _watch.store is not default_store():
+    if _watch is not None and _watch.store is not seams.default_store():
         _watch.close()  # of a process group that is gone
         _watch = None
     if _watch is None:

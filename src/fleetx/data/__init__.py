@@ -9,8 +9,6 @@ load_dataset                                                       any map-style
 `Loader` documents what they share: options, order, sharding and resuming.
 """
 
-from __future__ import annotations
-
 from fleetx.data.arrays import load_digits, load_fashion_mnist, load_idx_from_file
 from fleetx.data.bert import digital_train, digital_val, load_digital_dataset_from_file
 from fleetx.data.datasets import load_dataset

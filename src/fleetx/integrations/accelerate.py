@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetx.errors import StrategyError
-from fleetx.integrations import deepspeed
+from fleetx.integrations import GRAD_SCALER, deepspeed
 from fleetx.integrations.imported import Imported, Taken
 from fleetx.integrations.plain_files import read_json
 
-# Of torch.amp.GradScaler, which accelerate uses.
-_SCALING = {
-    "dtype": "float16", "init_loss_scaling": 65536.0, "incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1,
-    "incr_ratio": 2.0, "decr_ratio": 0.5,
-}  # fmt: skip
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _LAUNCH = ("machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
 _NOTHING = (
@@ -123,7 +118,7 @@ def _fsdp(fsdp: Taken, found: Imported, processes: int | None, machines: int) ->
 
 def _precision(given: Taken, found: Imported) -> None:
     kind = str(given.take("mixed_precision", "no"))
-    wanted = {"fp16": _SCALING, "bf16": {"dtype": "bfloat16"}}.get(kind)
+    wanted = {"fp16": GRAD_SCALER, "bf16": {"dtype": "bfloat16"}}.get(kind)
     if wanted is not None:
         found.strategy.amp = wanted
     elif kind not in ("no", "False"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fleetx.base import yaml_file
 from fleetx.base.suggest import shown
 from fleetx.errors import StrategyError
 
@@ -34,11 +35,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    with open(path, "rb") as file:
-        content = file.read(_LONGEST + 1)
-    if len(content) > _LONGEST:
-        raise StrategyError(f"is longer than {_LONGEST >> 10} KiB, so it is not a file of settings")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise StrategyError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
+    return yaml_file.read_text(path, _LONGEST)

@@ -13,14 +13,10 @@ from typing import Any
 from transformers import TrainingArguments
 
 from fleetx.errors import NOT_BUILT, StrategyError
+from fleetx.integrations import GRAD_SCALER
 from fleetx.strategy import DistributedStrategy
 
-# The loss scale of torch.amp.GradScaler, which a plain Trainer uses for fp16.
-_GRAD_SCALER = {
-    "dtype": "float16", "init_loss_scaling": 65536.0, "incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1,
-    "incr_ratio": 2.0, "decr_ratio": 0.5,
-}  # fmt: skip
-_AMP: dict[str, dict[str, Any]] = {"fp16": _GRAD_SCALER, "bf16": {"dtype": "bfloat16"}}
+_AMP: dict[str, dict[str, Any]] = {"fp16": GRAD_SCALER, "bf16": {"dtype": "bfloat16"}}
 _FLAT = {
     "ddp_find_unused_parameters": "find_unused_parameters",
     "ddp_bucket_cap_mb": "fuse_grad_size_in_MB",

@@ -85,14 +85,10 @@ def _host_name(several: bool) -> Finding:
     if address.startswith("127."):
         fix = f"gloo would tell other machines to connect to themselves: give {name} its real address in /etc/hosts"
         return Finding("host name", f"{name} is {address}", fix if several else "", several)
-    if address not in _own_addresses():
+    if address not in local_addresses():
         fix = "no interface of this machine has that address: correct /etc/hosts or DNS"
         return Finding("host name", f"{name} is {address}", fix, several)
     return Finding("host name", f"{name} is {address}")
-
-
-def _own_addresses() -> set[str]:
-    return set(local_addresses())
 
 
 def _loopback() -> Finding:
@@ -177,7 +173,7 @@ def serve(address: str, port: int, folder: Path | None) -> Server:
     except OSError as error:
         raise LaunchError(
             f"cannot listen on {address}:{port}: {error.strerror}. Is the address one of this machine "
-            f"({', '.join(sorted(_own_addresses()))}), and the port free? Choose another with --port"
+            f"({', '.join(sorted(local_addresses()))}), and the port free? Choose another with --port"
         ) from None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

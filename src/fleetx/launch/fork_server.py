@@ -54,12 +54,13 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message; raises EOFError if the other end is gone."""
-    (size,) = struct.unpack("!I", _read(connection, 4))
-    return json.loads(_read(connection, size))
+    """The next message; raises EOFError as `read_exactly` does."""
+    (size,) = struct.unpack("!I", read_exactly(connection, 4))
+    return json.loads(read_exactly(connection, size))
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """So many bytes; raises EOFError if the other end is gone."""
     data = b""
     while len(data) < size:
         if not (more := connection.recv(size - len(data))):

@@ -1,7 +1,5 @@
 """The text of `fleetrun --help`, and why some options of other launchers are not supported."""
 
-from __future__ import annotations
-
 # \b keeps click from rewrapping a paragraph.
 SUMMARY = """\
 Run SCRIPT in every worker process, echo the output of worker 0, and report which worker failed first.

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from fleetx.errors import LaunchError
+from fleetx.launch.fork_server import read_exactly
 from fleetx.launch.frames import HEADER, HELLO, NO, WELCOME, Channel, ClientHandshake, FrameError, WrongSecretError
 from fleetx.launch.meeting import MeetingError
 
@@ -66,9 +67,4 @@ class MeetingClient:
             self._peer.close()
 
     def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            if not (more := self._peer.recv(size - len(data))):
-                raise EOFError
-            data += more
-        return data
+        return read_exactly(self._peer, size)

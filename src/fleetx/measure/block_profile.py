@@ -286,16 +286,16 @@ def _seconds(call: ModuleCall, fake: FakeStep) -> tuple[float, float]:
     times: list[tuple[float, float]] = []
     while len(times) < 2 or (len(times) < REPEATS and sum(map(sum, times)) < ENOUGH):
         args, kwargs = map_tensors(_random_like, (call.args, call.kwargs))
-        start = _now(device)
+        start = now(device)
         with fake.contexts():
             out = module(*args, **kwargs)
-        forward = _now(device) - start
+        forward = now(device) - start
         roots = [t for t in tensors_of(out) if t.requires_grad]
         grads = [torch.ones_like(t) for t in roots]
-        start = _now(device)
+        start = now(device)
         if roots:
             torch.autograd.backward(roots, grads)
-        times.append((forward, _now(device) - start))
+        times.append((forward, now(device) - start))
         del out, roots, grads, args, kwargs
     forwards, backwards = zip(*times, strict=True)
     return min(forwards), min(backwards)
@@ -322,7 +322,8 @@ def _not_a_leaf(t: Tensor, requires_grad: bool) -> Tensor:
     return t.requires_grad_().clone() if requires_grad else t
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -8,7 +8,8 @@ a CPU, in the cache. Nothing here waits for the device. All arithmetic is in fp3
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,19 +27,35 @@ _CPU_BLOCK = 1 << 18
 _SMALLEST_RATE = 2.0**-29  # below it, 1 - (1 - rate) differs from the rate in fp32
 
 
+@dataclass(frozen=True)
+class LarsStep:
+    """The numbers of a step of LARS, for all implementations."""
+
+    lr: float
+    coeff: float
+    decays: Sequence[float]  # by tensor
+    epsilon: float
+    momentum: float
+    nesterov: bool
+    maximize: bool
+
+
+@dataclass(frozen=True)
+class LambStep:
+    """The same of LAMB. `steps` include this one."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    decays: Sequence[float]  # these three by tensor
+    adapts: Sequence[bool]
+    steps: Sequence[float]
+    maximize: bool
+
+
 def lars(
-    params: list[Tensor],
-    grads: list[Tensor],
-    velocities: list[Tensor],
-    *,
-    lr: float,
-    coeff: float,
-    decays: list[float],
-    epsilon: float,
-    momentum: float,
-    nesterov: bool,
-    maximize: bool,
-    reduce: Reduce | None = None,
+    params: list[Tensor], grads: list[Tensor], velocities: list[Tensor], step: LarsStep, reduce: Reduce | None = None
 ) -> None:
     blocks = _Blocks(params, grads, velocities)
 
@@ -47,28 +64,28 @@ def lars(
 
     def rates(positions: range, squares: Tensor) -> Tensor:
         p_norms, g_norms = squares.sqrt().unbind(1)
-        decay = _constants([decays[i] for i in positions], squares.dtype, squares)
-        ratios = lr * coeff * p_norms / (g_norms + decay * p_norms + epsilon)
-        return torch.where((decay > 0) & (p_norms > 0) & (g_norms > 0), ratios, lr)
+        decay = _constants([step.decays[i] for i in positions], squares.dtype, squares)
+        ratios = step.lr * step.coeff * p_norms / (g_norms + decay * p_norms + step.epsilon)
+        return torch.where((decay > 0) & (p_norms > 0) & (g_norms > 0), ratios, step.lr)
 
     def second(positions: range, rates: Tensor, kept: None, ps: Tensors, gs: Tensors, vs: Tensors) -> None:
-        if blocks.plain and momentum and not nesterov and rates.min() >= _SMALLEST_RATE:
+        if blocks.plain and step.momentum and not step.nesterov and rates.min() >= _SMALLEST_RATE:
             # SGD computes v = momentum v + (1 - dampening) (g + decay p), which is LARS if dampening is 1 - rate.
             for p, g, v, i, rate in zip(ps, gs, vs, positions, rates.tolist(), strict=True):
                 seams.fused_sgd_(
-                    [p], [g], [v], lr=1.0, momentum=momentum, dampening=1 - rate, weight_decay=decays[i],
-                    nesterov=False, maximize=maximize, is_first_step=False,
+                    [p], [g], [v], lr=1.0, momentum=step.momentum, dampening=1 - rate, weight_decay=step.decays[i],
+                    nesterov=False, maximize=step.maximize, is_first_step=False,
                 )  # fmt: skip
             return
         ds = blocks.copies(0, ps, vs)
-        seams.foreach_mul_(ds, [decays[i] for i in positions])
-        seams.foreach_add_(ds, _like(gs, ds), alpha=-1.0 if maximize else 1.0)
+        seams.foreach_mul_(ds, [step.decays[i] for i in positions])
+        seams.foreach_add_(ds, _like(gs, ds), alpha=-1.0 if step.maximize else 1.0)
         seams.foreach_mul_(ds, _like(rates.unbind(), ds))
-        seams.foreach_mul_(vs, momentum)
+        seams.foreach_mul_(vs, step.momentum)
         seams.foreach_add_(vs, ds)
-        if nesterov:
-            seams.foreach_add_(ds, vs, alpha=momentum)
-        _subtract(ps, ds if nesterov else vs)
+        if step.nesterov:
+            seams.foreach_add_(ds, vs, alpha=step.momentum)
+        _subtract(ps, ds if step.nesterov else vs)
 
     blocks.run(first, rates, second, reduce)
 
@@ -78,18 +95,11 @@ def lamb(
     grads: list[Tensor],
     firsts: list[Tensor],
     seconds: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    decays: list[float],
-    adapts: list[bool],
-    steps: list[float],
-    maximize: bool,
+    step: LambStep,
     reduce: Reduce | None = None,
 ) -> None:
     blocks = _Blocks(params, grads, firsts, seconds)
+    beta1, beta2, decays, steps = step.beta1, step.beta2, step.decays, step.steps
 
     def first(positions: range, ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors) -> tuple[Tensor, Tensors]:
         if blocks.plain:
@@ -98,12 +108,12 @@ def lamb(
             seams.foreach_mul_(us, [-decays[i] for i in positions])
             seams.fused_adamw_(
                 us, gs, ms, vs, [], [torch.tensor(steps[i]) for i in positions], lr=1.0, beta1=beta1, beta2=beta2,
-                weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=maximize,
+                weight_decay=0.0, eps=step.epsilon, amsgrad=False, maximize=step.maximize,
             )  # fmt: skip
         else:
             gs = _like(gs, ms)
             seams.foreach_mul_(ms, beta1)
-            seams.foreach_add_(ms, gs, alpha=(-1.0 if maximize else 1.0) * (1 - beta1))
+            seams.foreach_add_(ms, gs, alpha=(-1.0 if step.maximize else 1.0) * (1 - beta1))
             seams.foreach_mul_(vs, beta2)
             seams.foreach_addcmul_(vs, gs, gs, 1 - beta2)
             us = negated(positions, ps, ms, vs)
@@ -114,7 +124,7 @@ def lamb(
         roots = blocks.copies(1, vs, vs)
         seams.foreach_div_(roots, [1 - beta2 ** steps[i] for i in positions])
         seams.foreach_sqrt_(roots)
-        seams.foreach_add_(roots, epsilon)
+        seams.foreach_add_(roots, step.epsilon)
         us = blocks.copies(0, ps, ms)
         seams.foreach_mul_(us, [-decays[i] for i in positions])
         seams.foreach_addcdiv_(us, ms, roots, [-1 / (1 - beta1 ** steps[i]) for i in positions])
@@ -122,8 +132,8 @@ def lamb(
 
     def rates(positions: range, squares: Tensor) -> Tensor:
         p_norms, u_norms = squares.sqrt().unbind(1)
-        adapt = _constants([adapts[i] for i in positions], torch.bool, squares)
-        return -lr * torch.where(adapt & (p_norms > 0) & (u_norms > 0), p_norms / u_norms, 1.0)
+        adapt = _constants([step.adapts[i] for i in positions], torch.bool, squares)
+        return -step.lr * torch.where(adapt & (p_norms > 0) & (u_norms > 0), p_norms / u_norms, 1.0)
 
     def second(
         positions: range, rates: Tensor, kept: Tensors | None, ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors

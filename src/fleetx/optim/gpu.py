@@ -10,21 +10,18 @@ from torch import Tensor
 from fleetx.base.triton_kernels import TritonKernels
 from fleetx.optim import foreach
 
-_LARS = {"lr": 0.1, "coeff": 0.02, "epsilon": 1e-9, "momentum": 0.9, "nesterov": False, "maximize": False}
-_LAMB = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "maximize": False}
-
 
 @torch.no_grad()
 def _check(kernels: ModuleType, device: torch.device) -> str:
     """Compare with the foreach functions, once: CI has no GPU on which it could have done this."""
     sizes, decays = (1, 1000, kernels.CHUNK + 77), [0.01, 0.0, 0.3]
-    for name, kinds, settings in (
-        ("lars", 3, _LARS | {"decays": decays}),
-        ("lamb", 4, _LAMB | {"decays": decays, "adapts": [True, False, True], "steps": [1, 2, 30]}),
+    for name, kinds, step in (
+        ("lars", 3, foreach.LarsStep(0.1, 0.02, decays, 1e-9, 0.9, nesterov=False, maximize=False)),
+        ("lamb", 4, foreach.LambStep(0.01, 0.9, 0.99, 1e-6, decays, [True, False, True], [1, 2, 30], maximize=False)),
     ):
         found, expected = _tensors(sizes, kinds, device), _tensors(sizes, kinds, device)
-        getattr(kernels, name)(*found, **settings)
-        getattr(foreach, name)(*expected, **settings)
+        getattr(kernels, name)(*found, step)
+        getattr(foreach, name)(*expected, step)
         joined = [torch.cat([t for tensors in lists for t in tensors]) for lists in (found, expected)]
         error = (joined[0] - joined[1]).abs().max().item()
         if not error <= 1e-4:

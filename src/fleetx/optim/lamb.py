@@ -11,6 +11,7 @@ from torch import Tensor
 from fleetx.base import seams
 from fleetx.optim.adam import adamw_update
 from fleetx.optim.dispatch import kernel_calls
+from fleetx.optim.foreach import LambStep
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
 
 
@@ -71,8 +72,7 @@ class Lamb(Layerwise):
         numbers = [step.item() for step in steps]
         beta1, beta2 = group["betas"]
         for call in kernel_calls(params, gradients(params), firsts, seconds):
-            call.kernels.lamb(
-                *call.tensors,
+            step = LambStep(
                 lr=float(group["lr"]),
                 beta1=float(beta1),
                 beta2=float(beta2),
@@ -81,8 +81,8 @@ class Lamb(Layerwise):
                 adapts=call.pick(adapts),
                 steps=call.pick(numbers),
                 maximize=group["maximize"],
-                reduce=self._noted(call, params, decays, adapts, lambda p, u, decay: p / u),
             )
+            call.kernels.lamb(*call.tensors, step, self._noted(call, params, decays, adapts, lambda p, u, _: p / u))
 
     def _step(self, p: Tensor) -> Tensor:
         """The step counter: a CPU tensor, as in torch's Adam, so that each can load the other's state."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from fleetx.optim.dispatch import kernel_calls
+from fleetx.optim.foreach import LarsStep
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
 
 
@@ -78,17 +79,10 @@ class Lars(Layerwise):
 
         adapted = [decay > 0 for decay in decays]
         for call in kernel_calls(params, gradients(params), velocities):
-            call.kernels.lars(
-                *call.tensors,
-                lr=lr,
-                coeff=coeff,
-                decays=call.pick(decays),
-                epsilon=epsilon,
-                momentum=float(group["momentum"]),
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                reduce=self._noted(call, params, decays, adapted, ratio),
+            step = LarsStep(
+                lr, coeff, call.pick(decays), epsilon, float(group["momentum"]), group["nesterov"], group["maximize"]
             )
+            call.kernels.lars(*call.tensors, step, self._noted(call, params, decays, adapted, ratio))
 
     def _decay_momentum(self, group: Group, params: list[Tensor]) -> None:
         """A step at rate 0, at which a momentum buffer of SGD cannot be converted to a velocity yet."""

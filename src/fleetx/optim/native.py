@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.compiled import Library
-from fleetx.optim.foreach import Reduce
+from fleetx.optim.foreach import LambStep, LarsStep, Reduce
 
 _FIRST, _SECOND = 1, 2  # passes
 _SMALL = 1 << 16  # elements of scratch that are always affordable
@@ -30,14 +30,7 @@ def lars(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     velocities: Sequence[Tensor],
-    *,
-    lr: float,
-    coeff: float,
-    decays: Sequence[float],
-    epsilon: float,
-    momentum: float,
-    nesterov: bool,
-    maximize: bool,
+    step: LarsStep,
     reduce: Reduce | None = None,
 ) -> None:
     """One step of LARS. The tensors at each index must be fp32 and have the same shape and the same dense layout.
@@ -45,10 +38,10 @@ def lars(
     If the tensors are this rank's shards, `reduce` must sum the (n, 2) squares of |p| and |g| over the ranks, in place.
     They are 0 for tensors that need no norm.
     """
-    counts, decay = _counts(params), np.array(decays, np.float64)
+    counts, decay = _counts(params), np.array(step.decays, np.float64)
     twice = (decay > 0).astype(np.uint8)
     arrays = [counts, _pointers(params), _pointers(grads), _pointers(velocities), decay, twice]
-    numbers = (lr, coeff, epsilon, momentum, nesterov, maximize)
+    numbers = (step.lr, step.coeff, step.epsilon, step.momentum, step.nesterov, step.maximize)
     _run(_library.loaded().fleetx_lars, arrays, numbers, params, reduce)
 
 
@@ -57,29 +50,21 @@ def lamb(
     grads: Sequence[Tensor],
     firsts: Sequence[Tensor],
     seconds: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    decays: Sequence[float],
-    adapts: Sequence[bool],
-    steps: Sequence[float],
-    maximize: bool,
+    step: LambStep,
     reduce: Reduce | None = None,
 ) -> None:
-    """One step of LAMB. `steps` include this one; tensors and `reduce` (here for |p| and |u|) are as in `lars`."""
-    step = np.array(steps, np.float64)
+    """One step of LAMB. Tensors and `reduce` (here for |p| and |u|) are as in `lars`."""
+    beta1, beta2, steps = step.beta1, step.beta2, np.array(step.steps, np.float64)
     arrays = [
         _counts(params),
         *(_pointers(tensors) for tensors in (params, grads, firsts, seconds)),
-        np.array(decays, np.float64),
-        np.array(adapts, np.uint8),
-        1 / (1 - beta1**step),
-        1 / (1 - beta2**step),
+        np.array(step.decays, np.float64),
+        np.array(step.adapts, np.uint8),
+        1 / (1 - beta1**steps),
+        1 / (1 - beta2**steps),
     ]
     scratch, room = _scratch(int(arrays[0].sum()))
-    numbers = (scratch.data_ptr(), room, lr, beta1, beta2, epsilon, maximize)
+    numbers = (scratch.data_ptr(), room, step.lr, beta1, beta2, step.epsilon, step.maximize)
     _run(_library.loaded().fleetx_lamb, arrays, numbers, params, reduce)
 
 

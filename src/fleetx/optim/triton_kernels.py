@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.triton_kernels import OPTIONS, on, send
-from fleetx.optim.foreach import Reduce
+from fleetx.optim.foreach import LambStep, LarsStep, Reduce
 
 CHUNK = 8192  # elements per program
 BLOCK = 1024  # of these, at a time
@@ -171,19 +171,12 @@ def lars(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     velocities: Sequence[Tensor],
-    *,
-    lr: float,
-    coeff: float,
-    decays: Sequence[float],
-    epsilon: float,
-    momentum: float,
-    nesterov: bool,
-    maximize: bool,
+    step: LarsStep,
     reduce: Reduce | None = None,
 ) -> None:
     """As native.lars, for tensors on a GPU."""
-    numbers = [lr, coeff, epsilon, momentum, -1.0 if maximize else 1.0, *decays]
-    _run(lars_squares_kernel, lars_kernel, [params, grads, velocities], numbers, reduce, nesterov=bool(nesterov))
+    numbers = [step.lr, step.coeff, step.epsilon, step.momentum, -1.0 if step.maximize else 1.0, *step.decays]
+    _run(lars_squares_kernel, lars_kernel, [params, grads, velocities], numbers, reduce, nesterov=bool(step.nesterov))
 
 
 def lamb(
@@ -191,20 +184,13 @@ def lamb(
     grads: Sequence[Tensor],
     firsts: Sequence[Tensor],
     seconds: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    decays: Sequence[float],
-    adapts: Sequence[bool],
-    steps: Sequence[float],
-    maximize: bool,
+    step: LambStep,
     reduce: Reduce | None = None,
 ) -> None:
     """As native.lamb, for tensors on a GPU."""
-    numbers = [lr, beta1, (-1 if maximize else 1) * (1 - beta1), beta2, 1 - beta2, epsilon, *decays, *adapts]
-    numbers += [1 / (1 - beta1**step) for step in steps] + [1 / (1 - beta2**step) for step in steps]
+    beta1, beta2, sign = step.beta1, step.beta2, -1 if step.maximize else 1
+    numbers = [step.lr, beta1, sign * (1 - beta1), beta2, 1 - beta2, step.epsilon, *step.decays, *step.adapts]
+    numbers += [1 / (1 - beta1**n) for n in step.steps] + [1 / (1 - beta2**n) for n in step.steps]
     _run(lamb_moments_kernel, lamb_kernel, [params, grads, firsts, seconds], numbers, reduce)
 
 

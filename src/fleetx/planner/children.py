@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -69,13 +68,6 @@ def _caught(call: Callable[[], Any]) -> Answer:
         return Answer(value=call())
     except Exception as error:
         return Answer(error=f"{type(error).__name__}: {str(error)[:300]}")
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def slowest(world: World, seconds: float) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fleetx.planner import plots
 
 
@@ -94,18 +96,9 @@ def _first(smooth: Sequence[float], target: float, window: int) -> int | None:
 
 def _fit(points: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
     """S_min and C of S = S_min + S_min C / B, with the least relative errors; None if either is not above 0."""
-    # Weighted least squares in x = 1 / B, with weights 1 / S^2.
-    rows = [(1 / batch, float(updates), 1 / updates**2) for batch, updates in points]
-    w, wx, wy = (sum(r[2] * v for r, v in zip(rows, vs, strict=True)) for vs in _columns(rows))
-    wxx = sum(r[2] * r[0] ** 2 for r in rows)
-    wxy = sum(r[2] * r[0] * r[1] for r in rows)
-    slope = (w * wxy - wx * wy) / (w * wxx - wx**2)
-    least = (wy - slope * wx) / w
+    batches, updates = np.array(points, np.float64).T
+    slope, least = np.polyfit(1 / batches, updates, 1, w=1 / updates).tolist()
     return (least, slope / least) if least > 0 and slope > 0 else None
-
-
-def _columns(rows: Sequence[tuple[float, float, float]]) -> list[list[float]]:
-    return [[1.0 for _ in rows], [r[0] for r in rows], [r[1] for r in rows]]
 
 
 def recommended(found: Study) -> Reached:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.comm.world import World
-from fleetx.planner.children import now, slowest
+from fleetx.measure.block_profile import now
+from fleetx.planner.children import slowest
 from fleetx.strategy.cost_model import Link
 
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 23)  # bytes

@@ -20,6 +20,7 @@ from fleetx.comm.roles import Place
 from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
+from fleetx.measure.block_profile import now
 from fleetx.measure.child import Answer
 from fleetx.measure.fake_step import estimate
 from fleetx.parts.pipeline.cut_points import find_cut_points
@@ -27,7 +28,7 @@ from fleetx.parts.recompute import budget
 from fleetx.parts.sharding import fsdp
 from fleetx.planner import link_benchmark
 from fleetx.planner.candidates import budget_of
-from fleetx.planner.children import count_on_rank_0, now, on_all_ranks, slowest
+from fleetx.planner.children import count_on_rank_0, on_all_ranks, slowest
 from fleetx.planner.model_profile import BlockShare, ForwardProfile, LinearFit, ModelProfile, forward_key
 from fleetx.planner.workload import Workload
 from fleetx.strategy.compose import compose

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +14,7 @@ from fleetx.planner.cost import StepCost
 from fleetx.planner.model_profile import ModelProfile
 from fleetx.planner.search import Search
 from fleetx.strategy.cost_model import Cluster
+from fleetx.strategy.explain import render
 
 ROWS = 12
 WIDTH = 150
@@ -48,11 +47,8 @@ def table(candidates: Sequence[Candidate]) -> str:
             format_bytes(measured.peak) if measured and measured.peak else "", candidate.rejection or "chosen",
         ]  # fmt: skip
         out.add_row(*map(Text, cells))  # not as strings: brackets in an error message would be parsed as markup
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, force_terminal=False, no_color=True).print(out)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    more = [f"... and {len(candidates) - ROWS} more"] if len(candidates) > ROWS else []
-    return "\n".join([*lines, *more])
+    more = f"\n... and {len(candidates) - ROWS} more" if len(candidates) > ROWS else ""
+    return render(out, WIDTH) + more
 
 
 def _predicted(cost: StepCost) -> str:

@@ -16,9 +16,10 @@ from fleetx.engine.engine import Engine
 from fleetx.engine.reducer import Reducer
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.measure import allocator
+from fleetx.measure.block_profile import now
 from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate, kept_bytes
-from fleetx.planner.children import now, on_all_ranks, slowest
+from fleetx.planner.children import on_all_ranks, slowest
 from fleetx.planner.workload import Workload
 from fleetx.strategy.stage import Stage
 

@@ -65,16 +65,12 @@ class Ended:
 
     def ask(self) -> None:
         """Have the device send the numbers, without waiting for them."""
-        found = [local(t).detach().float().reshape(()) for t in (*self.tally.losses, self._norm) if t is not None]
+        found = [local(t).detach().float().reshape(()) for t in (*self.tally.losses, self.tally.norm) if t is not None]
         if found:
             numbers = torch.stack([t.to(found[0].device) for t in found])
             self.copied = torch.empty(len(found), pin_memory=True).copy_(numbers, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record()
-
-    @property
-    def _norm(self) -> Tensor | None:
-        return self.tally.norm
 
     def known(self) -> bool:
         return self.event is None or bool(self.event.query())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -112,12 +113,8 @@ def step_traces(record: Record) -> list[Line]:
     return [trace for _, trace in sorted(whole[-1].items())] if whole else []
 
 
-def counts(events: Iterable[Line]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for event in events:
-        if event["rank"] == 0 or event["what"] == "fault":
-            found[event["what"]] = found.get(event["what"], 0) + 1
-    return found
+def counts(events: Iterable[Line]) -> Counter[str]:
+    return Counter(event["what"] for event in events if event["rank"] == 0 or event["what"] == "fault")
 
 
 def summary(record: Record) -> dict[str, str]:
@@ -138,8 +135,8 @@ def summary(record: Record) -> dict[str, str]:
         found["samples per update"] = f"{usual * replicas(record):,}"
         found["time"] = duration(rounds[-1]["t"] - record.starts[0]["t"])
     told = counts(record.events)
-    skipped = told.get("overflow", 0) + told.get("skipped", 0)
-    found["skipped updates"] = f"{skipped}" + (f" ({told['overflow']} overflows)" if told.get("overflow") else "")
+    skipped = told["overflow"] + told["skipped"]
+    found["skipped updates"] = f"{skipped}" + (f" ({told['overflow']} overflows)" if told["overflow"] else "")
     if sent := [s.sent for s in shares(record) if s.sent is not None]:
         found["sent per update"] = f"{size(max(sent))} (most of any rank)"
     found["state"] = state(record)

@@ -71,15 +71,11 @@ def figure(key: str, title: str, picture: str, numbers: str, names: Sequence[str
 
 
 def _numbers(series: Sequence[Series]) -> str:
+    # Exactly as in the record, so that nobody must trust the picture.
     rows = [
-        [*([s.name] if len(series) > 1 else []), f"{x:g}", _exact(y)] for s in series for x, y in svg.thinned(s.points)
+        [*([s.name] if len(series) > 1 else []), f"{x:g}", repr(y)] for s in series for x, y in svg.thinned(s.points)
     ]
     return table([*(["run"] if len(series) > 1 else []), "update", "value"], rows, kind="numbers")
-
-
-def _exact(value: float) -> str:
-    """As in the record, so that nobody must trust the picture."""
-    return repr(value)
 
 
 def where_time_goes(record: Record) -> str:

@@ -48,7 +48,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"requested: {', '.join(self.requested) or 'nothing'}", f"world: {self._world()}"]
-        lines += [_render(_step(self.plan)), _render(_costs(self.plan))]
+        lines += [render(_step(self.plan)), render(_costs(self.plan))]
         lines += [f"{switch}: {remark}" for switch, remark in self._remarks()]
         lines += [f"no effect: {name} ({reason})" for name, reason in self.strategy.without_meaning()]
         lines += [self.search] if self.search else []
@@ -83,7 +83,7 @@ def strategy_table(strategy: DistributedStrategy) -> str:
             off.append(switch)
     for name, _ in strategy.without_meaning():
         table.add_row("no effect", name, str(getattr(strategy, name, "")))
-    return f"{_render(table)}\noff: {', '.join(off) or 'nothing'}"
+    return f"{render(table)}\noff: {', '.join(off) or 'nothing'}"
 
 
 def _settings(strategy: DistributedStrategy, part: type[Part]) -> dict[str, Any]:
@@ -131,8 +131,9 @@ def _table(title: str, *columns: str) -> Table:
     return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
-def _render(table: Table) -> str:
+def render(table: Table, width: int | None = None) -> str:
+    """width: that of the terminal, if it is not given."""
     out = io.StringIO()
-    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)  # wider lines would be broken anywhere
+    width = width or min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)  # wider lines would be broken anywhere
     Console(file=out, width=width, force_terminal=False, no_color=True).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

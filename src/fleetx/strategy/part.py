@@ -203,8 +203,12 @@ def switch_of(part: type[Part]) -> str:
 
 def defaults_of(part: type[Part]) -> dict[str, Any]:
     """A fresh copy of every setting's default."""
-    blank = part()
-    return {f.name: getattr(blank, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+    return settings_of(part())
+
+
+def settings_of(part: Part) -> dict[str, Any]:
+    """Every setting of a part, defaults included."""
+    return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
 
 
 PARTS = "fleetx.parts"  # the one folder that is searched, not imported by name: a new part needs no list

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fleetx.strategy.part import every
+from fleetx.strategy.part import every, settings_of
 from fleetx.verify import oracle, runs
 from fleetx.verify.combinations import Switches, declared, kind_of, parts, refusals
 from fleetx.verify.ranks import RankError, Ranks
@@ -211,11 +211,7 @@ def dtype_for(chosen: Switches) -> torch.dtype:
 
 
 def all_settings(chosen: Switches) -> dict[str, dict[str, Any]]:
-    """Every setting of each strategy, defaults included."""
-    return {
-        switch: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
-        for switch, part in parts(chosen, lossless=True).items()
-    }
+    return {switch: settings_of(part) for switch, part in parts(chosen, lossless=True).items()}
 
 
 def rounding(chosen: Iterable[str]) -> float:

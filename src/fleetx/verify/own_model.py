@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import sys
 import traceback
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from fleetx.base.seams import BatchNormBase, DropoutBase
 from fleetx.errors import FleetxError, StrategyError, UsageError
 from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.part import defaults_of, every, switch_of
+from fleetx.strategy.part import defaults_of, every, settings_of, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
 from fleetx.verify.judge import Results, distance, observed, rounding, state
@@ -175,11 +174,7 @@ def _needs(switch: str) -> Mapping[str, Any] | None:
 
 
 def _settings(strategy: DistributedStrategy) -> dict[str, dict[str, Any]]:
-    return {
-        switch_of(type(part)): {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
-        for part in strategy.plan().parts
-        if not part.always
-    }
+    return {switch_of(type(part)): settings_of(part) for part in strategy.plan().parts if not part.always}
 
 
 def _numbers(

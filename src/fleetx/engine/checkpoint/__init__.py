@@ -18,8 +18,6 @@ hashing_file.py    a file that is hashed while it is written
 tree.py            nested plain data as JSON
 """
 
-from __future__ import annotations
-
 from fleetx.engine.checkpoint.branch import Branch
 from fleetx.engine.checkpoint.export import export
 from fleetx.engine.checkpoint.folders import latest

@@ -1,9 +1,6 @@
 """paddle.static: programs and their executor."""
 
-from __future__ import annotations
-
 from fleetx.fleet import device_guard
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.executor import Executor
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.scope import global_scope
@@ -18,5 +15,3 @@ __all__ = [
     "device_guard",
     "global_scope",
 ]
-
-__getattr__ = not_covered(__name__)

@@ -12,8 +12,6 @@ together     the workers of a sharded download wait for each other
 progress     a bar or a line now and then
 """
 
-from __future__ import annotations
-
 from fleetx.errors import DownloadError
 from fleetx.paddle.download.downloader import Downloader
 from fleetx.paddle.download.fetch import Patience

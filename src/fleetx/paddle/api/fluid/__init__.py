@@ -1,10 +1,7 @@
 """paddle.fluid: Paddle before 2.0."""
 
-from __future__ import annotations
-
 from fleetx.fleet import device_guard
 from fleetx.paddle.api.fluid import clip, core, incubate, io, layers, optimizer, regularizer
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace
 from fleetx.paddle.static.executor import Executor
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
@@ -29,5 +26,3 @@ __all__ = [
     "optimizer",
     "regularizer",
 ]
-
-__getattr__ = not_covered(__name__)

@@ -1,8 +1,5 @@
 """paddle.fluid.io: saving and loading of parameters."""
 
-from __future__ import annotations
-
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.saving import (
     load_params,
     load_persistables,
@@ -12,5 +9,3 @@ from fleetx.paddle.static.saving import (
 )
 
 __all__ = ["load_params", "load_persistables", "save_inference_model", "save_params", "save_persistables"]
-
-__getattr__ = not_covered(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static import rates
 from fleetx.paddle.static.rates import ByRun
 
@@ -19,8 +18,6 @@ __all__ = [
     "piecewise_decay",
     "polynomial_decay",
 ]
-
-__getattr__ = not_covered(__name__)
 
 
 def noam_decay(d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> ByRun:

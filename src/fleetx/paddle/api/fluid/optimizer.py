@@ -1,10 +1,7 @@
 """paddle.fluid.optimizer: Paddle 2's optimizers with fluid's argument names, each under its long and its short name."""
 
-from __future__ import annotations
-
 from fleetx.paddle.api import optimizer
 from fleetx.paddle.api.optimizer import FLUID_NAMES, with_arguments
-from fleetx.paddle.not_covered import not_covered
 
 __all__ = [
     "SGD",
@@ -19,8 +16,6 @@ __all__ = [
     "MomentumOptimizer",
     "SGDOptimizer",
 ]
-
-__getattr__ = not_covered(__name__)
 
 SGD = SGDOptimizer = with_arguments(optimizer.SGD, renamed=FLUID_NAMES, required=["learning_rate"])
 Momentum = MomentumOptimizer = with_arguments(

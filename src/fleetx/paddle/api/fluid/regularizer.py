@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static import regularization
 
 __all__ = ["L2Decay", "L2DecayRegularizer"]
-
-__getattr__ = not_covered(__name__)
 
 
 class L2DecayRegularizer(regularization.L2Decay):

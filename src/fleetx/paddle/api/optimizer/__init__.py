@@ -15,13 +15,10 @@ from fleetx.applications import Application, Parameter
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import exclusion
 from fleetx.paddle.api.optimizer import lr
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static.optimizers import PaddleOptimizer, Parameters, named_parameters
 from fleetx.paddle.static.regularization import Clip, L2Decay
 
 __all__ = ["SGD", "Adam", "AdamW", "Lamb", "LarsMomentum", "Momentum", "lr"]
-
-__getattr__ = not_covered(__name__)
 
 Decay = float | L2Decay | None
 FLUID_NAMES = {"parameter_list": "parameters", "regularization": "weight_decay"}

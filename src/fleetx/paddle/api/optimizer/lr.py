@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static import rates
 from fleetx.paddle.static.rates import LRScheduler
 
@@ -23,8 +22,6 @@ __all__ = [
     "PolynomialDecay",
     "StepDecay",
 ]
-
-__getattr__ = not_covered(__name__)
 
 
 class NoamDecay(LRScheduler):
