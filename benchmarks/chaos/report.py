@@ -23,10 +23,10 @@ def page(results: dict[str, Any]) -> str:
 
 _HEAD = """# Chaos
 
-Everything that can break a training, done to a real one: two ranks under `fleetrun`, with `fleet.checkpoints`, in turn
+We do everything that can break a training to a real one: two ranks under `fleetrun` with `fleet.checkpoints`, in turn
 with `gradient_merge` and `clip`, with `localsgd`, and with checkpoints written in the background. Every step of every
-rank is logged with its loss and a digest of parameters, optimizer and random numbers, and compared with an unbroken
-run.
+rank is logged with its loss and a digest of parameters, optimizer and random numbers, and compared with an
+uninterrupted run.
 This page is generated: `{command}`."""
 
 
@@ -39,7 +39,7 @@ def summary(results: dict[str, Any]) -> dict[str, int]:
         "committed steps lost": sum(run["lost"] for run in runs),
         "corrupt or mixed checkpoints loaded": sum(len(run["corrupt"]) for run in runs)
         + sum(n for row in damaged for outcome, n in row.items() if outcome not in _FINE),
-        "resumed runs that differ from the unbroken one": sum(bool(r["different"]) for r in [*runs, *stalls])
+        "resumed runs that differ from the uninterrupted one": sum(bool(r["different"]) for r in [*runs, *stalls])
         + bool(disk.get("different")) + bool(results["goodput"].get("different")),
         "failed restarts": sum(len(run["failed"]) + run.get("extra_restarts", 0) for run in runs)
         + (not disk.get("finished", True)),
@@ -88,11 +88,9 @@ def _kills(kills: list[dict[str, Any]], runs: list[dict[str, Any]]) -> str:
         rows.append([victim, *(found[victim, phase] for phase in PHASES), _median(k["to_message"] for k in mine),
                      _median(steps), f"{max(steps):.2f} s" if steps else "-"])  # fmt: skip
     text = f"{len(runs)} trainings, {sum(run['resumed'] for run in runs)} resumes, "
-    text += f"{sum(run['lines'] for run in runs)} logged lines compared. A node is fleetrun with all its ranks; it and "
-    text += (
-        "fleetrun are started again from outside, without a warm process. Times are medians; a kill that the next one "
-    )
-    text += "follows before a step has no time to next step."
+    text += f"{sum(run['lines'] for run in runs)} logged lines compared. A node is fleetrun with all its ranks. "
+    text += "Nodes and fleetrun are restarted from outside, without a warm process. Times are medians; if the next "
+    text += "kill comes before a step, there is no time to the next step."
     return f"## Kills\n\n{_table(rows)}\n\n{text}"
 
 
@@ -117,14 +115,14 @@ def _disk(results: dict[str, Any]) -> str:
         text.append("Calls: create, write, fsync, rename, mkdir. After each, the old or the new checkpoint loads.")
     for name, found in disk.items():
         if name == "full" and "finished" in found:
-            text.append(f"A full disk: `{found['message']}`. After room was made, the training resumed and finished.")
+            text.append(f"A full disk: `{found['message']}`. After space was freed, the training resumed and finished.")
         elif "skipped" in found or "broken" in found:
             text.append(f"{name}: not run: {found.get('skipped') or found['broken'][-500:]}")
     return "\n\n".join(text)
 
 
 def _stalls(results: dict[str, Any]) -> str:
-    rows: list[list[Any]] = [["stall", "tried", "to message", "to next step", "shorter ones borne"]]
+    rows: list[list[Any]] = [["stall", "tried", "to message", "to next step", "shorter ones survived"]]
     notes = []
     for found in results["stalls"]:
         if "skipped" in found:
@@ -135,7 +133,8 @@ def _stalls(results: dict[str, Any]) -> str:
         times = [_median(s[key] for s in each) for key in ("to_message", "to_step")]
         rows.append([name, len(each), *times, found["borne"]])
         notes += [f"    {each[0]['message']}"] if each else []
-    text = "Shorter: a rank stopped for 4 s, a link cut for 1 s. The next step is counted from the mending of the link."
+    text = "Shorter: a rank stopped for 4 s, a link cut for 1 s. "
+    text += "The time to the next step is counted from when the link is restored."
     return "\n\n".join(["## Stalls", _table(rows), text, *notes])
 
 
@@ -144,7 +143,7 @@ def _goodput(found: dict[str, Any]) -> str:
         return "## Goodput\n\nNot measured."
     return (
         f"## Goodput\n\n{found['goodput']:.1%} over {found['wall']:.0f} s with {found['kills']} kills, one every "
-        f"{found['between']:.0f} s; lost per kill, with the steps that were done again: "
+        f"{found['between']:.0f} s; time lost per kill, including repeated steps: "
         f"{', '.join(f'{x:.2f} s' for x in found['lost'])}. A step takes {1000 * found['step_seconds']:.0f} ms."
     )
 
