@@ -7,7 +7,6 @@ Each rank writes what it holds into its place in the file, so no rank needs memo
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import uuid
@@ -76,20 +75,10 @@ def _laid_out(
 ) -> tuple[bytes, dict[str, list[int]], int]:
     """The header, where each tensor begins in the file (once per name of it), and the size of the file."""
     whole = {name: (dtype, shape) for rank in described for name, (dtype, _, _, shape) in rank.items()}
-    names = [(alias, name) for name in whole for alias in aliases.get(name, [name])]
-    names.sort(key=lambda pair: (-tensor_file.DTYPES[whole[pair[1]][0]].itemsize, pair[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, list[int]] = {}
-    end = 0
-    for alias, name in names:
-        dtype, shape = whole[name]
-        start, end = end, end + torch.Size(shape).numel() * tensor_file.DTYPES[dtype].itemsize
-        header[alias] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        starts.setdefault(name, []).append(start)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    begin = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {n: [begin + s for s in ss] for n, ss in starts.items()}, begin + end
+    names = {name: aliases.get(name, [name]) for name in whole}
+    every = {alias: whole[name] for name in whole for alias in names[name]}
+    header, starts, size = tensor_file.laid_out(every, {"__metadata__": {"format": "pt"}})
+    return header, {name: [starts[alias] for alias in names[name]] for name in whole}, size
 
 
 def _begin(temporary: Path, header: bytes, total: int) -> None:

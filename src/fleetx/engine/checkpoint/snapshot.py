@@ -210,7 +210,6 @@ def piece(t: Tensor) -> Piece:
 
 def _offsets(t: Any) -> list[int]:
     """Where the part of a DTensor that this rank holds begins."""
-
     shape, offsets = seams.offsets(t.shape, t.device_mesh, t.placements)
     if tuple(shape) != tuple(seams.local_tensor(t).shape):
         raise UsageError(f"fleet.save cannot write a tensor that is divided as {t.placements}")

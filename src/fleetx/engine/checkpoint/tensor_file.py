@@ -45,21 +45,30 @@ def write_bytes(path: Path, content: bytes) -> Written:
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     """The tensors must be whole, not DTensors; each is copied only if it is not contiguous or not on the CPU."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in order:
-        t = tensors[name]
-        start, end = end, end + t.numel() * t.element_size()
-        header[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
-    with HashingFile(path, large=8 + len(text) + end >= LARGE) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
+    header, places, size = laid_out({name: (NAMES[t.dtype], list(t.shape)) for name, t in tensors.items()})
+    with HashingFile(path, large=size >= LARGE) as file:
+        file.write(header)
+        for name in places:
             if tensors[name].numel():
                 file.write(bytes_of(tensors[name]))
         return file.finish()
+
+
+def laid_out(
+    tensors: Mapping[str, tuple[str, list[int]]], metadata: Mapping[str, Any] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """Of a file of tensors {name: (type, shape)}: its header, where each of them begins, in order, and its size."""
+    header = dict(metadata or {})
+    starts: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]].itemsize, name)):
+        dtype, shape = tensors[name]
+        starts[name], end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: begin + s for name, s in starts.items()}, begin + end
 
 
 def bytes_of(t: Tensor) -> memoryview:
