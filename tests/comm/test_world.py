@@ -72,7 +72,9 @@ def _free_port():
 
 def test_a_loopback_address_in_a_job_of_several_machines_is_named():
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "1"}
-    with pytest.raises(WorldError, match=r"127.0.0.1, leads each machine to itself.*only 1 of 2 ranks are on this"):
+    with pytest.raises(
+        WorldError, match=r"127.0.0.1, makes every machine connect to itself.*only 1 of 2 ranks are on this"
+    ):
         _check_address(Place(1, 2, launched=True), env, patience=0.5)
     _check_address(Place(1, 2, launched=True), env | {"LOCAL_WORLD_SIZE": "2"})  # all ranks are here
 

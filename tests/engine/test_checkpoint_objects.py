@@ -191,7 +191,7 @@ def test_the_state_of_another_scheduler_is_refused_and_the_model_stays(tmp_path,
     model, optimizer = build(steps=3)
     before = [p.clone() for p in model.parameters()]
     scheduler = SCHEDULERS[here](optimizer)
-    with pytest.raises(UsageError, match=f"scheduler .{type(scheduler).__name__}. does not take back its state"):
+    with pytest.raises(UsageError, match=f"scheduler .{type(scheduler).__name__}. cannot load its saved state"):
         fleet.load(tmp_path / "c", scheduler=scheduler)
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -242,7 +242,7 @@ def test_a_loader_whose_place_would_be_forgotten_is_named(tmp_path):
 def test_a_loader_that_refuses_is_named(tmp_path):
     build()
     fleet.save(tmp_path / "c", loader=Loader({"position": "lost"}))
-    with pytest.raises(UsageError, match=r"loader .Loader. does not take back its state .KeyError: 'position'."):
+    with pytest.raises(UsageError, match=r"loader .Loader. cannot load its saved state .KeyError: 'position'."):
         fleet.load(tmp_path / "c", loader=Loader(None))
 
 

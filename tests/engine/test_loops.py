@@ -838,7 +838,7 @@ def test_a_loss_that_would_be_scaled_only_in_part_is_refused(loss, declared, wor
     if word == "weighted":
         fleet.weight(4)
     computed = loss(model, x)
-    with pytest.raises(UsageError, match=f"past the model's output, and that gradient would not be {word}: call fleet"):
+    with pytest.raises(UsageError, match=f"so that part of its gradient would not be {word}: call fleet"):
         computed.backward()
     optimizer.zero_grad()
     fleet.backward(loss(model, x))
@@ -989,5 +989,5 @@ def backward_to_the_last_layer(declared):
 @pytest.mark.parametrize("declared", [{}, {"find_unused_parameters": True}], ids=str)
 def test_a_backward_that_leaves_parameters_out_is_told_to_freeze_them(ranks, declared):
     for message in ranks.run(backward_to_the_last_layer, declared):
-        assert "freeze it before the forward (in place of backward(inputs=...))" in message
+        assert "freeze it before the forward (instead of backward(inputs=...))" in message
         assert ("set strategy.find_unused_parameters" in message) == (not declared)

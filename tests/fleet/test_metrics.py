@@ -123,7 +123,7 @@ def test_large_tensors_go_in_pieces(ranks):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"x": "1"}, "x: a str is no number"),
+        ({"x": "1"}, "x: a str is not a number"),
         (2**70, "does not fit into 64 bits"),
         (torch.tensor(1j), "pass real numbers"),
     ],

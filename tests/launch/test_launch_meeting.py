@@ -112,7 +112,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node_and_takes_it_back():
     nodes.call("arrive", 0, attempt=2, failed=False)
     plan = nodes.run()
     assert (plan["members"], plan["restarts"]) == ([0, 2], 0)
-    with pytest.raises(MeetingError, match="node 1 was taken for lost"):
+    with pytest.raises(MeetingError, match="node 1 was considered lost"):
         nodes.call("look", 1, attempt=1)
     nodes.join(1, token="new")
     for node in (0, 2):

@@ -388,7 +388,7 @@ def test_unsupported_optimizers_and_worlds(make, settings, message):
             "`dgc` and `lars` both change the optimizer's update rule",
         ),
         ({"dgc": True, "clip": True}, "`clip` does not work with gradients that already contain momentum"),
-        ({"dgc": True, "fp16_allreduce": True}, "a value has one code on the wire.*value_dtype"),
+        ({"dgc": True, "fp16_allreduce": True}, "a value can be compressed only once.*value_dtype"),
     ],
     ids=str,
 )

@@ -167,9 +167,11 @@ def test_bad_settings(settings):
         fleet.DistributedStrategy(quantized_allreduce=settings).plan()
 
 
-def test_a_value_has_one_code():
+def test_a_value_is_compressed_once():
     for a, b in itertools.combinations(["dgc", "fp16_allreduce", "quantized_allreduce"], 2):
-        with pytest.raises(StrategyError, match=f"`{a}` and `{b}` both code what the ranks send, and a value has one"):
+        with pytest.raises(
+            StrategyError, match=f"`{a}` and `{b}` both compress what the ranks send, and a value has one"
+        ):
             fleet.DistributedStrategy(**{a: True, b: True}).plan()
 
 

@@ -324,7 +324,7 @@ def raised(loop, setting):
 @each_setting
 def test_what_would_be_lost_is_an_error(ranks, setting):
     for found in ranks.run(raised, other_memory, setting):
-        assert "`p.data = ...` has no effect on parameter '0.weight', of which this rank has a shard: write" in found
+        assert "`p.data = ...` has no effect on the sharded parameter '0.weight': change it in place, with" in found
 
 
 def backward_to_some(setting):

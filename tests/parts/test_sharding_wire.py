@@ -188,9 +188,9 @@ def refused(declared):
     [
         (
             {"quantized_allreduce": True},
-            "or set sharding_configs['gradient_bits'] = 8 in place of `quantized_allreduce`",
+            "or set sharding_configs['gradient_bits'] = 8 instead of `quantized_allreduce`",
         ),
-        ({"fp16_allreduce": True}, "or set sharding_configs['gradient_bits'] = 16 in place of `fp16_allreduce`"),
+        ({"fp16_allreduce": True}, "or set sharding_configs['gradient_bits'] = 16 instead of `fp16_allreduce`"),
     ],
 )
 def test_where_there_are_no_replicas_the_error_names_it(ranks, declared, said):

@@ -101,7 +101,7 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
     [
         (
             [Sparse(), FP16AllReduce()],
-            "`fp16_allreduce` and `sparse` both code what the ranks send, and a value has one code on the wire: use",
+            "`fp16_allreduce` and `sparse` both compress what the ranks send, and a value can be compressed only once",
         ),
         (
             [LocalSGD(), Alone()],
@@ -140,7 +140,7 @@ def test_three_switches_that_want_the_same_stage_are_one_problem():
     with pytest.raises(StrategyError) as caught:
         compose([Sparse(), DGC(), FP16AllReduce()])
     (problem,) = caught.value.problems
-    assert problem.startswith("`dgc`, `fp16_allreduce` and `sparse` all code what the ranks send")
+    assert problem.startswith("`dgc`, `fp16_allreduce` and `sparse` all compress what the ranks send")
 
 
 def test_what_is_exchanged_and_how_it_is_coded_are_two_questions():

@@ -68,8 +68,8 @@ def test_a_black_list_of_matrix_products_holds_for_linear_layers(name):
 
 
 WAYS_OUT = [
-    ({"dgc": True, "clip": True}, r"dgc_configs\['clip_norm'\] in place of `clip`"),
-    ({"dgc": True, "fp16_allreduce": True}, r"dgc_configs\['value_dtype'\] = 'float16' in place of `fp16_allreduce`"),
+    ({"dgc": True, "clip": True}, r"dgc_configs\['clip_norm'\] instead of `clip`"),
+    ({"dgc": True, "fp16_allreduce": True}, r"dgc_configs\['value_dtype'\] = 'float16' instead of `fp16_allreduce`"),
 ]
 
 

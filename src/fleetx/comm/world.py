@@ -297,9 +297,9 @@ def _check_address(place: Place, env: Mapping[str, str] = os.environ, *, patienc
         except OSError:
             if time.monotonic() > end:
                 raise WorldError(
-                    f"rank {place.rank} on {socket.gethostname()}: the address of rank 0, {host}, leads each machine "
-                    f"to itself, and nobody listens here at port {port}, but only {here} of {place.size} ranks are on "
-                    "this machine: set MASTER_ADDR to an address of rank 0 that the others can reach"
+                    f"rank {place.rank} on {socket.gethostname()}: the address of rank 0, {host}, makes every "
+                    f"machine connect to itself. Nothing listens on port {port} here, and only {here} of {place.size} "
+                    "ranks are on this machine: set MASTER_ADDR to an address of rank 0 that the others can reach"
                 ) from None
             time.sleep(0.2)
 

@@ -184,16 +184,16 @@ def merged_in(saved: Mapping[str, bytes]) -> int:
 
 def _check_shared(engine: Engine, shared: Mapping[str, Any]) -> None:
     """May a rank resume without state of its own?"""
-    here = f"rank {engine.world.rank} of {engine.world.size} has none of its own"
+    here = f"rank {engine.world.rank} of {engine.world.size}"
     if shared["merged"]:
         raise UsageError(
-            f"this checkpoint was saved inside a merge window by {shared['ranks']} ranks, whose gradients only they "
-            f"can use, and {here} in it: call fleet.flush() before saving, or {_INSTEAD} resume with other ranks"
+            f"this checkpoint was saved inside a merge window on {shared['ranks']} ranks, and has no gradients for "
+            f"{here}: call fleet.flush() before saving, or {_INSTEAD} resume with a different number of ranks"
         )
     if shared["bound"]:
         raise UsageError(
-            f"under {' and '.join(shared['bound'])} each of {shared['ranks']} ranks has state of its own, and {here} "
-            f"in this checkpoint: resume with as many ranks and the same strategy, or {_INSTEAD}"
+            f"under {' and '.join(shared['bound'])} each of {shared['ranks']} ranks has its own state, and this "
+            f"checkpoint has none for {here}: resume with as many ranks and the same strategy, or {_INSTEAD}"
         )
 
 

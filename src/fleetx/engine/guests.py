@@ -161,8 +161,8 @@ class Measuring:
         found = {multiples.get(id(p), 1.0) for p in measured if p.grad is not None}
         if len(found) > 1:
             raise UsageError(
-                "clip_grad_norm_ was given gradients with different loss scales or merged steps, so their norm means "
-                "nothing: measure the parameters of each fleet.distribute apart"
+                "clip_grad_norm_ was given gradients with different loss scales or merged steps, so their norm is "
+                "meaningless: call it separately for the parameters of each fleet.distribute"
             )
         return found.pop() if found else 1.0
 
@@ -216,8 +216,8 @@ class Places:
         for name, module, key, p, dtype, device, wrapper in self._all if every else self._some:
             if wrapper != _wrapper(p):
                 raise UsageError(
-                    f"`p.data = ...` has no effect on parameter {plain_name(name)!r}, of which this rank has a shard: "
-                    "write into it, as p.data.copy_(...) and p.data.mul_(...) do"
+                    f"`p.data = ...` has no effect on the sharded parameter {plain_name(name)!r}: change it in place, "
+                    "with p.data.copy_(...) or p.data.mul_(...)"
                 )
             if p.dtype is not dtype or p.device != device:
                 changed = f"was converted from {dtype} on {device} to {p.dtype} on {p.device}"

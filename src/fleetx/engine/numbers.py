@@ -201,7 +201,7 @@ def check_finite(names: Mapping[nn.Parameter, str], params: Iterable[nn.Paramete
     if name is None:
         return
     raise NumbersError(
-        f"parameter {name!r} is not finite after {round} updates, because a gradient that was not looked at was not: "
+        f"parameter {name!r} is not finite after {round} updates, because an unchecked gradient was not finite: "
         "load an older checkpoint, and pass fleet.init(checks=fleet.Checks(every_gradient=True)) to skip such updates"
     )
 

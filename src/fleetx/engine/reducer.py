@@ -249,7 +249,7 @@ class Reducer(LateReducer):
             way = "" if self._finds_unused else "set strategy.find_unused_parameters = True, or "
             raise UsageError(
                 f"the reduction between ranks is incomplete, because {', '.join(unused[:5]) or 'a parameter'} got no "
-                f"gradient: {way}freeze it before the forward (in place of backward(inputs=...))"
+                f"gradient: {way}freeze it before the forward (instead of backward(inputs=...))"
             ) from error
 
     def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:

@@ -86,8 +86,9 @@ def check_beside(taps: Call, names: Mapping[nn.Parameter, str], *, scaled: bool,
     leaves = (node.variable for node in nodes if hasattr(node, "variable"))
     if (name := next((names[leaf] for leaf in leaves if leaf in names), None)) is not None:
         raise UsageError(
-            f"this loss also depends on parameter {name!r} past the model's output, and that gradient would not be "
-            f"{'scaled' if scaled else 'weighted'}: call fleet.backward(loss) instead of loss.backward()"
+            f"this loss also reads parameter {name!r} directly, not only through the model's output, so that part of "
+            f"its gradient would not be {'scaled' if scaled else 'weighted'}: call fleet.backward(loss) instead of "
+            "loss.backward()"
         )
 
 

@@ -122,8 +122,8 @@ class Windows(Run):
     def check_not_lent(self) -> None:
         if self.lent:
             raise UsageError(
-                f"inside {self.lent} the parameters are not those of the training, so it is for evaluation and "
-                "fleet.export only: train, save and load after it"
+                f"inside {self.lent} the model holds averaged parameters, so only evaluation and fleet.export are "
+                "allowed: train, save and load outside it"
             )
 
     def drain(self, *, last: bool) -> None:

@@ -131,8 +131,8 @@ def _map(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
         raise TypeError(
-            f"{path}a {type(value).__name__} is no number: pass numbers, tensors or arrays, or a dict, list or tuple "
-            "of them"
+            f"{path}a {type(value).__name__} is not a number: pass numbers, tensors or arrays, or a dict, list or "
+            "tuple of them"
         )
     return leaf(value, path)
 

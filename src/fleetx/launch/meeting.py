@@ -69,7 +69,7 @@ class Meeting:
             if member is not None and name != "join":
                 member.seen = self._clock()
             elif name != "join":
-                raise MeetingError(f"node {node} was taken for lost, and the job continued without it")
+                raise MeetingError(f"node {node} was considered lost, and the job continued without it")
             return getattr(self, name)(node, **arguments)
 
     def join(self, node: int, *, token: str, settings: dict[str, Any]) -> int:

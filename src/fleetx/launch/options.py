@@ -293,7 +293,7 @@ def _elastic_workers(
     if given is not None and given != elastic[1]:
         raise LaunchError(f"--elastic {elastic[0]}:{elastic[1]} does not match {given} workers; MAX must be the same")
     if not max_restarts:
-        raise LaunchError("--elastic on one node requires --max_restarts, because a worker that is lost has failed")
+        raise LaunchError("--elastic on one node requires --max_restarts, because a lost worker counts as a failure")
     return elastic[1]
 
 

@@ -67,7 +67,7 @@ _SOLO = {
     Stage.LOSS: ("scale the loss", "a loss has one scale"),
     Stage.GATE: ("control which steps update the parameters", "a step updates them or does not"),
     Stage.REDUCE: ("decide what the ranks exchange", "they exchange one thing"),
-    Stage.WIRE: ("code what the ranks send", "a value has one code on the wire"),
+    Stage.WIRE: ("compress what the ranks send", "a value can be compressed only once"),
     Stage.UPDATE: ("change the optimizer's update rule", "an update follows one rule"),
     Stage.SCHEDULE: ("run forward and backward themselves", "each of them runs once"),
 }

@@ -119,7 +119,7 @@ def test_the_strategy_is_that_of_the_moment_and_its_problems_are_heard_at_once()
     strategy.gradient_merge_configs = {"k_steps": 4}
     assert given.strategy.gradient_merge_configs["k_steps"] == 2
     both = fleet.DistributedStrategy(dgc=True, fp16_allreduce=True)
-    with pytest.raises(StrategyError, match="`dgc` and `fp16_allreduce` both code what the ranks send"):
+    with pytest.raises(StrategyError, match="`dgc` and `fp16_allreduce` both compress what the ranks send"):
         paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1), both)
     with pytest.raises(TypeError, match=r"must be a fleet\.DistributedStrategy"):
         paddle_fleet.distributed_optimizer(fluid.optimizer.SGD(0.1), {"amp": True})

@@ -282,6 +282,8 @@ def _check(every: int, keep: int, steps: int | None, extra: Any, when_busy: str)
         if value is not None and (type(value) is not int or value < least):
             raise UsageError(f"{name} = {value!r}: must be a whole number of at least {least}")
     if extra is not None and not isinstance(extra, dict):
-        raise UsageError(f"extra must be a dict, which a resume fills again, not a {type(extra).__name__}")
+        raise UsageError(
+            f"extra must be a dict, which resuming fills with the saved values, not a {type(extra).__name__}"
+        )
     if when_busy not in ("wait", "skip"):
         raise UsageError(f'when_busy = {when_busy!r}: must be "wait" or "skip"')

@@ -69,8 +69,8 @@ def _give_back(name: str, owner: Any, saved: Any) -> None:
         raise
     except Exception as error:
         raise UsageError(
-            f"{name} ({type(owner).__name__}) does not take back its state ({type(error).__name__}: {error}): is it "
-            "another one than in the saved run?"
+            f"{name} ({type(owner).__name__}) cannot load its saved state ({type(error).__name__}: {error}): is it "
+            "different from the one in the saved run?"
         ) from error
 
 

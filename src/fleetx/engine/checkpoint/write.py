@@ -79,7 +79,7 @@ def _begin(folder: Path, token: str) -> str:
 def _check_place(folder: Path) -> None:
     """Only a checkpoint may be replaced, never what else is there."""
     if folder.name in ("", ".."):
-        raise UsageError(f"fleet.save({str(folder)!r}): a checkpoint is a folder of its own: add a name for it")
+        raise UsageError(f"fleet.save({str(folder)!r}): a checkpoint needs its own folder: add a name for it")
     if not os.path.lexists(folder):
         return
     if not folder.is_symlink() and folder.is_dir():

@@ -74,8 +74,8 @@ class Sharding(Part):
     }
     for_replicas: ClassVar[str] = "set a smaller sharding_degree, and hybrid_dp=True"
     instead: ClassVar[dict[str, str]] = {
-        "fp16_allreduce": "set sharding_configs['gradient_bits'] = 16 in place of `fp16_allreduce`",
-        "quantized_allreduce": "set sharding_configs['gradient_bits'] = 8 in place of `quantized_allreduce`",
+        "fp16_allreduce": "set sharding_configs['gradient_bits'] = 16 instead of `fp16_allreduce`",
+        "quantized_allreduce": "set sharding_configs['gradient_bits'] = 8 instead of `quantized_allreduce`",
     }
     neutral: ClassVar[dict[str, int]] = {"sharding_degree": 1}
     effect: ClassVar[Effect] = less("bytes_held", "a rank holds fewer parameters", than=0.9)
