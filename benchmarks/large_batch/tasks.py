@@ -74,6 +74,10 @@ def _text_score(model: nn.Module, some: text.Sequences) -> Tensor:
     return torch.tensor([-float(loss), len(some)], dtype=torch.float64)
 
 
+def _perplexity(score: float) -> str:
+    return f"{math.exp(-score):.3f}" if score > -20 else "diverged"
+
+
 TASKS = {
     "images": Task(
         "images", "Fashion-MNIST", 24_000, 120, 8, data.missing, lambda folder, train: data.load(folder, train=train),
@@ -81,7 +85,7 @@ TASKS = {
     ),
     "text": Task(
         "text", "Python's manual", 2_400, 12, 8, lambda folder: text.missing(), lambda folder, train: text.load(train),
-        text.LanguageModel, _text_loss, _text_score, lambda score: f"{math.exp(min(-score, 700)):.3f}", "perplexity",
+        text.LanguageModel, _text_loss, _text_score, _perplexity, "perplexity",
         0.02, "2 % of the perplexity",
     ),
 }  # fmt: skip

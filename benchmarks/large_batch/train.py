@@ -14,6 +14,7 @@ from benchmarks.large_batch.recipe import RECIPES, warmup
 from benchmarks.large_batch.runs import Outcome, Run
 from benchmarks.large_batch.tasks import TASKS, Task
 from fleetx import fleet
+from fleetx.errors import NumbersError
 from fleetx.optim import schedule
 
 EVAL_BATCH = 1000
@@ -40,14 +41,17 @@ def train(run: Run, data: Split) -> Outcome:
     micro = batch // task.merged(run.share) // fleet.worker_num()
     mine = order[: updates * batch].view(-1, fleet.worker_num(), micro)[:, fleet.worker_index()]
     loss = torch.tensor(float("inf"))
-    for step, which in enumerate(mine):
-        loss = task.loss(model, data.train[which])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        if step % 256 == 255 and diverged(model):
-            break
+    try:
+        for step, which in enumerate(mine):
+            loss = task.loss(model, data.train[which])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if step % 256 == 255 and diverged(model):
+                break
+    except NumbersError:  # the rate is too large, and this is its result
+        loss = torch.tensor(float("nan"))
     last = summed(loss.detach()) / fleet.worker_num()
     return Outcome(
         updates=updates,
