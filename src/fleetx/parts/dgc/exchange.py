@@ -57,8 +57,10 @@ class Exchange:
     def _on_host(self, bucket: Outgoing, small: list[Tensor], means: Future[Tensor] | None) -> Future[Tensor]:
         """Communication runs on `network.thread`, while this thread clears gradients and encodes the next bucket."""
         network, large = bucket.network, self._large
-        payloads = torch.cat([self._encode(t) for t in large]) if large else None
-        gathered = network.thread.submit(lambda: network.gather(payloads, bucket.index)) if large else None
+        gathered: Future[list[Tensor]] | None = None
+        if large:
+            payloads = torch.cat([self._encode(t) for t in large])
+            gathered = network.thread.submit(lambda: network.gather(payloads, bucket.index))
         for t in large:
             t.g.zero_()  # while the payloads travel
 
