@@ -32,7 +32,6 @@ class Rule:
 
     period: steps between two averages; 0: the gradients are averaged in every step.
     share: None: the average is applied at once; otherwise so much of the distance to it, `delay` steps later.
-    settled: subtract what was applied since the average was sent.
     adaptive: the period follows the loss and the learning rate. longest, shortest: its limits.
     begin: up to this step, the average of every step is applied at once.
     """
@@ -40,7 +39,6 @@ class Rule:
     period: int = 0
     share: float | None = None
     delay: int = 0
-    settled: bool = False
     adaptive: bool = False
     longest: int = 16
     shortest: int = 1
@@ -61,7 +59,6 @@ def rules() -> dict[str, Rule]:
         for part in (1, 2, 4):
             found[f"overlap{k}_delay{k // part}"] = local.late(share=1.0, delay=k // part)
             found[f"overlap{k}_half{k // part}"] = local.late(delay=k // part)
-        found[f"overlap{k}_settled"] = local.late(settled=True)
         found[f"overlap{k}_begin64"] = local.late(begin=64)
         found[f"adaptive{k}"] = Rule(k, adaptive=True, longest=max(16, k))
         found[f"adaptive{k}_to8"] = Rule(k, adaptive=True, longest=8)
@@ -115,7 +112,6 @@ def trained(rule: Rule, task: Task, rate: float, seed: int, images: Any) -> dict
     order = order[: task.steps * task.ranks * task.batch].view(task.steps, task.ranks, task.batch)
     period, last, first_loss, first_rate = rule.period, 0, 0.0, 0.0
     sent: list[tuple[int, Tensor]] = []  # step and what each rank lacks to the mean, of averages under way
-    applied: list[tuple[int, Tensor]] = []
     periods, distances, averages = [], [], 0
     for step, which in enumerate(order, start=1):
         lr = rate * (1 - (step - 1) / task.steps)
@@ -133,12 +129,7 @@ def trained(rule: Rule, task: Task, rate: float, seed: int, images: Any) -> dict
                 distances.append((p - p.mean(0)).norm(dim=1).mean().item())
             if rule.period and rule.share is not None:
                 while sent and step - sent[0][0] >= rule.delay:
-                    then, lacks = sent.pop(0)
-                    if rule.settled:
-                        lacks = lacks - sum(c for at, c in applied if at > then - period and at <= then)
-                    change = rule.share * lacks
-                    applied = [*applied, (step, change)][-4:]
-                    p.add_(change)
+                    p.add_(sent.pop(0)[1], alpha=rule.share)
             if rule.period and (step <= rule.begin or step - last >= period):
                 last = step
                 averages += 1
