@@ -12,6 +12,8 @@ shaping.py    change the rate of a lab's links while processes run on it
 clock.py      samples of one method at one rate: seconds, and bytes sent by the interface
 steps.py      the workers' side of steps and hierarchy; task.py: of task
 study.py      the lab around the workers
+timeline.py   where the time of one step goes, stage by stage
+simulated.py  the task in one process, for accuracy over several seeds: no lab, no clock
 summary.py    medians, lower bounds, and when a training reached its target
 goals.py      the goals, and what was reached
 report.py     tables and plots

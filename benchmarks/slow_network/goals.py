@@ -11,6 +11,7 @@ from benchmarks.slow_network.summary import Cell, Cells, Rows, cells, reached
 
 RATE = "100mbit"  # the rate that the goals are for
 NEAR = 0.005  # of accuracy: half a percentage point
+ADAPTIVE = ("adaptive8", "adaptive16", "adaptive32")
 CLOSE = 1.05  # times the final loss of synchronous SGD: the target loss
 
 
@@ -65,7 +66,8 @@ def of_task(rows: Rows) -> Iterator[Goal]:
         return
     dense = by_name["ddp"]["moments"][-1]
     yield from _against_power(by_name, target_accuracy(rows))
-    for method in ("dgc16", "dgc32", "local8", *(f"local{k}_overlap" for k in (8, 16, 32)), "adaptive16", "adaptive32"):
+    late = [f"local{k}_overlap" for k in (8, 16, 32)]
+    for method in ("dgc16", "dgc32", "local8", *late, *ADAPTIVE):
         if method in by_name:
             behind = dense["accuracy"] - by_name[method]["moments"][-1]["accuracy"]
             yield Goal(f"task: {by_name[method]['title']}, points behind dense", 100 * behind, 100 * NEAR)
@@ -96,7 +98,7 @@ def _adaptive(alike: dict[str, Any], key: str, target: float, words: str) -> Ite
     sync = reached(alike["ddp"], key, target)
     fixed = [t for w in ("ddp", "local2", "local4", "local8", "local16")
              if w in alike and (t := reached(alike[w], key, target))]  # fmt: skip
-    for method in ("adaptive16", "adaptive32"):
+    for method in ADAPTIVE:
         if method in alike and sync and fixed:
             title, mine = alike[method]["title"], reached(alike[method], key, target)
             yield Goal(

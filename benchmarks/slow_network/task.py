@@ -34,7 +34,7 @@ EVERY = 32  # steps; a multiple of every fixed period, so that copies are made j
 EVAL_BATCH = 1000
 JUDGED = 8192  # training images for the loss
 # Also run with the learning rate of dense, to compare losses.
-COMPARED = ("local2", "local4", "local8", "local16", "adaptive16", "adaptive32")
+COMPARED = ("local2", "local4", "local8", "local16", "adaptive8", "adaptive16", "adaptive32")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def all_methods(steps: int) -> list[Method]:
         Method("fp16", "fp16_allreduce", ours(fp16_allreduce=True)),
         local(2), local(4), local(H), local(16),
         local(H, overlap=True), local(16, overlap=True), local(32, overlap=True),
-        adaptive(16), adaptive(32), adaptive(16, overlap=True),
+        adaptive(H), adaptive(16), adaptive(32), adaptive(16, overlap=True),
         Method("power1", "DDP, torch's PowerSGD, rank 1", methods.power(1)),
         Method("power4", "DDP, torch's PowerSGD, rank 4", methods.power(4)),
         Method("dgc16", "dgc 0.999, values in fp16", methods.dgc("float16", **walk)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import itertools
 import json
 import struct
 import sys
@@ -16,10 +17,10 @@ from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `benchmarks` is not installed
 
-from benchmarks.large_batch.data import FILES
+from benchmarks.large_batch.data import FILES, Images, Split
 from benchmarks.netlab import Lab, allowed
 from benchmarks.slow_network import __main__ as command
-from benchmarks.slow_network import goals, shaping, study
+from benchmarks.slow_network import goals, shaping, simulated, study
 from benchmarks.slow_network.methods import STEPS, H
 from benchmarks.slow_network.model import Noise, Sized, longest, shapes_of
 from benchmarks.slow_network.summary import cells, reached
@@ -81,6 +82,39 @@ def test_two_hosts_of_two_workers_send_less_in_a_hierarchy(permitted):
     )
     found = cells(rows, "tiny")
     assert found["hierarchical", RATE].sent < 0.8 * found["dense", RATE].sent
+
+
+def test_the_timeline_of_a_step(permitted):
+    rows = study.run("timeline", {"model": "tiny", "method": "dgc16", "rate": RATE, "steps": 2}, quiet=True)
+    assert len(rows) == 2
+    for row in rows:
+        names = [call[0] for call in row["calls"]]
+        assert names.count("encode") == 2  # of the four tensors, two are large
+        assert {"exchange", "all_gather_single", "add", "step"} <= {*names}
+        assert 0 < row["cpu"] < row["all"]
+        for _, _, begin, end, _ in row["calls"]:
+            assert 0 <= begin <= end <= row["seconds"]
+
+
+def test_the_task_without_a_network():
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (160, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    images = Images(pixels, torch.randint(0, 10, (160,), generator=generator))
+    split = Split(images[slice(128)], None, images[slice(128, None)])
+    data = split, split.train.normalised().flatten(1)
+    task = simulated.Task(steps=33, batch=4, width=8)
+
+    def trained(name):
+        return simulated.trained(simulated.rules()[name], task, 0.01, 0, data)
+
+    assert trained("ddp")["distances"] == [0.0, 0.0]
+    for name, averages in {"local8": 5, "local16": 3, "overlap8": 5}.items():
+        found = trained(name)
+        assert found["averages"] == averages  # of the first step, and of every period after it
+        assert min(found["distances"]) > 0  # just before an average
+    periods = trained("adaptive8")["periods"]
+    assert periods[0][0] == 9  # one period after the first step
+    assert all(b[0] - a[0] == a[1] for a, b in itertools.pairwise(periods))
 
 
 def test_a_training_on_made_up_images(permitted, tmp_path):

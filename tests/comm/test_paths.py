@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fleetx import StrategyError, fleet
 from fleetx.base.worker_thread import WorkerThread
+from fleetx.comm import paths
 from fleetx.comm.paths import inside_hosts
 from training import adam, assert_close, batches, big, net, train, train_fleet
 
@@ -26,6 +30,76 @@ def test_every_way_equals_the_flat_one(four, way):
     expected = train(data)
     for got in four.run(train_fleet, data, WAYS[way] | small):
         assert_close(got, expected)
+
+
+def hierarchy():
+    """A model and its network: who drops the model ends the network."""
+    fleet.init()
+    model = net()
+    model, _ = fleet.distribute(model, adam(model), fleet.DistributedStrategy(**WAYS["hierarchical"]))
+    return model, fleet._engine(model).network
+
+
+def passed_through():
+    """A last piece that is reduced only once the first was broadcast. In time?"""
+    _model, network = hierarchy()
+    reduce, broadcast, back, seen = dist.reduce, dist.broadcast, threading.Event(), []
+
+    def late(buffer, **others):
+        if buffer.numel() == 3:
+            seen.append(back.wait(60))
+        return reduce(buffer, **others)
+
+    def noted(buffer, **others):
+        broadcast(buffer, **others)
+        back.set()
+
+    buffer = torch.arange(11.0) * (fleet.worker_index() + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "PIECE_BYTES", 16)
+        patch.setattr(dist, "reduce", late)
+        patch.setattr(dist, "broadcast", noted)
+        summed = network.sum(buffer).wait()
+    assert summed is buffer
+    return seen, buffer.tolist()
+
+
+def test_a_piece_is_back_before_the_last_one_has_left(four):
+    expected = [10.0 * i for i in range(11)]
+    assert four.run(passed_through) == [([True], expected)] * 4
+
+
+def lost_piece():
+    _model, network = hierarchy()
+    reduce = dist.reduce
+
+    def fails(buffer, **others):
+        if buffer[0] == 4:
+            raise RuntimeError("the second is lost")
+        return reduce(buffer, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "PIECE_BYTES", 16)
+        patch.setattr(dist, "reduce", fails)
+        with pytest.raises(RuntimeError, match="the second is lost"):
+            network.sum(torch.arange(11.0)).wait()
+    return True
+
+
+def test_the_error_of_a_piece_is_that_of_its_buffer(four):
+    assert all(four.run(lost_piece))
+
+
+def in_pieces(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "PIECE_BYTES", 36)
+        return train_fleet(data, WAYS["hierarchical"])
+
+
+def test_pieces_equal_the_flat_sum(four):
+    data = batches(8, size=8)
+    for got in four.run(in_pieces, data):
+        assert_close(got, train(data))
 
 
 @pytest.mark.parametrize("way", WAYS)

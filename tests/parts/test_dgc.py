@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
-from fleetx.parts.dgc import DGC
+from fleetx.parts.dgc import DGC, exchange
 from fleetx.verify import oracle
 from training import Batch, assert_close, assert_equal, big, net, share, train, train_fleet, weights, zero_last
 
@@ -264,6 +264,38 @@ def test_little_is_sent_and_explain_reports_it(ranks):
     for sent, text in ranks.run(bytes_sent, {"dgc": {"sparsity": [0.99]}}):
         assert sent - small < dense / 40
         assert re.search(r"this rank sends \S+ MB per round", text)
+
+
+def held_back(declared):
+    """Nothing is encoded until the means of the small tensors have arrived."""
+    model, optimizer = build(declared)
+    network, encode = fleet._engine(model).network, exchange.encode
+    mean, seen, arrived = network.mean, [], threading.Event()
+
+    def noted(buffer, number=0):
+        future = mean(buffer, number)
+        future.add_done_callback(lambda _: arrived.set())
+        return future
+
+    def late(*args, **kwargs):
+        seen.append(arrived.wait(60))
+        return encode(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "mean", noted)
+        patch.setattr(exchange, "encode", late)
+        for x, y in share(data(4), fleet.worker_index(), 2):
+            zero_last(model, optimizer, x, y)
+            arrived.clear()
+    return all(seen) and len(seen), weights(model)
+
+
+def test_small_tensors_do_not_wait_until_the_large_ones_are_encoded(ranks):
+    declared = {"dgc": {"sparsity": [0.99]}}
+    expected = ranks.run(run, declared, sgd, 4)
+    for (encoded, got), plain in zip(ranks.run(held_back, declared), expected, strict=True):
+        assert encoded == 4
+        assert_equal(got, plain)
 
 
 def resumed(others):

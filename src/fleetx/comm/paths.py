@@ -19,6 +19,7 @@ from fleetx.base.worker_thread import WorkerThread
 from fleetx.comm.world import World
 
 Group = dist.ProcessGroup | None
+PIECE_BYTES = 4 * 1024 * 1024  # of a buffer on its way through a hierarchy
 
 
 @dataclass
@@ -103,8 +104,9 @@ class FlatPath(Path):
 class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
-    Each of the three has its own thread and process group, so one buffer travels between the leaders while the next is
-    being reduced: the slow link never waits.
+    Each of the three has its own thread and process group, and a buffer passes through them in pieces. So one piece
+    travels between the leaders while the next is being reduced and the last is being broadcast: the slow link waits
+    only for the first piece.
 
     equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
     """
@@ -126,6 +128,13 @@ class HierarchicalPath(Path):
             thread.stop()
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():  # NCCL sends in pieces itself
+            return self._sum(buffer)
+        pieces = buffer.view(-1).split(max(PIECE_BYTES // buffer.element_size(), 1))
+        sums = [self._sum(piece) for piece in pieces]
+        return sums[-1].then(lambda _: [(one.wait(), buffer)[1] for one in sums][-1])  # wait() raises its error
+
+    def _sum(self, buffer: Tensor) -> Future[Tensor]:
         inside, between, back = self._threads
         done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
 

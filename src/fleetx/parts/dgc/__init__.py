@@ -186,7 +186,7 @@ class DGC(Part):
             half=self.value_dtype == "float16",
             norm_limit=self.clip_norm and self.clip_norm / bucket.network.parties**0.5,
         )
-        return ctx.notes["thread"].submit(lambda: work.run(bucket))
+        return work.start(bucket, ctx.notes["thread"])
 
     @at(Stage.UPDATE, needs={Fact.MOMENTUM}, when=_corrects)
     def drop_momentum(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:

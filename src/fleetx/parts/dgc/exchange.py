@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from fleetx.base.worker_thread import WorkerThread
 from fleetx.comm.paths import Network
 from fleetx.engine.context import Outgoing
 from fleetx.parts.dgc import on_device
@@ -41,25 +42,55 @@ class Exchange:
     half: bool
     norm_limit: float | None
 
-    def run(self, bucket: Outgoing) -> Future[Tensor]:
-        """For a WorkerThread. Communication runs on `network.thread`, while this thread encodes the next payloads."""
-        network = bucket.network
-        large = [t for t in self.tensors if isinstance(t, LargeTensor)]
+    def start(self, bucket: Outgoing, thread: WorkerThread) -> Future[Tensor]:
+        """Send the small tensors, then have `thread` encode the large ones.
+
+        Small tensors are often most of the bytes. They are ready, so they travel while this bucket and those before it
+        are still being encoded.
+        """
         small = [t for t in self.tensors if isinstance(t, Tensor) and t.numel()]
+        if bucket.buffer.device.type != "cpu":  # where a stream keeps the order, so there is nothing to gain
+            return thread.submit(lambda: self._on_device(bucket, small))
+        means = bucket.network.mean(torch.cat([g.reshape(-1) for g in small]), bucket.index) if small else None
+        return thread.submit(lambda: self._on_host(bucket, small, means))
+
+    def _on_host(self, bucket: Outgoing, small: list[Tensor], means: Future[Tensor] | None) -> Future[Tensor]:
+        """Communication runs on `network.thread`, while this thread clears gradients and encodes the next bucket."""
+        network, large = bucket.network, self._large
+        gathered: Future[list[Tensor]] | None = None
+        if large:
+            payloads = torch.cat([self._encode(t) for t in large])
+            gathered = network.thread.submit(lambda: network.gather(payloads, bucket.index))
+        for t in large:
+            t.g.zero_()  # while the payloads travel
+
+        def finish() -> Tensor:
+            if gathered is not None:
+                self._add(large, gathered.wait())  # it was submitted first, so this only raises its exception
+            if means is not None:
+                _copy(means.wait(), small)
+            return bucket.buffer
+
+        return network.thread.submit(finish)
+
+    def _on_device(self, bucket: Outgoing, small: list[Tensor]) -> Future[Tensor]:
+        network, large = bucket.network, self._large
         uncompressed = network.thread.submit(lambda: _average(small, network, bucket.index)) if small else None
         payloads = torch.cat([self._encode(t) for t in large]) if large else None
 
         def finish() -> Tensor:
             if uncompressed is not None:
                 uncompressed.wait()  # it was submitted first, so this only raises its exception
-            if payloads is not None and bucket.buffer.device.type == "cpu":
-                self._add(large, network.gather(payloads, bucket.index))
-            elif payloads is not None:
+            if payloads is not None:
                 payloads.record_stream(torch.cuda.current_stream(payloads.device))  # they come from another stream
                 self._add_messages(large, network.gather_equal(payloads, bucket.index))
             return bucket.buffer
 
         return network.thread.submit(finish)
+
+    @property
+    def _large(self) -> list[LargeTensor]:
+        return [t for t in self.tensors if isinstance(t, LargeTensor)]
 
     def _encode(self, t: LargeTensor) -> Tensor:
         u_out, v_out = (_flat(t.new[0]), _flat(t.new[1])) if t.new else (None, None)
@@ -79,10 +110,10 @@ class Exchange:
         )
 
     def _add(self, large: list[LargeTensor], messages: list[Tensor]) -> None:
-        """Replace each gradient by the mean of what the ranks sent."""
+        """Add the mean of what the ranks sent to each gradient, which is zero."""
         by_rank = [_split(message, len(large)) for message in messages]
         for i, t in enumerate(large):
-            out = _in_memory_order(t.g, t.p).zero_()
+            out = _in_memory_order(t.g, t.p)
             for payloads in by_rank:  # by rank, so that every rank gets bitwise the same sum
                 head, payload = payloads[i]
                 if not head.finite:
@@ -120,8 +151,12 @@ def _split(message: Tensor, count: int) -> list[tuple[Header, Tensor]]:
 def _average(small: list[Tensor], network: Network, number: int) -> None:
     flat = torch.cat([g.reshape(-1) for g in small]).div_(network.parties)
     network.sum_here(flat, number)
-    for g, mean in zip(small, flat.split([g.numel() for g in small]), strict=True):
-        g.copy_(mean.view_as(g))
+    _copy(flat, small)
+
+
+def _copy(flat: Tensor, to: list[Tensor]) -> None:
+    for g, values in zip(to, flat.split([g.numel() for g in to]), strict=True):
+        g.copy_(values.view_as(g))
 
 
 # u, v and p have the memory layout of the parameter, which may be channels-last. So do gradients in DDP's buckets, but
