@@ -76,7 +76,7 @@ class Servers:
     """What torchft needs beside its managers: a lighthouse for all, and a store per island."""
 
     def __init__(self, island: dist.ProcessGroup):
-        from torchft import LighthouseServer
+        from torchft.coordination import LighthouseServer
 
         self.here = os.environ["NETLAB_IPS"].split(",")[int(os.environ["NETLAB_HOST"])]
         self._server: Any = None

@@ -24,6 +24,7 @@ from benchmarks.slow_network.islands.ways import BY_NAME
 from benchmarks.slow_network.methods import Loop, flat
 from benchmarks.slow_network.task import slowest
 
+LISTEN = 3.0  # seconds
 WORST = -20.0  # score of a training that diverged: JSON has neither nan nor inf
 
 
@@ -50,13 +51,27 @@ class Training:
         self._done += 1
 
 
-def trained(run: Run, data: Split) -> Outcome:
+def chatter() -> float:
+    """Bytes per second that a host sends while nothing is trained: fleetrun's nodes watch each other.
+
+    On a busy machine a training of seconds takes minutes, and this would be more than what it sends.
+    """
+    dist.barrier()
+    before = counters.here()
+    time.sleep(LISTEN)
+    heard = float((counters.here() - before).sent)
+    dist.barrier()
+    return heard / LISTEN
+
+
+def trained(run: Run, data: Split, *, background: float = 0.0) -> Outcome:
+    """background: bytes per second that are not counted."""
     began = time.monotonic()
     training = Training(run, data)
     task = training.task
     snapshots: list[tuple[int, Tensor]] = []
     dist.barrier()
-    before = counters.here()
+    before, trained_from = counters.here(), time.monotonic()
     for step in range(1, run.steps):
         training.step()
         if step % task.every == 1:
@@ -64,7 +79,8 @@ def trained(run: Run, data: Split) -> Outcome:
     training.step()
     training.loop.end()
     dist.barrier()
-    sent = float((counters.here() - before).sent)
+    sent = (counters.here() - before).sent - background * (time.monotonic() - trained_from)
+    dist.barrier()  # until all have read it, nothing more is sent
     snapshots.append((run.steps, flat(training.model)))
     together([copy for _, copy in snapshots], alone=BY_NAME[run.way].alone)
     size = 4 * snapshots[0][1].numel()

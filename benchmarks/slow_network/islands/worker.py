@@ -16,7 +16,7 @@ from benchmarks.large_batch.worker import agreed, log
 from benchmarks.slow_network.islands import times
 from benchmarks.slow_network.islands.runs import Kept, Plan, Run, chosen, left, remaining
 from benchmarks.slow_network.islands.tasks import TASKS
-from benchmarks.slow_network.islands.training import trained
+from benchmarks.slow_network.islands.training import chatter, trained
 from benchmarks.slow_network.shaping import Shaping
 from fleetx import fleet
 
@@ -39,8 +39,9 @@ def main(request: Path) -> None:
 
 
 def train_all(plan: Plan, data: dict[str, Split], kept: Kept) -> Iterator[None]:
+    background = chatter()
     while (run := next(remaining(plan, kept.outcomes), None)) is not None:
-        outcome = agreed(trained(run, data[run.task]))  # only the seconds differ
+        outcome = agreed(trained(run, data[run.task], background=background))
         if fleet.is_first_worker():
             kept.add(run, outcome)
         kept.outcomes[run] = outcome
