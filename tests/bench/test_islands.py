@@ -29,8 +29,8 @@ SCORE = {"ddp": 0.90, "alone": 0.80, "island_dgc": 0.8995}
 
 
 def outcome(run: Run) -> Outcome:
-    """Seeds differ by a thousandth; the largest learning rate is the best."""
-    score = SCORE[run.way] + 0.001 * run.seed - 0.01 * (dict(run.settings)["rate"] < 2)
+    """Seeds differ by a thousandth; the smallest learning rate is the best."""
+    score = SCORE[run.way] + 0.001 * run.seed - 0.01 * (dict(run.settings)["rate"] > 0.5)
     curve = [(1, score - 0.4, 2.0), (33, score - 0.1, 1.0), (65, score, 0.5)]
     return Outcome(score - 0.001, score, 0.5, curve, SENT[run.way], 10**6, 1.0)
 
@@ -79,7 +79,7 @@ def test_the_best_setting_on_held_out_samples_gets_all_seeds(tmp_path):
         for way in TINY.ways:
             best = chosen(TINY, task, way, kept.outcomes)
             assert best is not None
-            assert dict(best.settings)["rate"] >= 2
+            assert dict(best.settings)["rate"] == 0.5
             runs = [run for run in kept.outcomes if (run.task, run.way) == (task, way)]
             assert len(runs) == CANDIDATES + TINY.seeds - 1
     assert left(TINY, kept.outcomes) == 0
@@ -120,7 +120,7 @@ def test_the_report(tmp_path):
     kept = played(tmp_path / "runs.jsonl")
     found = dict(report.tables(TINY, kept))
     goals = {(line[0], line[1]): line[2:] for line in found["goals"][1:]}
-    ours = "`islands, k=16, dgc 0.99`"
+    ours = "`islands, k=32, dgc 0.9`"
     assert goals[ours, "Fashion-MNIST"] == ["90.05%", "800 x", "1.05"]
     assert goals[ours, "language model"][2] == "not timed"
     report.show(TINY, kept.path, tmp_path / "out")
@@ -149,7 +149,7 @@ def test_training_and_timing_on_text(tmp_path):
     assert len(kept.outcomes) == 2 * CANDIDATES
     for run, found in kept.outcomes.items():
         share = found.sent / (17 * 1.5 * found.bytes)
-        assert share == pytest.approx(1, rel=0.1) if run.way == "ddp" else share < 0.02
+        assert share == pytest.approx(1, rel=0.1) if run.way == "ddp" else share < 0.03
         assert [step for step, _, _ in found.curve] == [1, 17]
         assert found.loss == pytest.approx(-found.test)
     before = runs.read_text()

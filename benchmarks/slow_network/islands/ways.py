@@ -22,7 +22,7 @@ Settings = Mapping[str, float]
 RATES: list[Settings] = [{"rate": rate} for rate in (0.5, 1.0, 2.0, 4.0)]
 OUTER: list[Settings] = [
     {"rate": 1.0, "outer_lr": 1.0, "outer_momentum": 0.0},
-    {"rate": 2.0, "outer_lr": 1.0, "outer_momentum": 0.0},
+    {"rate": 0.5, "outer_lr": 1.0, "outer_momentum": 0.0},
     {"rate": 1.0, "outer_lr": 0.7, "outer_momentum": 0.5},
     {"rate": 1.0, "outer_lr": 0.7, "outer_momentum": 0.9},  # those of DiLoCo
 ]
@@ -70,7 +70,7 @@ def local(
 def adaptive(settings: Settings, task: str) -> Prepare:
     outer = {key: settings[key] for key in ("outer_lr", "outer_momentum")}
     switch = {"init_k_steps": 2 * PERIOD, "max_k_steps": 4 * PERIOD, "group_size": ISLAND, **outer}
-    return ours(adaptive_localsgd=switch, dgc=SPARSE["dgc"])
+    return ours(adaptive_localsgd=switch, dgc=TENTH["dgc"])
 
 
 def dgc(settings: Settings, task: str) -> Prepare:
@@ -80,28 +80,26 @@ def dgc(settings: Settings, task: str) -> Prepare:
     return ours(dgc=switch | correction, use_hierarchical_allreduce=True)
 
 
-SPARSE = {"dgc": {"sparsity": [0.99], "value_dtype": "float16"}}
-THREE = {"dgc": {"sparsity": [0.97], "value_dtype": "float16"}}
+TENTH, TWENTIETH = ({"dgc": {"sparsity": [sparsity], "value_dtype": "float16"}} for sparsity in (0.9, 0.95))
 EIGHT, FOUR = ({"quantized_allreduce": {"bits": bits}} for bits in (8, 4))
 
 WAYS = [
     peer("ddp", "DDP, fp32", methods.ddp(), slow=True),
     peer("alone", "no communication", methods.alone, alone=True),
-    local("island_dgc", "islands, k=16, dgc 0.99", code=SPARSE),
-    local("island_dgc3", "islands, k=16, dgc 0.97", code=THREE),
+    local("island_dgc", "islands, k=32, dgc 0.9", 32, code=TENTH),
     local("island64_four", "islands, k=64, 4 bits", 64, code=FOUR),
     local("island", "islands, k=16"),
     peer("post_island", "torch's PostLocalSGD, islands, H=16", methods.post_local(PERIOD, island), period=PERIOD),
     peer("power1", "torch's PowerSGD, rank 1", methods.power(1)),
     Way("diloco", "torchft's DiLoCo, islands, H=16", diloco.make(PERIOD, island), OUTER, PERIOD,
         missing=diloco.missing),
-    local("island_overlap", "islands, k=16, dgc 0.99, overlap", code=SPARSE, overlap=True),
+    local("island_overlap", "islands, k=32, dgc 0.9, overlap", 32, code=TENTH, overlap=True),
     local("stream_four", "islands, k=64, 4 bits, 4 fragments, overlap", 64, code=FOUR, fragments=4, overlap=True),
-    local("flat_dgc", "no islands, k=16, dgc 0.99", group=1, code=SPARSE),
-    local("island_four", "islands, k=16, 4 bits", code=FOUR),
+    local("flat_dgc", "no islands, k=32, dgc 0.9", 32, group=1, code=TENTH),
+    local("island16_dgc", "islands, k=16, dgc 0.95", code=TWENTIETH),
     local("island_eight", "islands, k=16, 8 bits", code=EIGHT),
     local("island_fp16", "islands, k=16, fp16", code={"fp16_allreduce": True}),
-    Way("adaptive", "islands, adaptive k from 32, dgc 0.99", adaptive, OUTER, 2 * PERIOD, whole=True),
+    Way("adaptive", "islands, adaptive k from 32, dgc 0.9", adaptive, OUTER, 2 * PERIOD, whole=True),
     Way("dgc", "dgc 0.999, hierarchical", dgc, RATES),
     peer("post", "torch's PostLocalSGD, H=16", methods.post_local(PERIOD), period=PERIOD),
     peer("power4", "torch's PowerSGD, rank 4", methods.power(4)),
