@@ -62,11 +62,11 @@ def load(train: int) -> Split:
 class Layer(nn.Module):
     """Attention to earlier characters, then a network per character."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -78,13 +78,13 @@ class Layer(nn.Module):
 class LanguageModel(nn.Module):
     """A small transformer over characters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(len(KNOWN) + 1, WIDTH)
-        self.position = nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, len(KNOWN) + 1)
+        self.embedding = nn.Embedding(len(KNOWN) + 1, width)
+        self.position = nn.Embedding(LENGTH, width)
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(KNOWN) + 1)
         for table in (self.embedding, self.position):
             nn.init.normal_(table.weight, std=0.05)
 

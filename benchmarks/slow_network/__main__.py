@@ -15,6 +15,8 @@ from rich.table import Table
 from benchmarks.frame import CannotRunError, machine, pages
 from benchmarks.netlab import LabError
 from benchmarks.slow_network import report, steps, study, task
+from benchmarks.slow_network.islands import command
+from benchmarks.slow_network.islands import report as islands
 
 OUT = Path(__file__).parents[1] / "out" / "slow_network"
 FLAT = ["ddp", "dense", "hierarchical"]
@@ -32,28 +34,41 @@ QUICK = {
 }
 TOGETHER = 6  # methods per set of processes
 MODULES = {"steps": "steps", "hierarchy": "steps", "task": "task"}
+ISLANDS = ["islands", "islands_times"]  # on request only; they resume
 
 
 def names(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
     chosen = value.split(",") if value else [*FULL]
-    if unknown := [x for x in chosen if x not in FULL]:
-        raise click.BadParameter(f"unknown measurement {unknown[0]!r}: choose from {', '.join(FULL)}")
+    if unknown := [x for x in chosen if x not in [*FULL, *ISLANDS]]:
+        raise click.BadParameter(f"unknown measurement {unknown[0]!r}: choose from {', '.join([*FULL, *ISLANDS])}")
     return chosen
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="Take a few minutes: only ResNet-50, 1 Gbit/s, one block and a short task.")
-@click.option("--only", callback=names, help=f"Comma-separated list from {', '.join(FULL)}.")
+@click.option("--only", callback=names, help=f"Comma-separated list from {', '.join([*FULL, *ISLANDS])}.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="Output folder.  [default: benchmarks/out/slow_network, or quick/ in it]")  # fmt: skip
 @click.option("--report", "only_report", is_flag=True, help="Only report the results in the output folder.")
-def main(quick: bool, only: list[str], out: Path | None, only_report: bool) -> None:
+@click.option("--minutes", type=click.FloatRange(0, 55), default=50, show_default=True,
+              help="Islands only: start no run after this time.")  # fmt: skip
+@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), default=command.KEPT,
+              help="Islands only: the file of finished runs.  [default: the committed one]")  # fmt: skip
+def main(quick: bool, only: list[str], out: Path | None, only_report: bool, minutes: float, runs: Path) -> None:
     """Compare DDP, its fp16 and PowerSGD hooks, fp16_allreduce, dgc and localsgd on a slow link.
 
     The two hosts are network namespaces. New results replace those in OUT. Takes about half an hour on two idle cores.
     Needs root, Debian's iproute2 and, for the task, Debian's dataset-fashion-mnist.
+
+    --only islands trains on two hosts with two workers each, and --only islands_times times the steps on an idle
+    machine. Both append to a file and resume from it.
     """
     out = out or (OUT / "quick" if quick else OUT)
+    if asked := [name for name in only if name in ISLANDS]:
+        study_islands(asked, runs, minutes, out, only_report=only_report)
+        only = [name for name in only if name not in ISLANDS]
+        if not only:
+            return
     out.mkdir(parents=True, exist_ok=True)
     file = out / "slow_network.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -64,6 +79,15 @@ def main(quick: bool, only: list[str], out: Path | None, only_report: bool) -> N
             raise click.ClickException(str(error)) from None
         file.write_text(_compact(results))
     show(results, out)
+
+
+def study_islands(asked: list[str], runs: Path, minutes: float, out: Path, *, only_report: bool) -> None:
+    for name in [] if only_report else asked:
+        try:
+            command.measure(command.PLAN, runs, minutes, times=name == "islands_times")
+        except (CannotRunError, LabError) as error:
+            raise click.ClickException(str(error)) from None
+    islands.show(command.PLAN, runs, out)
 
 
 def measured(name: str, plan: Any, notes: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Loop:
     model: nn.Module
     optimizer: Any  # torch's PostLocalSGDOptimizer is not quite an Optimizer
     backward: Callable[[Tensor], None]
+    end: Callable[[], object] = lambda: None  # what follows the last step
 
     def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
         loss = loss_of(self.model)
@@ -56,7 +57,12 @@ class Method:
 def ours(**switches: Any) -> Prepare:
     def prepare(model: nn.Module, optimizer: SGD) -> Loop:
         made, stepped = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**switches))
-        return Loop(made, stepped, lambda loss: fleet.backward(loss, optimizer=stepped))
+        return Loop(
+            made,
+            stepped,
+            lambda loss: fleet.backward(loss, optimizer=stepped),
+            end=lambda: fleet.flush(optimizer=stepped),
+        )
 
     return prepare
 
@@ -83,11 +89,12 @@ def power(rank: int) -> Prepare:
     return ddp(hook, bucket_cap_mb=ONE_BUCKET_MB)
 
 
-def post_local(period: int) -> Prepare:
-    """torch's LocalSGD, set up as in its documentation."""
+def post_local(period: int, island: Callable[[], dist.ProcessGroup] | None = None) -> Prepare:
+    """torch's LocalSGD, set up as in its documentation. With an island, gradients are averaged within it."""
 
     def hook() -> tuple[Any, Any]:
-        state = post_localSGD_hook.PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)
+        within = island and island()
+        state = post_localSGD_hook.PostLocalSGDState(None, within, 1, post_local_gradient_allreduce=within is not None)
         return state, post_localSGD_hook.post_localSGD_hook
 
     def prepare(model: nn.Module, optimizer: SGD) -> Loop:

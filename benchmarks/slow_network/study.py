@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ SECONDS = 3600.0
 
 
 def run(
-    module: str, plan: dict[str, Any], *, workers: int = 1, results: Path | None = None, quiet: bool = False
+    module: str,
+    plan: dict[str, Any],
+    *,
+    workers: int = 1,
+    results: Path | None = None,
+    quiet: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Two hosts with `workers` workers each. The link is unshaped at first; the workers set its rate.
 
@@ -31,7 +38,7 @@ def run(
             [str(request)],
             nproc_per_node=workers,
             options=["-m"],
-            env=MALLOC | {"OMP_NUM_THREADS": "1"},
+            env=MALLOC | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
             timeout=SECONDS,
             capture=quiet,
         )

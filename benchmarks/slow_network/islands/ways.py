@@ -1,0 +1,108 @@
+"""The methods. Each tries CANDIDATES settings with one seed, is judged on held-out samples, and runs the best.
+
+A setting is a multiple of the task's learning rate, and for those with an outer optimizer also its two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.slow_network import methods
+from benchmarks.slow_network.islands import diloco
+from benchmarks.slow_network.methods import WALK, Prepare, ours
+
+ISLAND = 2  # ranks
+PERIOD = 16
+Settings = Mapping[str, float]
+RATES: list[Settings] = [{"rate": rate} for rate in (0.5, 1.0, 2.0, 4.0)]
+OUTER: list[Settings] = [
+    {"rate": 1.0, "outer_lr": 1.0, "outer_momentum": 0.0},
+    {"rate": 0.5, "outer_lr": 1.0, "outer_momentum": 0.0},
+    {"rate": 1.0, "outer_lr": 0.7, "outer_momentum": 0.5},
+    {"rate": 1.0, "outer_lr": 0.7, "outer_momentum": 0.9},  # those of DiLoCo
+]
+CANDIDATES = len(RATES)
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    title: str
+    make: Callable[[Settings, str], Prepare]  # from settings and the name of the task
+    candidates: list[Settings]
+    period: int = 1
+    background: bool = False
+    slow: bool = False  # does a step take long on a slow link?
+    whole: bool = False  # does the period change, so that only a whole training tells the time?
+    alone: bool = False
+    missing: Callable[[], str] = lambda: ""  # why it cannot run here
+
+
+@cache
+def island() -> dist.ProcessGroup:
+    """The ranks of this host. Cached, because a group cannot be given back."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group([*range(first, first + ISLAND)]) for first in range(0, size, ISLAND)]
+    return groups[rank // ISLAND]
+
+
+def peer(name: str, title: str, prepare: Prepare, **more: Any) -> Way:
+    return Way(name, title, lambda settings, task: prepare, RATES, **more)
+
+
+def local(
+    name: str, title: str, period: int = PERIOD, group: int = ISLAND, code: Mapping[str, Any] | None = None, **more: Any
+) -> Way:
+    """`localsgd` between islands, with a code for what they exchange."""
+
+    def make(settings: Settings, task: str) -> Prepare:
+        outer = {key: settings[key] for key in ("outer_lr", "outer_momentum")}
+        return ours(localsgd={"k_steps": period, "group_size": group, **outer, **more}, **(code or {}))
+
+    return Way(name, title, make, OUTER, period, background=more.get("overlap", False))
+
+
+def adaptive(settings: Settings, task: str) -> Prepare:
+    outer = {key: settings[key] for key in ("outer_lr", "outer_momentum")}
+    switch = {"init_k_steps": 2 * PERIOD, "max_k_steps": 4 * PERIOD, "group_size": ISLAND, **outer}
+    return ours(adaptive_localsgd=switch, dgc=TENTH["dgc"])
+
+
+def dgc(settings: Settings, task: str) -> Prepare:
+    """Within a host, gradients are summed before they are compressed. Adam has no momentum to correct."""
+    switch = {"sparsity": WALK, "rampup_step": 100, "value_dtype": "float16"}
+    correction = {"momentum_correction": False} if task == "text" else {}
+    return ours(dgc=switch | correction, use_hierarchical_allreduce=True)
+
+
+TENTH, TWENTIETH = ({"dgc": {"sparsity": [sparsity], "value_dtype": "float16"}} for sparsity in (0.9, 0.95))
+EIGHT, FOUR = ({"quantized_allreduce": {"bits": bits}} for bits in (8, 4))
+
+WAYS = [
+    peer("ddp", "DDP, fp32", methods.ddp(), slow=True),
+    peer("alone", "no communication", methods.alone, alone=True),
+    local("island_dgc", "islands, k=32, dgc 0.9", 32, code=TENTH),
+    local("island64_four", "islands, k=64, 4 bits", 64, code=FOUR),
+    local("island", "islands, k=16"),
+    peer("post_island", "torch's PostLocalSGD, islands, H=16", methods.post_local(PERIOD, island), period=PERIOD),
+    peer("power1", "torch's PowerSGD, rank 1", methods.power(1)),
+    Way("diloco", "torchft's DiLoCo, islands, H=16", diloco.make(PERIOD, island), OUTER, PERIOD,
+        missing=diloco.missing),
+    local("island_overlap", "islands, k=32, dgc 0.9, overlap", 32, code=TENTH, overlap=True),
+    local("stream_four", "islands, k=64, 4 bits, 4 fragments, overlap", 64, code=FOUR, fragments=4, overlap=True),
+    local("flat_dgc", "no islands, k=32, dgc 0.9", 32, group=1, code=TENTH),
+    local("island16_dgc", "islands, k=16, dgc 0.95", code=TWENTIETH),
+    local("island_eight", "islands, k=16, 8 bits", code=EIGHT),
+    local("island_fp16", "islands, k=16, fp16", code={"fp16_allreduce": True}),
+    Way("adaptive", "islands, adaptive k from 32, dgc 0.9", adaptive, OUTER, 2 * PERIOD, whole=True),
+    Way("dgc", "dgc 0.999, hierarchical", dgc, RATES),
+    peer("post", "torch's PostLocalSGD, H=16", methods.post_local(PERIOD), period=PERIOD),
+    peer("power4", "torch's PowerSGD, rank 4", methods.power(4)),
+]  # fmt: skip
+BY_NAME = {way.name: way for way in WAYS}
+OURS = [way.name for way in WAYS if way.name.startswith(("island", "stream", "flat", "adaptive", "dgc"))]
