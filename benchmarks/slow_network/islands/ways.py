@@ -38,7 +38,7 @@ class Way:
     period: int = 1
     background: bool = False
     slow: bool = False  # does a step take long on a slow link?
-    whole: bool = False  # does the period change, so that only a whole training tells the time?
+    whole: bool = False  # does what it sends change, so that only a whole training tells the time?
     alone: bool = False
     missing: Callable[[], str] = lambda: ""  # why it cannot run here
 
@@ -100,7 +100,7 @@ WAYS = [
     local("island_eight", "islands, k=16, 8 bits", code=EIGHT),
     local("island_fp16", "islands, k=16, fp16", code={"fp16_allreduce": True}),
     Way("adaptive", "islands, adaptive k from 32, dgc 0.9", adaptive, OUTER, 2 * PERIOD, whole=True),
-    Way("dgc", "dgc 0.999, hierarchical", dgc, RATES),
+    Way("dgc", "dgc 0.999, hierarchical", dgc, RATES, whole=True),
     peer("post", "torch's PostLocalSGD, H=16", methods.post_local(PERIOD), period=PERIOD),
     peer("power4", "torch's PowerSGD, rank 4", methods.power(4)),
 ]  # fmt: skip
