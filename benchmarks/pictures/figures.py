@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.pictures.draw import OURS, THEIRS, Axes, Bar, Line, bars, lines, picture
+from benchmarks.pictures.draw import OURS, THEIRS, Axes, Bar, Line, bars, lines, picture, text
 
 Data = dict[str, Any]
 GREEN = "#1a7f37"
@@ -51,26 +51,40 @@ def batch_against_memory(data: Data) -> str:
 
 
 def accuracy_against_batch(data: Data) -> str:
-    """Test accuracy of the images task when the same epochs are trained in larger batches."""
-    task = data["tasks"]["images"]
+    """Test scores when the same epochs are trained in larger batches: one panel per task."""
+    images, words = data["tasks"]["images"], data["tasks"]["text"]
+    accuracy = _panel(images, lambda score: 100 * score, [(a, f"{a} %") for a in range(80, 91, 2)], top=92, bottom=272)
+    perplexity = _panel(
+        words, lambda score: math.exp(-score), [(x, str(x)) for x in (4, 8, 12, 16, 20)], top=344, bottom=504
+    )
+    headings = [
+        text(16, 78, "Fashion-MNIST: accuracy", bold=True),
+        text(16, 330, "Python's manual: perplexity, lower is better", bold=True),
+    ]
+    under = (
+        f"mean of {images['plan']['seeds']} seeds, against the share of the data in each update; rate and decay tuned"
+    )
+    title = f"The same {images['plan']['epochs']} epochs in larger batches"
+    return picture(title, under, 540, [*headings, *accuracy, *perplexity])
+
+
+def _panel(
+    task: Data, value: Callable[[float], float], ticks: list[tuple[float, str]], *, top: float, bottom: float
+) -> list[str]:
+    """`top` is where the last tick is, and `bottom` where the first one is."""
     points: dict[str, list[tuple[float, float]]] = {}
     for cell in task["cells"]:
-        points.setdefault(cell["optimizer"], []).append((cell["share"], 100 * mean(cell["tests"])))
+        points.setdefault(cell["optimizer"], []).append((cell["share"], value(mean(cell["tests"]))))
     shares = sorted({x for line in points.values() for x, _ in line})
-    low = 5 * math.floor(min(y for line in points.values() for _, y in line) / 5 - 1)
-    first, last = math.log(shares[0]), math.log(shares[-1])
+    first, last, low, high = math.log(shares[0]), math.log(shares[-1]), ticks[0][0], ticks[-1][0]
     axes = Axes(
         x=lambda s: 80 + (math.log(s) - first) / (last - first) * 480,
-        y=lambda a: 300 - (a - low) / (95 - low) * 220,
+        y=lambda v: bottom - (v - low) / (high - low) * (bottom - top),
         x_ticks=[(s, f"{100 * s:g} %") for s in shares],
-        y_ticks=[(a, f"{a} %") for a in range(low, 96, 5)],
-        left=60, right=570, bottom=300,
+        y_ticks=ticks,
+        left=60, right=570, bottom=max(top, bottom),
     )  # fmt: skip
-    drawn = [Line(TITLES[name], sorted(line), COLOURS[name]) for name, line in points.items()]
-    epochs, seeds = task["plan"]["epochs"], task["plan"]["seeds"]
-    under = f"test accuracy against the share of the data per update; Fashion-MNIST, mean of {seeds} seeds"
-    title = f"The same {epochs} epochs in larger batches"
-    return picture(title, under, 340, lines(axes, drawn, names_at=-1))
+    return lines(axes, [Line(TITLES[name], sorted(line), COLOURS[name]) for name, line in points.items()], names_at=-1)
 
 
 def time_against_bandwidth(data: Data) -> str:
