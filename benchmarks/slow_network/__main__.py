@@ -44,9 +44,18 @@ def names(context: click.Context, option: click.Parameter, value: str | None) ->
     return chosen
 
 
+def models(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
+    known = [*FULL["steps"].blocks]
+    chosen = value.split(",") if value else known
+    if unknown := [x for x in chosen if x not in known]:
+        raise click.BadParameter(f"unknown model {unknown[0]!r}: choose from {', '.join(known)}")
+    return chosen
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="Take a few minutes: only ResNet-50, 1 Gbit/s, one block and a short task.")
 @click.option("--only", callback=names, help=f"Comma-separated list from {', '.join([*FULL, *ISLANDS])}.")
+@click.option("--models", callback=models, help="Steps only: resnet or bert; the rows of the other stay in OUT.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="Output folder.  [default: benchmarks/out/slow_network, or quick/ in it]")  # fmt: skip
 @click.option("--report", "only_report", is_flag=True, help="Only report the results in the output folder.")
@@ -54,7 +63,9 @@ def names(context: click.Context, option: click.Parameter, value: str | None) ->
               help="Islands only: start no run after this time.")  # fmt: skip
 @click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), default=command.KEPT,
               help="Islands only: the file of finished runs.  [default: the committed one]")  # fmt: skip
-def main(quick: bool, only: list[str], out: Path | None, only_report: bool, minutes: float, runs: Path) -> None:
+def main(
+    quick: bool, only: list[str], models: list[str], out: Path | None, only_report: bool, minutes: float, runs: Path
+) -> None:
     """Compare DDP, its fp16 and PowerSGD hooks, fp16_allreduce, dgc and localsgd on a slow link.
 
     The two hosts are network namespaces. New results replace those in OUT. Takes about half an hour on two idle cores.
@@ -74,7 +85,13 @@ def main(quick: bool, only: list[str], out: Path | None, only_report: bool, minu
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in [] if only_report else only:
         try:
-            results |= measured(name, (QUICK if quick else FULL)[name], results.get("notes", {}), out)
+            plan = (QUICK if quick else FULL)[name]
+            others = []
+            if name == "steps":
+                plan = replace(plan, blocks={model: n for model, n in plan.blocks.items() if model in models})
+                others = [row for row in results.get(name, []) if row["model"] not in models]
+            results |= measured(name, plan, results.get("notes", {}), out)
+            results[name] += others
         except (CannotRunError, LabError) as error:
             raise click.ClickException(str(error)) from None
         file.write_text(_compact(results))
