@@ -22,6 +22,7 @@ ALLOWED = {
     "benchmarks/frame/rank.py": ({"pickle.loads"}, "a private folder, shared with its parent process only"),
     "benchmarks/frame/ranks.py": ({"pickle.loads"}, "a private folder, shared with its child processes only"),
     "benchmarks/large_batch/worker.py": ({"broadcast_object_list"}, "workers of one machine, on loopback"),
+    "benchmarks/slow_network/islands/diloco.py": ({"all_gather_object"}, "workers of one machine, in namespaces"),
 }
 
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
