@@ -98,7 +98,7 @@ def _fit(points: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
     """S_min and C of S = S_min + S_min C / B, with the least relative errors; None if either is not above 0."""
     batches, updates = np.array(points, np.float64).T
     slope, least = np.polyfit(1 / batches, updates, 1, w=1 / updates).tolist()
-    return (least, slope / least) if least > 0 and slope > 0 else None
+    return (least, slope / least) if least > 0 and slope > 1e-9 * least else None  # a slope of 0 is only nearly 0
 
 
 def recommended(found: Study) -> Reached:
