@@ -98,10 +98,13 @@ def pytest_ignore_collect(collection_path, config):
     return True if left_out else None
 
 
+LONG = ("launch/", "test_chaos", "cuda_paths/", "wide/", "test_examples", "verify/", "parts/test_auto")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items):
-    """Mark the layers. Launches come first: they wait for processes, and short tests fill the end of a run better."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/launch/"))
+    """Mark the layers. The long tests come first, so that short ones fill the end of a run on all workers."""
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         place = name.split("::")[0]

@@ -22,8 +22,8 @@ SETTINGS = {
 NETWORK = {
     "ddp": ("DDP", THEIRS),
     "fp16_hook": ("DDP, torch's fp16 hook", THEIRS),
-    "power1": ("torch's PowerSGD", THEIRS),
-    "overlap": ("localsgd k=8", GREEN),
+    "power1": ("torch's PowerSGD, rank 1", THEIRS),
+    "overlap": ("localsgd k=8, overlap", GREEN),
     "dgc32": ("dgc", OURS),
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", None: "not limited"}
