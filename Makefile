@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each worker has its own pools of ranks. Four on two cores, because many tests wait for processes that they have started.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
-quick: $(STAMP)  ## the tests for after each change, under two minutes
+quick: $(STAMP)  ## the tests for after each change, about a minute
 	$(PYTEST) -n 2 -m "not slow and not nightly" $(ARGS)
 
 test: $(STAMP)  ## every test that proves a promise; CI runs this
