@@ -105,8 +105,7 @@ class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
     Each of the three has its own thread and process group, and a buffer passes through them in pieces. So one piece
-    travels between the leaders while the next is being reduced and the last is being broadcast: the slow link waits
-    only for the first piece.
+    can travel between the leaders while the next is being reduced and the last is being broadcast.
 
     equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
     """
