@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fleetx.base.worker_thread import WorkerThread
+from fleetx.comm import duplex
 from fleetx.comm.world import World
 
 Group = dist.ProcessGroup | None
@@ -44,7 +45,7 @@ class Path:
         """As `gather`, for messages that have the same length on all ranks: a row per rank, without reading lengths."""
         raise NotImplementedError
 
-    # --- for values that are coded: all of these block, so call them on a WorkerThread ---
+    # --- for values that are coded: all of these block, so call them on a WorkerThread; `inward` may have its own ---
     ends = 1  # ranks that exchange coded values
     end = 0  # which of them this rank is, or leads to
     leads = True  # is this rank one of them?
@@ -120,6 +121,7 @@ class HierarchicalPath(Path):
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
         self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
+        self._uncoded = _my_group(groups, world)
         self._threads = [WorkerThread(name, world.device) for name in ("inside", "between", "back")]
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class HierarchicalPath(Path):
 
     def inward(self, buffer: Tensor) -> None:
         if not self._equal:
-            dist.reduce(buffer, dst=self._root, group=self._messages[0])
+            dist.reduce(buffer, dst=self._root, group=self._uncoded)
 
     def swap(self, rows: Tensor) -> Tensor:
         return _swap(rows, self.ends, self._messages[1], self._traffic)
@@ -309,7 +311,7 @@ def _my_group(groups: list[list[int]], world: World) -> Group:
 def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[Tensor]:
     length = torch.tensor([message.numel()], device=message.device)
     lengths = torch.empty(size, dtype=length.dtype, device=message.device)
-    dist.all_gather_single(lengths, length, group=group)
+    duplex.all_gather(lengths, length, group)
     longest = int(lengths.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=message.device)
     padded[: message.numel()] = message
@@ -320,14 +322,14 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
 
 def _swap(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
     out = torch.empty_like(rows)
-    dist.all_to_all_single(out, rows, group=group)
+    duplex.all_to_all(out, rows, group)
     traffic.sent += rows.nbytes * (ends - 1) // ends
     return out
 
 
 def _collect(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
     out = rows.new_empty(ends * len(rows), *rows.shape[1:])
-    dist.all_gather_single(out, rows, group=group)
+    duplex.all_gather(out, rows, group)
     traffic.sent += rows.nbytes * (ends - 1)
     return out
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleetx.comm import duplex
 from fleetx.parts._blocks import decode, encode
 
 
@@ -38,7 +39,7 @@ class CodedReduceScatter:
         random = torch.Generator(input_tensor.device).manual_seed(self._seed())
         sent = encode(blocks.view(-1, self._block), self._bits, random)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        duplex.all_to_all(received, sent, group)
         total = decode(received, self._bits, dtype).view(ranks, -1)[:, :size].sum(0)
         output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
 

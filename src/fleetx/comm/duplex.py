@@ -1,0 +1,50 @@
+"""All-to-all and all-gather that use both directions of a link at the same time.
+
+gloo sends data once the receiver has announced that it is ready, over the same connection. Its own all-to-all and
+all-gather start to send before they announce what they will receive, so the announcement waits behind the data: the
+other rank begins when this one is done, and the link carries one direction at a time. Here, receives come first.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def all_to_all(out: Tensor, rows: Tensor, group: Group) -> None:
+    """Send each rank its share of the rows, and receive what each rank sends here, by rank."""
+    if not _by_gloo(rows, group):
+        dist.all_to_all_single(out, rows, group=group)
+        return
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    theirs, mine = out.view(ranks, -1), rows.view(ranks, -1)
+    before, after = [(rank - i) % ranks for i in range(1, ranks)], [(rank + i) % ranks for i in range(1, ranks)]
+    under_way = [dist.irecv(theirs[other], group=group, group_src=other) for other in before]
+    under_way += [dist.isend(mine[other], group=group, group_dst=other) for other in after]
+    theirs[rank] = mine[rank]
+    for work in under_way:
+        work.wait()
+
+
+def all_gather(out: Tensor, row: Tensor, group: Group) -> None:
+    """The rows of all ranks, by rank. In a ring, so that few of them cross the links between hosts."""
+    if not _by_gloo(row, group):
+        dist.all_gather_single(out, row, group=group)
+        return
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows, left, right = out.view(ranks, -1), (rank - 1) % ranks, (rank + 1) % ranks
+    # In the order in which the left neighbour sends them: its own row, then that of its left neighbour, and so on.
+    coming = [dist.irecv(rows[(left - i) % ranks], group=group, group_src=left) for i in range(ranks - 1)]
+    rows[rank] = row.view(-1)
+    going = []
+    for i, received in enumerate(coming):
+        going.append(dist.isend(rows[(rank - i) % ranks], group=group, group_dst=right))
+        received.wait()
+    for sent in going:
+        sent.wait()
+
+
+def _by_gloo(tensor: Tensor, group: Group) -> bool:
+    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
