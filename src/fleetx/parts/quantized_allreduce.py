@@ -10,10 +10,11 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import sparse_problem
+from fleetx.comm.paths import Path
 from fleetx.comm.world import World
 from fleetx.engine.context import Outgoing, SetupContext, StepContext
 from fleetx.errors import UsageError
-from fleetx.parts._blocks import BlockLayout, decode, encode, row_bytes
+from fleetx.parts._blocks import BlockLayout, decode, decode_add, encode_in_place, row_bytes
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
@@ -82,6 +83,7 @@ class QuantizedAllReduce(Part):
     def set_up(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
         """set up a process group for coded values"""
         ctx.network.messages = True
+        ctx.notes["thread"] = ctx.network.new_thread("blocks")
         return model
 
     @at(Stage.WIRE, makes={Fact.RESIDUAL}, when=_codes)
@@ -96,38 +98,52 @@ class QuantizedAllReduce(Part):
                     "each backward"
                 )
             sent.update(dict.fromkeys(bucket.names, ctx.round))
-        return bucket.network.thread.submit(lambda: self._average(bucket, ctx))
+        return ctx.notes["thread"].submit(lambda: self._average(bucket, ctx))
 
-    def _average(self, bucket: Outgoing, ctx: StepContext) -> Tensor:
-        """Blocks until the mean is there: for a WorkerThread."""
-        path, ranks = bucket.network.path(bucket.index), bucket.network.parties
+    def _average(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
+        """Encode and decode on this thread, while other buckets travel on the network's."""
+        network, path = bucket.network, bucket.network.path(bucket.index)
         layout = BlockLayout([g.numel() for g in bucket.gradients], self.block, path.ends)
         dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
         blocks = layout.blocks(bucket.gradients, dtype)
-        mean = torch.empty_like(blocks)
         path.inward(blocks)
         if path.leads:
             residuals = ctx.state["residual"]
             for values, name in zip(layout.values(blocks), bucket.names, strict=True):
                 if name in residuals:
                     values.add_(residuals[name].reshape(-1), alpha=bucket.factor)
-            rows = encode(blocks, self.bits)
-            blocks -= decode(rows, self.bits, dtype)
-            share = decode(path.swap(rows), self.bits, dtype).view(path.ends, -1, self.block).sum(0).div_(ranks)
-            rows = encode(share, self.bits)
-            share -= decode(rows, self.bits, dtype)
-            blocks.view(path.ends, -1, self.block)[path.end].add_(share, alpha=ranks)
-            mean = decode(path.collect(rows), self.bits, dtype)
-            kept = zip(bucket.gradients, layout.values(blocks.div_(bucket.factor)), strict=True)
-            new = dict(zip(bucket.names, (values.view_as(g) for g, values in kept), strict=True))
-            if bucket.undoable:
-                ctx.in_progress.setdefault("new", {}).update(new)
-            else:
-                _keep(new, ctx)
-        path.outward(mean)
-        for g, values in zip(bucket.gradients, layout.values(mean), strict=True):
-            g.copy_(values.view_as(g))
-        return bucket.buffer
+            rows = encode_in_place(blocks, self.bits)
+        else:
+            rows = blocks.new_empty(layout.rows, row_bytes(self.block, self.bits), dtype=torch.uint8)
+
+        def travel() -> Future[Tensor]:
+            mean = path.collect(self._share(path, rows, blocks, network.parties)) if path.leads else rows
+            path.outward(mean)
+            return ctx.notes["thread"].submit(lambda: finish(mean))
+
+        def finish(mean: Tensor) -> Tensor:
+            if path.leads:
+                kept = zip(bucket.gradients, layout.values(blocks.div_(bucket.factor)), strict=True)
+                new = dict(zip(bucket.names, (values.view_as(g) for g, values in kept), strict=True))
+                if bucket.undoable:
+                    ctx.in_progress.setdefault("new", {}).update(new)
+                else:
+                    _keep(new, ctx)
+            for g, values in zip(bucket.gradients, layout.values(decode(mean, self.bits, dtype)), strict=True):
+                g.copy_(values.view_as(g))
+            return bucket.buffer
+
+        return network.thread.submit(travel)
+
+    def _share(self, path: Path, rows: Tensor, blocks: Tensor, ranks: int) -> Tensor:
+        """Average this rank's share of the blocks, and encode it. What is rounded off is added to the blocks."""
+        first, *others = path.swap(rows).view(path.ends, -1, rows.shape[1])
+        share = decode(first, self.bits, blocks.dtype)
+        for other in others:
+            decode_add(other, self.bits, share)
+        coded = encode_in_place(share.div_(ranks), self.bits)
+        blocks.view(path.ends, -1, self.block)[path.end].add_(share, alpha=ranks)
+        return coded
 
     @at(Stage.PARAMETER, when=_codes)
     def keep_residuals(self, params: list[Tensor], ctx: StepContext) -> None:

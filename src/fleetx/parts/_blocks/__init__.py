@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fleetx.parts._blocks import native
+
 SCALE_BYTES = 4
 _LARGEST = {16: 32767.0, 8: 127.0, 4: 7.0}
 
@@ -27,26 +29,58 @@ def encode(blocks: Tensor, bits: int, random: torch.Generator | None = None) -> 
 
     random: round up or down at random, so that the mean over many roundings is the value; None: to the nearest.
     """
+    noise = None
+    if random is not None:
+        noise = torch.rand(blocks.shape, generator=random, dtype=blocks.dtype, device=blocks.device)
+    if native.fits(blocks):
+        rows = _rows(blocks, bits)
+        native.encode(blocks, bits, noise, rows, keep=False)
+        return rows
     # Divided in float32 and raised to a normal number, so that every device finds the same codes.
     scales = blocks.abs().amax(1).float().div_(_LARGEST[bits]).clamp_(min=torch.finfo(torch.float32).tiny)
     codes = blocks.div(scales.unsqueeze(1))
-    if random is None:
-        codes.round_()
-    else:
-        codes.add_(torch.rand(codes.shape, generator=random, dtype=codes.dtype, device=codes.device)).floor_()
+    codes = codes.round_() if noise is None else codes.add_(noise).floor_()
     codes = codes.clamp_(-_LARGEST[bits], _LARGEST[bits]).nan_to_num_(0.0).to(_stored(bits))
     if bits == 4:
         codes = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
     return torch.cat([scales.view(-1, 1).view(torch.uint8), codes.view(torch.uint8)], 1)
 
 
+def encode_in_place(blocks: Tensor, bits: int) -> Tensor:
+    """As `encode`, to the nearest. What is rounded off stays in the blocks."""
+    if native.fits(blocks):
+        rows = _rows(blocks, bits)
+        native.encode(blocks, bits, None, rows, keep=True)
+        return rows
+    rows = encode(blocks, bits)
+    blocks -= decode(rows, bits, blocks.dtype)
+    return rows
+
+
 def decode(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """(n, row_bytes) bytes -> (n, block) values."""
-    scales = rows[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    out = torch.empty(len(rows), (rows.shape[1] - SCALE_BYTES) * 8 // bits, dtype=dtype, device=rows.device)
+    if native.fits(out):
+        native.decode(rows.contiguous(), bits, out, add=False)
+        return out
+    return out.copy_(_codes(rows, bits)).mul_(rows[:, :SCALE_BYTES].contiguous().view(torch.float32))
+
+
+def decode_add(rows: Tensor, bits: int, out: Tensor) -> None:
+    """Add what the rows hold."""
+    if native.fits(out):
+        native.decode(rows.contiguous(), bits, out, add=True)
+    else:
+        out += decode(rows, bits, out.dtype)
+
+
+def _rows(blocks: Tensor, bits: int) -> Tensor:
+    return torch.empty(len(blocks), row_bytes(blocks.shape[1], bits), dtype=torch.uint8)
+
+
+def _codes(rows: Tensor, bits: int) -> Tensor:
     codes = rows[:, SCALE_BYTES:].contiguous().view(_stored(bits))
-    if bits == 4:
-        codes = torch.stack([(codes << 4) >> 4, codes >> 4], 2).flatten(1)
-    return codes.to(dtype).mul_(scales)
+    return codes if bits != 4 else torch.stack([(codes << 4) >> 4, codes >> 4], 2).flatten(1)
 
 
 def _stored(bits: int) -> torch.dtype:
