@@ -35,10 +35,11 @@ STAGES = [
     ("fleetx.parts.dgc.exchange", "", "encode"),
     ("fleetx.parts.dgc.exchange", "Exchange", "_add"),
     ("fleetx.parts.dgc", "DGC", "_exchange"),
-    ("torch.distributed", "", "all_gather_single"),
     ("torch.distributed", "", "all_reduce"),
     ("torch.distributed", "", "reduce"),
     ("torch.distributed", "", "broadcast"),
+    ("fleetx.comm.duplex", "", "all_to_all"),
+    ("fleetx.comm.duplex", "", "all_gather"),
 ]
 
 

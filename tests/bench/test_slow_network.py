@@ -90,7 +90,7 @@ def test_the_timeline_of_a_step(permitted):
     for row in rows:
         names = [call[0] for call in row["calls"]]
         assert names.count("encode") == 2  # of the four tensors, two are large
-        assert {"exchange", "all_gather_single", "add", "step"} <= {*names}
+        assert {"exchange", "all_gather", "add", "step"} <= {*names}
         assert 0 < row["cpu"] < row["all"]
         for _, _, begin, end, _ in row["calls"]:
             assert 0 <= begin <= end <= row["seconds"]

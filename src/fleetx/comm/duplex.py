@@ -7,17 +7,19 @@ other rank begins when this one is done, and the link carries one direction at a
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
 
 
-def all_to_all(out: Tensor, rows: Tensor, group: Group) -> None:
-    """Send each rank its share of the rows, and receive what each rank sends here, by rank."""
+def all_to_all(rows: Tensor, group: Group) -> Tensor:
+    """Send each rank its share of the rows. Returns what each rank sent here, by rank."""
+    out = torch.empty_like(rows)
     if not _by_gloo(rows, group):
         dist.all_to_all_single(out, rows, group=group)
-        return
+        return out
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     theirs, mine = out.view(ranks, -1), rows.view(ranks, -1)
     before, after = [(rank - i) % ranks for i in range(1, ranks)], [(rank + i) % ranks for i in range(1, ranks)]
@@ -26,24 +28,27 @@ def all_to_all(out: Tensor, rows: Tensor, group: Group) -> None:
     theirs[rank] = mine[rank]
     for work in under_way:
         work.wait()
+    return out
 
 
-def all_gather(out: Tensor, row: Tensor, group: Group) -> None:
+def all_gather(mine: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, by rank. In a ring, so that few of them cross the links between hosts."""
-    if not _by_gloo(row, group):
-        dist.all_gather_single(out, row, group=group)
-        return
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    out = mine.new_empty(ranks * len(mine), *mine.shape[1:])
+    if not _by_gloo(mine, group):
+        dist.all_gather_single(out, mine, group=group)
+        return out
     rows, left, right = out.view(ranks, -1), (rank - 1) % ranks, (rank + 1) % ranks
     # In the order in which the left neighbour sends them: its own row, then that of its left neighbour, and so on.
     coming = [dist.irecv(rows[(left - i) % ranks], group=group, group_src=left) for i in range(ranks - 1)]
-    rows[rank] = row.view(-1)
+    rows[rank] = mine.view(-1)
     going = []
     for i, received in enumerate(coming):
         going.append(dist.isend(rows[(rank - i) % ranks], group=group, group_dst=right))
         received.wait()
     for sent in going:
         sent.wait()
+    return out
 
 
 def _by_gloo(tensor: Tensor, group: Group) -> bool:

@@ -105,8 +105,9 @@ class FlatPath(Path):
 class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
-    Each of the three has its own thread and process group, and a buffer passes through them in pieces. So one piece
-    can travel between the leaders while the next is being reduced and the last is being broadcast.
+    Each of the three has its own process group, and a buffer passes through them in pieces. So one piece can travel
+    between the leaders while the next is being reduced and the last is being broadcast. The leaders exchange two pieces
+    at a time, because each rank waits in the middle of an all-reduce and the link would be idle.
 
     equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
     """
@@ -122,7 +123,7 @@ class HierarchicalPath(Path):
         self._leaders = world.group([group[0] for group in groups])
         self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
         self._uncoded = _my_group(groups, world)
-        self._threads = [WorkerThread(name, world.device) for name in ("inside", "between", "back")]
+        self._threads = [WorkerThread(name, world.device) for name in ("inside", "back")]
 
     def close(self) -> None:
         for thread in self._threads:  # in the order in which work goes through them
@@ -136,21 +137,21 @@ class HierarchicalPath(Path):
         return sums[-1].then(lambda _: [(one.wait(), buffer)[1] for one in sums][-1])  # wait() raises its error
 
     def _sum(self, buffer: Tensor) -> Future[Tensor]:
-        inside, between, back = self._threads
+        inside, back = self._threads
         done: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
 
         def reduce() -> None:
             if not self._equal:
                 dist.reduce(buffer, dst=self._root, group=self._inward)
-            _follow(between.submit(exchange), done)
-
-        def exchange() -> None:
+            between = None
             if self.leads:
-                self._traffic.sent += _ring(buffer, self._world.size // self._size)
-                dist.all_reduce(buffer, group=self._leaders)
-            _follow(back.submit(broadcast), done)
+                self._traffic.sent += _ring(buffer, self.ends)
+                between = dist.all_reduce(buffer, group=self._leaders, async_op=True)
+            _follow(back.submit(lambda: broadcast(between)), done)
 
-        def broadcast() -> None:
+        def broadcast(between: dist.Work | None) -> None:
+            if between is not None:
+                between.wait()
             dist.broadcast(buffer, src=self._root, group=self._outward)
             done.set_result(buffer)
 
@@ -310,8 +311,7 @@ def _my_group(groups: list[list[int]], world: World) -> Group:
 
 def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[Tensor]:
     length = torch.tensor([message.numel()], device=message.device)
-    lengths = torch.empty(size, dtype=length.dtype, device=message.device)
-    duplex.all_gather(lengths, length, group)
+    lengths = duplex.all_gather(length, group)
     longest = int(lengths.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=message.device)
     padded[: message.numel()] = message
@@ -321,17 +321,13 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
 
 
 def _swap(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
-    out = torch.empty_like(rows)
-    duplex.all_to_all(out, rows, group)
     traffic.sent += rows.nbytes * (ends - 1) // ends
-    return out
+    return duplex.all_to_all(rows, group)
 
 
 def _collect(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
-    out = rows.new_empty(ends * len(rows), *rows.shape[1:])
-    duplex.all_gather(out, rows, group)
     traffic.sent += rows.nbytes * (ends - 1)
-    return out
+    return duplex.all_gather(rows, group)
 
 
 def _ring(buffer: Tensor, size: int) -> int:

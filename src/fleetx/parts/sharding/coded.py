@@ -38,8 +38,7 @@ class CodedReduceScatter:
         blocks[:, :size] = input_tensor.view(ranks, size)
         random = torch.Generator(input_tensor.device).manual_seed(self._seed())
         sent = encode(blocks.view(-1, self._block), self._bits, random)
-        received = torch.empty_like(sent)
-        duplex.all_to_all(received, sent, group)
+        received = duplex.all_to_all(sent, group)
         total = decode(received, self._bits, dtype).view(ranks, -1)[:, :size].sum(0)
         output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
 
