@@ -17,7 +17,7 @@ from click.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is not installed
 
 from benchmarks.frame import CannotRunError
-from benchmarks.netlab import Lab, LabError, allowed, counters, link, namespaces
+from benchmarks.netlab import Lab, LabError, allowed, counters, exchange, link, namespaces
 from benchmarks.netlab.__main__ import main
 from benchmarks.netlab.transfer import transfer
 
@@ -347,3 +347,9 @@ def test_a_job_on_two_hosts_restarts_and_resumes_by_itself_whichever_host_loses_
             assert [path.name for path in sorted(tmp_path.glob("killed-*"))] == ["killed-4", "killed-8"]
             assert all("restart 2 of 3" in host.stderr for host in finished), finished[0].stderr
     assert said["breaks"] == said["unbroken"]
+
+
+def test_an_exchange_is_timed_for_every_method():
+    with Lab(hosts=2, rate="1gbit") as lab:
+        found = exchange.exchanged(lab, size=10_000, rounds=2)
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(exchange.METHODS, 2)
