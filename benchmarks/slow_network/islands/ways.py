@@ -22,7 +22,7 @@ Settings = Mapping[str, float]
 RATES: list[Settings] = [{"rate": rate} for rate in (0.5, 1.0, 2.0, 4.0)]
 OUTER: list[Settings] = [
     {"rate": 1.0, "outer_lr": 1.0, "outer_momentum": 0.0},
-    {"rate": 0.5, "outer_lr": 1.0, "outer_momentum": 0.0},
+    {"rate": 2.0, "outer_lr": 1.0, "outer_momentum": 0.0},
     {"rate": 1.0, "outer_lr": 0.7, "outer_momentum": 0.5},
     {"rate": 1.0, "outer_lr": 0.7, "outer_momentum": 0.9},  # those of DiLoCo
 ]
