@@ -29,8 +29,8 @@ SCORE = {"ddp": 0.90, "alone": 0.80, "island_dgc": 0.8995}
 
 
 def outcome(run: Run) -> Outcome:
-    """Seeds differ by a thousandth; the smallest learning rate is the best."""
-    score = SCORE[run.way] + 0.001 * run.seed - 0.01 * (dict(run.settings)["rate"] > 0.5)
+    """Seeds differ by a thousandth; a learning rate of 1 is the best."""
+    score = SCORE[run.way] + 0.001 * run.seed - 0.01 * (dict(run.settings)["rate"] != 1)
     curve = [(1, score - 0.4, 2.0), (33, score - 0.1, 1.0), (65, score, 0.5)]
     return Outcome(score - 0.001, score, 0.5, curve, SENT[run.way], 10**6, 1.0)
 
@@ -79,10 +79,26 @@ def test_the_best_setting_on_held_out_samples_gets_all_seeds(tmp_path):
         for way in TINY.ways:
             best = chosen(TINY, task, way, kept.outcomes)
             assert best is not None
-            assert dict(best.settings)["rate"] == 0.5
+            assert dict(best.settings)["rate"] == 1
             runs = [run for run in kept.outcomes if (run.task, run.way) == (task, way)]
             assert len(runs) == CANDIDATES + TINY.seeds - 1
     assert left(TINY, kept.outcomes) == 0
+
+
+def test_a_longer_task_takes_over_the_settings_of_a_shorter_one(tmp_path):
+    plan = Plan(TINY.ways, STEPS | {"long": 129}, seeds=3, settings_of={"long": "text"}, only={"long": ["ddp"]})
+    kept = played(tmp_path / "runs.jsonl")
+    best = chosen(TINY, "text", "ddp", kept.outcomes)
+    wanted = [Run("long", "ddp", best.settings, seed, 129) for seed in range(3)]
+    assert [*remaining(plan, kept.outcomes)] == wanted
+    assert left(plan, kept.outcomes) == 3
+    assert chosen(plan, "long", "alone", kept.outcomes) is None
+    for run in wanted:
+        kept.add(run, outcome(run))
+    assert [cell.way.name for cell in summarised(plan, kept, "long").cells] == ["ddp"]
+    titles = {title for title, _ in report.tables(plan, kept)}
+    assert titles >= {"goals", "language model: settings", f"{TASKS['long'].title}: scores and bytes"}
+    assert f"{TASKS['long'].title}: settings" not in titles
 
 
 def test_a_study_that_was_interrupted_while_writing_resumes(tmp_path):
@@ -134,7 +150,7 @@ def test_the_committed_runs_are_those_of_the_study():
     assert "islands_times" in done.output
     kept = Kept(command.command.KEPT)
     for run in kept.outcomes:
-        assert run in PLAN.search(run.task, run.way) or run.seed, run
+        assert run in PLAN.search(run.task, run.way) or run.seed or run.task in PLAN.settings_of, run
 
 
 def test_training_and_timing_on_text(tmp_path):

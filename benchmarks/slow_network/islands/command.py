@@ -16,7 +16,12 @@ from benchmarks.slow_network.islands.ways import WAYS
 KEPT = Path(__file__).parents[3] / "docs" / "results" / "islands_runs.jsonl"  # committed, to continue anywhere
 # On a busy machine a rank may not run for seconds, which is no reason to give it up; and only training sends bytes.
 PATIENT = {"FLEETX_WATCH": "0"}
-PLAN = Plan([way.name for way in WAYS], {name: task.steps for name, task in TASKS.items()})
+PLAN = Plan(
+    [way.name for way in WAYS],
+    {name: task.steps for name, task in TASKS.items()},
+    settings_of={"long": "text"},
+    only={"long": ["ddp", "island_dgc", "island64_four"]},  # a training takes a minute
+)
 
 
 def measure(plan: Plan, runs: Path, minutes: float, *, times: bool, folder: Path = data.FOLDER) -> None:

@@ -101,8 +101,9 @@ def tables(plan: Plan, kept: Kept) -> Iterator[tuple[str, Lines]]:
     for summary in summaries:
         title = TASKS[summary.task].title
         yield f"{title}: scores and bytes", [*score_rows(summary)]
-        yield f"{title}: times", [*time_rows(summary)]
-        yield f"{title}: settings", [*setting_rows(plan, summary, kept)]
+        if summary.task not in plan.settings_of:  # the same steps, with the same settings
+            yield f"{title}: times", [*time_rows(summary)]
+            yield f"{title}: settings", [*setting_rows(plan, summary, kept)]
 
 
 def as_markdown(lines: Lines) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -109,9 +109,21 @@ class Plan:
     ways: Sequence[str]
     steps: Mapping[str, int]  # by task
     seeds: int = SEEDS
+    settings_of: Mapping[str, str] = field(default_factory=dict)  # tasks that take over the settings of another one
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)  # methods of a task, if not all of them
 
     def search(self, task: str, way: str) -> list[Run]:
+        if task in self.settings_of:
+            return []
         return [Run(task, way, frozen(settings), 0, self.steps[task]) for settings in BY_NAME[way].candidates]
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Tasks and methods, in the order in which they are trained."""
+        for later in (False, True):
+            for way in self.ways:
+                for task in self.steps:
+                    if (task in self.settings_of) == later and way in self.only.get(task, self.ways):
+                        yield task, way
 
 
 Done = Mapping[Run, Outcome]
@@ -119,18 +131,22 @@ Done = Mapping[Run, Outcome]
 
 def chosen(plan: Plan, task: str, way: str, done: Done) -> Run | None:
     """The setting with the best score on held-out samples, once all were tried."""
+    if way not in plan.only.get(task, plan.ways):
+        return None
+    if task in plan.settings_of:
+        like = chosen(plan, plan.settings_of[task], way, done)
+        return like and replace(like, task=task, steps=plan.steps[task])
     tried = plan.search(task, way)
     return max(tried, key=lambda run: done[run].chosen_on) if all(run in done for run in tried) else None
 
 
 def remaining(plan: Plan, done: Done) -> Iterator[Run]:
     """For each method and task, the search and then the other seeds of what it chose."""
-    for way in plan.ways:
-        for task in plan.steps:
-            yield from (run for run in plan.search(task, way) if run not in done)
-            best = chosen(plan, task, way, done)
-            if best is not None:
-                yield from (run for run in seeds(plan, best) if run not in done)
+    for task, way in plan.pairs():
+        yield from (run for run in plan.search(task, way) if run not in done)
+        best = chosen(plan, task, way, done)
+        if best is not None:
+            yield from (run for run in seeds(plan, best) if run not in done)
 
 
 def seeds(plan: Plan, best: Run) -> list[Run]:
@@ -139,5 +155,5 @@ def seeds(plan: Plan, best: Run) -> list[Run]:
 
 def left(plan: Plan, done: Done) -> int:
     known = sum(1 for _ in remaining(plan, done))
-    unknown = [1 for way in plan.ways for task in plan.steps if chosen(plan, task, way, done) is None]
-    return known + (plan.seeds - 1) * len(unknown)
+    unknown = [task for task, way in plan.pairs() if chosen(plan, task, way, done) is None]
+    return known + sum(plan.seeds - (task not in plan.settings_of) for task in unknown)

@@ -54,7 +54,7 @@ def train_all(plan: Plan, data: dict[str, Split], kept: Kept) -> Iterator[None]:
 def time_all(plan: Plan, data: dict[str, Split], kept: Kept, asked: dict[str, Any], job: Any) -> Iterator[None]:
     shaping = Shaping([tuple(end) for end in job["ends"]])
     for block in range(asked["blocks"]):
-        for name in plan.steps:
+        for name in [name for name in plan.steps if name not in plan.settings_of]:
             for way in plan.ways if block % 2 == 0 else reversed(plan.ways):
                 run: Run = chosen(plan, name, way, kept.outcomes) or plan.search(name, way)[0]
                 for rate in asked["rates"]:
