@@ -1,4 +1,4 @@
-"""Trainings of seconds, or a minute. Each parameter is used for 256 samples per step and worker, as in larger models."""
+"""Trainings of seconds or a minute. Each parameter is used for 256 samples per step and worker, as in larger models."""
 
 from __future__ import annotations
 
