@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetx.engine.context import SetupContext, StepContext
-from fleetx.engine.run import Run, key_of
+from fleetx.engine.run import key_of
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Act, Stage
+
+if TYPE_CHECKING:
+    from fleetx.engine.windows import Windows
 
 Calls = dict[Stage, list[tuple[Any, Any]]]  # (act, context), in order
 _SETUP = (Stage.MODEL, Stage.UPDATE)
 
 
-def bound(run: Run) -> Calls:
+def bound(run: Windows) -> Calls:
     return {stage: [(act.call, _context(run, act)) for act in _called(run.plan, stage)] for stage in Stage}
 
 
@@ -31,6 +34,6 @@ def _called(plan: Plan, stage: Stage) -> list[Act]:
     return [act for act in plan.at(stage) if act.call is not None]
 
 
-def _context(run: Run, act: Act) -> Any:
+def _context(run: Windows, act: Act) -> Any:
     kind = SetupContext if act.stage in _SETUP else StepContext
     return kind(run, key_of(act.part), run.plan.facts_at(act))

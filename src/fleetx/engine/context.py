@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,14 @@ from fleetx.comm.paths import Network
 from fleetx.comm.world import World
 from fleetx.engine.dtensors import local
 from fleetx.engine.loss_weights import LossWeights
-from fleetx.engine.run import Doubt, Run
+from fleetx.engine.run import Doubt
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
+
+if TYPE_CHECKING:
+    from fleetx.engine.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,15 @@ def _stopped(model: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: map_tensors(lambda t: tap(t, torch.zeros_like), model(*args, **kwargs))
 
 
+def _shows(path: str) -> Any:
+    """An attribute that reads this one of the run."""
+    return property(attrgetter(f"_run.{path}"))
+
+
 class Context:
     """Passed to every act of a part. It lives as long as the engine and always shows the current values."""
 
-    def __init__(self, run: Run, key: str, facts: frozenset[Fact] = frozenset()):
+    def __init__(self, run: Windows, key: str, facts: frozenset[Fact] = frozenset()):
         self._run, self._key, self._facts = run, key, facts
 
     # --- this part's own ---
@@ -98,68 +107,27 @@ class Context:
         return self._run.in_progress[self._key]
 
     # --- the ranks ---
-    @property
-    def world(self) -> World:
-        """All ranks."""
-        return self._run.world
-
-    @property
-    def replica_group(self) -> World:
-        """The ranks that train the same stage of the model on different batches. Without stages: all ranks."""
-        return self._run.layout.replica_group
-
-    @property
-    def island(self) -> World | None:
-        """The ranks that update with the same gradient as this one, where islands of ranks update on their own."""
-        return self._run.layout.island
-
-    @property
-    def network(self) -> Network:
-        """The paths to the other ranks that hold what this one holds. Without sharding: to the replica group."""
-        return self._run.network
+    world: World = _shows("world")  # all ranks
+    replica_group: World = _shows("layout.replica_group")  # those that train the same stage on different batches
+    island: World | None = _shows("layout.island")  # those that update with the same gradient, where not all ranks do
+    network: Network = _shows("network")  # the paths to the others that hold what this one holds, such as its shards
 
     # --- what is trained ---
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self._run.device
-
-    @property
-    def model(self) -> nn.Module:
-        return self._run.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._run.optimizer
-
-    @property
-    def names(self) -> Mapping[nn.Parameter, str]:
-        """The name of each parameter."""
-        return self._run.names
-
-    @property
-    def plan(self) -> Plan:
-        return self._run.plan
+    device: torch.device = _shows("device")  # of the model
+    model: nn.Module = _shows("model")
+    optimizer: Optimizer = _shows("optimizer")
+    names: Mapping[nn.Parameter, str] = _shows("names")  # of the parameters
+    plan: Plan = _shows("plan")
+    round: int = _shows("round")  # rounds that have ended: 0 until the first update is done; equal on all ranks
+    clock: tuple[int, int] = _shows("clock")  # (round, steps in it so far): equal on all ranks and after a resume
+    reduced: bool = _shows("layout.reduced")  # does backward itself reduce gradients, as under sharding?
+    # Enters the FORWARD contexts again, for a part that runs a piece of the forward again.
+    forward: Callable[[], AbstractContextManager[Any]] = _shows("forward_context")
 
     @property
     def coded(self) -> bool:
         """Is what the ranks send rounded or left out in part?"""
         return bool(self._run.plan.at(Stage.WIRE))
-
-    @property
-    def forward(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Enter the FORWARD contexts again, for a part that runs a piece of the forward again."""
-        return self._run.forward_context
-
-    @property
-    def round(self) -> int:
-        """Rounds that have ended, so 0 until the first update is done. Equal on all ranks and after a resume."""
-        return self._run.round
-
-    @property
-    def reduced(self) -> bool:
-        """Does backward itself reduce gradients, as under sharding?"""
-        return self._run.layout.reduced
 
     @property
     def per_rank(self) -> bool:
@@ -169,7 +137,7 @@ class Context:
     @property
     def apart(self) -> bool:
         """Do ranks have different parameters between two averages?"""
-        return any(Fact.LOCAL in act.claim.makes for act in self._run.plan.acts)
+        return self._run.plan.makes(Fact.LOCAL)
 
     @property
     def parted(self) -> bool:
@@ -181,14 +149,11 @@ class Context:
         """May ranks use different parameters? Known once `replicate` has been called."""
         return bool(self._run.reducer_settings and self._run.reducer_settings["find_unused_parameters"])
 
-    @property
-    def clock(self) -> tuple[int, int]:
-        """(round, steps in it so far): equal on all ranks and after a resume."""
-        return self._run.clock
-
 
 class SetupContext(Context):
     """For acts at MODEL and UPDATE, which run once."""
+
+    absent: frozenset[str] = _shows("layout.absent")  # names of the parameters and buffers that only other ranks hold
 
     def divide(
         self, group: World, *, reduced: bool = False, leaves: Callable[[], Iterable[Tensor]] | None = None
@@ -227,11 +192,6 @@ class SetupContext(Context):
         run.weights = LossWeights(run.plan, island, island=True)
         return run.network.part(island)
 
-    @property
-    def absent(self) -> frozenset[str]:
-        """Names of the parameters and buffers that only other ranks hold."""
-        return self._run.layout.absent
-
     def hold(self, counts: Callable[[nn.Parameter], bool], absent: Collection[str]) -> None:
         """Declare which parameters this rank counts in a sum over the model, and which names only other ranks hold."""
         self._run.layout.counts, self._run.layout.absent = counts, frozenset(absent)
@@ -258,10 +218,10 @@ class SetupContext(Context):
 class StepContext(Context):
     """For acts that run in every forward, backward or step."""
 
-    @property
-    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the forward that is running."""
-        return self._run.step.inputs
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] = _shows("step.inputs")  # of the forward that is running
+    updated: bool = _shows("updated")  # did this round apply its update?
+    # The squared norm of one step's gradient on this rank, not yet merged or reduced; None: not measured.
+    step_square: Tensor | None = _shows("step_norm.square")
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -278,11 +238,6 @@ class StepContext(Context):
     def lr(self) -> float:
         """The learning rate of the first group."""
         return float(self._run.optimizer.param_groups[0]["lr"])
-
-    @property
-    def step_square(self) -> Tensor | None:
-        """The squared norm of one step's gradient on this rank, not yet merged or reduced; None: not measured."""
-        return self._run.step_norm.square
 
     def scale_rate(self, factor: float) -> None:
         """Multiply the learning rates of all groups in this update only."""
@@ -323,11 +278,6 @@ class StepContext(Context):
         """Copy the buffers of an island's first rank to the others, as `broadcast_buffers` does."""
         if self._run.shares_buffers and self.island is not None:
             self._run.island_buffers.send(self.island)
-
-    @property
-    def updated(self) -> bool:
-        """Did this round apply its update?"""
-        return self._run.updated
 
     def withhold_if(self, found: Tensor, then: Callable[[bool], None]) -> None:
         """Withhold this update on every rank if `found` (one element) is not zero on any; `then` learns whether it is.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -185,15 +185,6 @@ class Engine(Windows):
             out = self.reducer.after_forward(out, communicate=self.opens())
         return map_tensors(lambda x: tap(x, self._enter_backward), out, strict=self._scales or self.layout.reduced)
 
-    def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
-        """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""
-        self._check_not_released()
-        stack = ExitStack()
-        for act, (call, ctx) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
-            if act.claim.replay or first:
-                stack.enter_context(call(ctx))
-        return stack
-
     # --- loss.backward() --------------------------------------------------------------------------
     def _enter_backward(self, grad: Tensor) -> Tensor:
         self._check_not_released()
@@ -273,12 +264,6 @@ class Engine(Windows):
             self.gradients.put_back()
 
     # --- optimizer.step() -------------------------------------------------------------------------
-    def opens(self) -> bool:
-        """Does this step update? The gate is asked once per step."""
-        if self.step.opens is None:
-            self.step.opens = all(call(self.merged + 1, ctx) for call, ctx in self._calls[Stage.GATE])
-        return self.step.opens
-
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self.check_not_lent()
         self.rates.restore()  # the step before has raised an error

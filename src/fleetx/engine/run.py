@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import plain_name
@@ -111,21 +109,6 @@ class Run:
 
     def initial(self, part: Part) -> dict[str, Any]:
         return part.init({name: p for p, name in self.names.items()})
-
-    def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
-        raise NotImplementedError
-
-    def loss_scale(self) -> float:
-        raise NotImplementedError
-
-    def mean(self, bucket: Any) -> Future[Tensor]:
-        raise NotImplementedError
-
-    def opens(self) -> bool:
-        raise NotImplementedError
-
-    def reduce(self, bucket: Any) -> Future[Tensor]:
-        raise NotImplementedError
 
 
 def key_of(part: Any) -> str:

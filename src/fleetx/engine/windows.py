@@ -1,11 +1,12 @@
-"""How a bucket is reduced, and what ends a merge window without a backward of its own, such as a flush."""
+"""What the engine does outside its hooks: when a step updates, how a bucket is reduced, and what ends a merge window
+without a backward of its own, such as a flush."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from fleetx.strategy.stage import Fact, Stage
 
 
 class Windows(Run):
-    """The part of the engine that finishes what earlier steps have begun."""
+    """The part of the engine that the contexts of acts call, and that finishes what earlier steps have begun."""
 
     reducer: Reducer | None
     _checks: Checks
@@ -48,6 +49,21 @@ class Windows(Run):
     def unfinished(self) -> list[Undone]:
         """What a script that ends now leaves undone."""
         return [(text, self._line) for text in state.unfinished(self)]
+
+    def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
+        """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""
+        self._check_not_released()
+        stack = ExitStack()
+        for act, (call, ctx) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
+            if act.claim.replay or first:
+                stack.enter_context(call(ctx))
+        return stack
+
+    def opens(self) -> bool:
+        """Does this step update? The gate is asked once per step."""
+        if self.step.opens is None:
+            self.step.opens = all(call(self.merged + 1, ctx) for call, ctx in self._calls[Stage.GATE])
+        return self.step.opens
 
     def window(self) -> int:
         """Steps per round."""
