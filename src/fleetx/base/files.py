@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+REPLACED = ".replaced"  # suffix of a folder that makes room for another one of the same name
+
 
 @contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -21,12 +23,12 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -50,20 +52,36 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename a folder, in place of an old one if there is one. At every moment, one of them is complete."""
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    """Rename a folder, in place of an old one if there is one, which steps aside first. One of them is always whole."""
+    aside = stepped_aside(folder)
+    if os.path.lexists(folder):
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    try:
+        new.rename(folder)
+    except OSError:
+        if os.path.lexists(aside):
+            aside.rename(folder)
+        raise
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
-    """Without this, a power cut can leave an empty file under the new name."""
+def stepped_aside(folder: Path) -> Path:
+    """Where a folder is while another one takes its place; a process that is killed then leaves it there."""
+    return folder.with_name(f".{folder.name}{REPLACED}")
+
+
+def sync(path: Path) -> None:
+    """Of a file its content, of a folder its names. Without this, a power cut can leave an empty file under a new name.
+
+    An error names the path, which os.fsync does not know.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(handle)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.base.files import sync
 from fleetx.base.module_names import plain_name
 from fleetx.engine.checkpoint import tensor_file
 from fleetx.engine.checkpoint.snapshot import held, piece
 from fleetx.engine.checkpoint.together import together
-from fleetx.engine.checkpoint.write import SAVING, check_shared, sync
+from fleetx.engine.checkpoint.write import SAVING, check_shared
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
 

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
+from fleetx.base.files import REPLACED
 from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest
 from fleetx.engine.checkpoint.read import place_of, verify
-from fleetx.engine.checkpoint.write import REPLACED, SAVING
+from fleetx.engine.checkpoint.write import SAVING
 from fleetx.errors import CheckpointError
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.base.files import stepped_aside
 from fleetx.base.module_names import plain_name
 from fleetx.base.user_line import warn
 from fleetx.comm.world import World
@@ -45,7 +46,6 @@ from fleetx.engine.checkpoint.snapshot import (
     piece,
 )
 from fleetx.engine.checkpoint.together import together
-from fleetx.engine.checkpoint.write import replaced
 from fleetx.engine.engine import Engine
 from fleetx.errors import CheckpointError, FleetxError, UsageError
 
@@ -80,7 +80,7 @@ def described(folder: Path) -> SavedTraining:
 
 def place_of(folder: Path) -> Path:
     """A run that was killed while it replaced a checkpoint may have left only the old one, under another name."""
-    aside = replaced(folder)
+    aside = stepped_aside(folder)
     return aside if not os.path.lexists(folder) and aside.is_dir() else folder
 
 

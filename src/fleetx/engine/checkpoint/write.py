@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.base.files import replace_folder, sync
 from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest, tensor_file
 from fleetx.engine.checkpoint.snapshot import Piece, Snapshot, first_not_finite
@@ -31,7 +32,6 @@ from fleetx.errors import CheckpointError, UsageError
 
 SAVING = ".saving"  # suffix of a folder that is being written
 OURS = 0o775  # whatever the umask: a folder that every user can change is not read
-REPLACED = ".replaced"  # of a checkpoint that makes room for another one of the same name
 _BLOCK = 1 << 15  # numbers that are hashed together
 
 
@@ -209,36 +209,4 @@ def _commit(
     tensor_file.write_bytes(temporary / manifest.MANIFEST, content)
     tensor_file.write_bytes(temporary / manifest.DIGEST, manifest.digest_line(content))
     sync(temporary)
-    put(temporary, folder)
-
-
-def put(temporary: Path, folder: Path) -> None:
-    """Rename it to its place. A checkpoint that is there already steps aside first, where `load` still finds it."""
-    aside = replaced(folder)
-    if os.path.lexists(folder):
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if os.path.lexists(aside):
-            aside.rename(folder)
-        raise
-    sync(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def replaced(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}{REPLACED}")
-
-
-def sync(folder: Path) -> None:
-    """Make the names in a folder permanent."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        error.filename = error.filename or str(folder)
-        raise
-    finally:
-        os.close(handle)
+    replace_folder(temporary, folder)  # `load` still finds what steps aside for it
