@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line: the innermost one outside fleetx and torch."""
+"""The user's line, the innermost one outside fleetx and torch, and warnings that point at it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -18,13 +19,13 @@ _BETWEEN = (_FLEETX, "<", str(contextlib.__file__))
 
 def user_line() -> Line | None:
     """Where the script is; None if no line of it is running, as when Python ends."""
-    frame = _user_frame()
+    frame = user_frame(sys._getframe())
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
 
 
 def warn(message: str, *, line: Line | None = None) -> None:
     """line: where to point if no line of the script is running."""
-    frame = _user_frame()
+    frame = user_frame(sys._getframe())
     seen: dict[Any, Any] | None = None  # torch's and Python's way to show a warning once per line
     if frame is not None:
         line, seen = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals.setdefault("__warningregistry__", {})
@@ -32,10 +33,12 @@ def warn(message: str, *, line: Line | None = None) -> None:
     warnings.warn_explicit(message, UserWarning, file, number, registry=seen)
 
 
-def _user_frame() -> FrameType | None:
+def user_frame(frame: FrameType) -> FrameType | None:
+    """The script's innermost frame, of this one and its callers."""
+    return next((each for each, _ in walk_stack(frame) if is_users(each)), None)
+
+
+def is_users(frame: FrameType) -> bool:
     torch = sys.modules.get("torch")
     inside = _BETWEEN if torch is None else (*_BETWEEN, os.path.dirname(str(torch.__file__)) + os.sep)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-    return frame
+    return not frame.f_code.co_filename.startswith(inside)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.base import seams
-from fleetx.comm.watch import OTHERS
+from fleetx.base.user_line import is_users
 from fleetx.errors import UsageError, WorldError
 
 SWITCH = "FLEETX_DEBUG"
@@ -51,7 +51,7 @@ def _compared(name: str, call: Callable[..., Any], seconds: float) -> Callable[.
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        if not frame.f_code.co_filename.startswith(OTHERS):
+        if is_users(frame):
             where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             given = signature.bind(*args, **kwargs).arguments
             shown = [f"{key}={_shown(value)}" for key, value in given.items() if key not in ("group", "async_op")]

@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from traceback import walk_tb
 from types import TracebackType
-from typing import Any
 
 from fleetx.base import seams
+from fleetx.base.user_line import is_users
 from fleetx.comm import alarm, debug, watch
 from fleetx.comm.session import current
 from fleetx.comm.world import World
@@ -247,12 +248,8 @@ def _short(error: BaseException) -> str:
 
 
 def _where(traceback: TracebackType | None) -> str:
-    where: Any = None
-    while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(watch.OTHERS):
-            where = traceback
-        traceback = traceback.tb_next
-    return f" ({os.path.basename(where.tb_frame.f_code.co_filename)}:{where.tb_lineno})" if where is not None else ""
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback) if is_users(frame)]
+    return f" ({os.path.basename(places[-1][0])}:{places[-1][1]})" if places else ""
 
 
 def _updates() -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fleetx.base import seams
+from fleetx.base.user_line import user_frame
 from fleetx.comm import alarm, hub_address, kernel
 from fleetx.comm.lines import Lines
 from fleetx.comm.watcher import LAST, PLACE
@@ -34,7 +35,6 @@ SWITCH = "FLEETX_WATCH"
 _PROGRAM = Path(__file__).with_name("watcher.py")
 _TORCH, _FLEETX = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NEVER = 1 << 62  # the number of an answer to every question: there is no hub any more
-OTHERS = (_TORCH, _FLEETX, "<")  # files that are not the user's
 
 
 class Watch:
@@ -202,11 +202,10 @@ def _place(frame: FrameType | None) -> tuple[int, int] | None:
 
 def _line(frame: FrameType | None) -> str | None:
     """The innermost line of the user's code."""
-    while frame is not None and frame.f_code.co_filename.startswith(OTHERS):
-        frame = frame.f_back
-    if frame is None:
+    found = user_frame(frame) if frame is not None else None
+    if found is None:
         return None
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} in {found.f_code.co_name}"
 
 
 def _cut(ports: set[int], store: Any) -> None:

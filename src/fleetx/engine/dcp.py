@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping
+from traceback import walk_stack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,8 @@ def calls() -> bool:
 
 def _caller() -> FrameType | None:
     """Its innermost frame."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(_TORCH):
-            return frame
-        frame = frame.f_back
-    return None
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    return next((frame for frame in frames if str(frame.f_globals.get("__name__")).startswith(_TORCH)), None)
 
 
 def make_state(engine: Run) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -35,10 +36,8 @@ def running() -> Call | None:
     return Call(_nodes(given["tensors" if frame.f_code is _BACKWARD else "outputs"]), _nodes(given["inputs"]))
 
 
-def _find(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _BACKWARD and frame.f_code is not _GRAD:
-        frame = frame.f_back
-    return frame
+def _find(frame: FrameType) -> FrameType | None:
+    return next((each for each, _ in walk_stack(frame) if each.f_code in (_BACKWARD, _GRAD)), None)
 
 
 def _nodes(given: Any) -> list[Node]:

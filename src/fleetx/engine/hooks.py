@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -52,7 +53,7 @@ class OuterStep:
 
     def enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        if self._running is not None and _below(self._running, caller):
+        if self._running is not None and any(frame is self._running for frame, _ in walk_stack(caller)):
             return None
         self._running = caller  # not a flag, which would stay set if step() raises
         try:
@@ -114,9 +115,3 @@ def _call_both(closure: Callable[[], Any], after: Callable[[], None]) -> Any:
 
 def _versions(optimizer: Optimizer) -> list[int]:
     return [seams.version(p) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _below(frame: FrameType, start: FrameType | None) -> bool:
-    while start is not None and start is not frame:
-        start = start.f_back
-    return start is frame

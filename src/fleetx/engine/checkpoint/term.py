@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -64,10 +65,7 @@ def _in_child() -> None:
 
 
 def _called_by(module: str) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_globals.get("__name__") == module for frame, _ in walk_stack(sys._getframe()))
 
 
 def _obey(parent: int) -> None:
