@@ -35,7 +35,6 @@ class Entry:
 
     strategy: DistributedStrategy
     batch_plan: Any = None  # how `auto` or `batch` splits the batch
-    feed_check: Any = None  # checks that a pipeline gets the batches that were planned for
 
 
 @dataclass

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors, samples_in
+from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
@@ -154,7 +154,7 @@ class Engine(Windows):
         self._forwards.append((stack, finish))  # first, because _after_forward is called even if this raises
         self.step.inputs, self._called = (args, kwargs), True
         if self.counts_feed and outermost and self.taps:
-            self.feed = samples_in((args, kwargs))
+            self._count((args, kwargs), trains=model.training)
         self._session.mark("forward", run=self if outermost and self.taps else None)
         for call, ctx in self._calls[Stage.FORWARD]:
             finish.append(stack.enter_context(call(ctx)))

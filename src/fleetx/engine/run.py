@@ -84,6 +84,7 @@ class Run:
         self.released = False
         self.counts_feed = False  # does somebody want to know `feed`?
         self.feed = 0  # samples of the last step on this rank
+        self.check_feed: Callable[[int], None] | None = None  # is that what was planned for?
         self.lent = ""  # to what, while the parameters are not those of the training
         self.rates, self.step_norm = Rates(optimizer), StepNorm()
         self.gradients: Gradients  # made when the optimizer is final

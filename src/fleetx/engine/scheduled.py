@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetx.base.trees import LossFn, samples_in
+from fleetx.base.trees import LossFn
 from fleetx.engine.context import StepInput
 from fleetx.engine.engine import Engine
 from fleetx.engine.hooks import Hook
@@ -32,7 +32,7 @@ class ScheduledEngine(Engine):
         """Under `torch.no_grad()`, the forward alone."""
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if self.counts_feed:
-            self.feed = samples_in(inputs)
+            self._count(inputs, trains=True)
         if not torch.is_grad_enabled():
             self.layout.meet_to_evaluate()
             with self._run():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.trees import samples_in
 from fleetx.base.user_line import user_line
 from fleetx.comm.session import Undone
 from fleetx.comm.world import World
@@ -68,6 +69,12 @@ class Windows(Run):
     def window(self) -> int:
         """Steps per round."""
         return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
+
+    def _count(self, inputs: Any, *, trains: bool) -> None:
+        """A batch enters the model."""
+        self.feed = samples_in(inputs)
+        if trains and torch.is_grad_enabled() and self.check_feed is not None:
+            self.check_feed(self.feed)
 
     def loss_scale(self) -> float:
         return math.prod(call(ctx) for call, ctx in self._calls[Stage.LOSS])

@@ -23,7 +23,7 @@ from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training, check_versions
-from fleetx.fleet.auto import BatchPlan, check_feed, planned, watch_feed
+from fleetx.fleet.auto import BatchPlan, planned, watch_feed
 from fleetx.fleet.averaging import averaged
 from fleetx.fleet.branching import branched
 from fleetx.fleet.join import join
@@ -246,10 +246,8 @@ def forward_backward(
     A dict is passed to the model as keyword arguments, a tuple or list as positional ones. Without `loss_fn` the model
     must return its loss: a scalar tensor, or an output with a `loss`.
     """
-    engine = _engine(model)
-    check_feed(engine, inputs)
     with peers.naming():
-        return engine.forward_backward(inputs, target, loss_fn)
+        return _engine(model).forward_backward(inputs, target, loss_fn)
 
 
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.base.trees import samples_in
-from fleetx.base.wrapping import Layer, wrap
 from fleetx.comm import session
 from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
@@ -102,41 +99,22 @@ def _check_world(strategy: DistributedStrategy, model: nn.Module, world: World) 
         raise StrategyError(problems)
 
 
-class FeedCheck:
-    """Checks that batches have the planned size, because others would change the global batch."""
-
-    def __init__(self, plan: BatchPlan):
-        self._plan, self._started = plan, False
-
-    def check(self, inputs: Any) -> None:
-        """The first batch must have the planned size; later ones may be smaller, as at the end of the data."""
-        samples, feed = samples_in(inputs), self._plan.feed
-        if samples and (samples > feed or (samples < feed and not self._started)):
-            raise UsageError(
-                f"a batch of {samples} samples, but the plan is {feed} per step: create the loader with "
-                f"batch_size=fleet.batch().feed ({self._plan.total} samples per update = {feed} x {self._plan.merged} "
-                f"merged x {self._plan.replicas} replicas)"
-            )
-        self._started = True
-
-
 def watch_feed(engine: Engine, plan: BatchPlan) -> None:
-    """Check each batch that enters the model in training."""
-    entry = session.current().entries[engine]
-    entry.batch_plan, feed = plan, FeedCheck(plan)
+    """Check that batches have the planned size, because others would change the global batch.
 
-    def around(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and module.training:
-            feed.check((args, kwargs))
-        return inner(*args, **kwargs)
+    The first one must have it; later ones may be smaller, as at the end of the data.
+    """
+    session.current().entries[engine].batch_plan = plan
+    started = False
 
-    if type(engine) is Engine:
-        wrap(engine.model, Layer.MATHEMATICS, around)
-    else:  # a pipeline calls the model with micro-batches
-        entry.feed_check = feed
+    def check(samples: int) -> None:
+        nonlocal started
+        if samples and (samples > plan.feed or (samples < plan.feed and not started)):
+            raise UsageError(
+                f"a batch of {samples} samples, but the plan is {plan.feed} per step: create the loader with "
+                f"batch_size=fleet.batch().feed ({plan.total} samples per update = {plan.feed} x {plan.merged} "
+                f"merged x {plan.replicas} replicas)"
+            )
+        started = True
 
-
-def check_feed(engine: Engine, inputs: Any) -> None:
-    feed = session.current().entries[engine].feed_check
-    if feed is not None and torch.is_grad_enabled():
-        feed.check(inputs)
+    engine.counts_feed, engine.check_feed = True, check
