@@ -79,7 +79,7 @@ def load(
     peers.meet("fleet.load")
     checkpoint.load(engine, path, extras)
     current().note("resumed", str(folder))
-    return {"step": extras.step, "extra": extras.extra}
+    return {"step": extras.step, "extra": extras.loaded}
 
 
 def latest(root: str | Path) -> Path | None:

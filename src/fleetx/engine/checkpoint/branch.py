@@ -32,13 +32,8 @@ class Branch:
         self._losses: list[Tensor] = []
         peers.meet("fleet.checkpoints")
         self.resumed = latest(root, engine.world)
-        given = extras.extra
         if self.resumed is not None:
             read(engine, self.resumed, extras)
-            if given is not None:
-                given.clear()
-                given.update(extras.extra or {})
-        extras.extra = given
         engine.rates.factor = order.rate
         engine.counts_feed = True
 

@@ -17,8 +17,8 @@ import os
 import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ _BLOCK = 4096  # bytes: what is written directly begins and ends at a multiple o
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A file as it was written."""
 
     size: int

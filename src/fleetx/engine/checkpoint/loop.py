@@ -65,7 +65,7 @@ class Checkpoints:
         _check(every, keep, steps, extras.extra, when_busy)
         self._engine, self._root, self._strategy = engine, root, strategy
         self._every, self._keep, self._steps, self._skips = every, keep, steps, when_busy == "skip"
-        self._extras, self._extra = extras, extras.extra
+        self._extras = extras
         self._bad: set[str] = set()
         self._due = False
         self._roomy = not asynchronous  # is there memory for the copies?
@@ -219,10 +219,6 @@ class Checkpoints:
         training = load(self._engine, folder, self._extras)
         # With another number of steps per update, the same number of updates took another number of steps.
         self._extras.step = self._extras.step * self._engine.window() // training.window
-        if self._extra is not None:
-            self._extra.clear()
-            self._extra.update(self._extras.extra or {})
-        self._extras.extra = self._extra
 
     def _note_boundary(self) -> None:
         """What another number of ranks resumes from, if it finds a checkpoint from inside a merge window."""

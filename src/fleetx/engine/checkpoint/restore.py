@@ -54,7 +54,10 @@ def restore(engine: Engine, found: Checked, extras: Extras) -> None:
     _restore_optimizer(engine, found, rank)
     engine_state.load(engine, found.saved)
     _restore_parts(engine, found, rank)
-    extras.extra = state["extra"]
+    extras.loaded = state["extra"]
+    if extras.extra is not None:  # the user's own dict
+        extras.extra.clear()
+        extras.extra.update(extras.loaded or {})
     extras.step = found.training.step
     if state["random"] is not None:
         random_states.restore(state["random"], engine.device)

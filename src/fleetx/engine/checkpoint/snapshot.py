@@ -46,6 +46,7 @@ class Extras:
     scheduler: Any = None
     loader: Any = None
     extra: Any = None
+    loaded: Any = None  # the extra of the checkpoint that was loaded last
     whole: bool = True  # a load without a scheduler or loader that was saved is a mistake
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from fleetx.base.files import replace_folder, sync
 from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest, tensor_file
+from fleetx.engine.checkpoint.hashing_file import Written
 from fleetx.engine.checkpoint.snapshot import Piece, Snapshot, first_not_finite
 from fleetx.engine.checkpoint.together import together
 from fleetx.errors import CheckpointError, UsageError
@@ -171,19 +172,18 @@ def _index(described: Described, writers: dict[tuple[int, str], int]) -> dict[st
 # --- files ----------------------------------------------------------------------------------------
 def _write_own(
     snapshot: Snapshot, temporary: Path, writers: dict[tuple[int, str], int], only_finite: bool
-) -> tuple[dict[str, list[Any]], str]:
-    """{name: [size, sha256]} of the files, and the name of a parameter among them that is not finite."""
+) -> tuple[dict[str, Written], str]:
+    """The files, by name, and the name of a parameter in them that is not finite."""
     rank = snapshot.rank
     mine = {name: piece.tensor for name, piece in snapshot.pieces.items() if writers[rank, name] == rank}
     poisoned = first_not_finite({name: t for name, t in mine.items() if name in snapshot.trained})
     if poisoned and only_finite:
         return {}, poisoned
     tensors, document = manifest.rank_tensors(rank), manifest.rank_json(rank)
-    written = {
+    return {
         tensors: tensor_file.write(temporary / tensors, mine | snapshot.own),
         document: tensor_file.write_bytes(temporary / document, manifest.as_bytes(snapshot.document)),
-    }
-    return {name: [file.size, file.sha256] for name, file in written.items()}, poisoned
+    }, poisoned
 
 
 def _commit(
@@ -192,13 +192,12 @@ def _commit(
     temporary: Path,
     described: Described,
     writers: dict[tuple[int, str], int],
-    files: list[dict[str, list[Any]]],
+    files: list[dict[str, Written]],
 ) -> None:
     documents = {manifest.TRAINING: snapshot.training, manifest.INDEX: _index(described, writers)}
     listed = {name: file for of_rank in files for name, file in of_rank.items()}
     for name, document in documents.items():
-        written = tensor_file.write_bytes(temporary / name, manifest.as_bytes(document))
-        listed[name] = [written.size, written.sha256]
+        listed[name] = tensor_file.write_bytes(temporary / name, manifest.as_bytes(document))
     content = manifest.as_bytes(
         {
             "format": "fleetx checkpoint", "version": manifest.VERSION,
