@@ -15,7 +15,6 @@ neither a parameter without a gradient nor its state. So the user's optimizer ke
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,7 +27,7 @@ from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.engine import acts, dcp, state, taps
+from fleetx.engine import dcp, state, taps
 from fleetx.engine.checks import check
 from fleetx.engine.dtensors import local, renamed
 from fleetx.engine.gradients import Gradients
@@ -41,7 +40,7 @@ from fleetx.engine.taps import Inputs, check_beside, reaches, tap
 from fleetx.engine.windows import Windows
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
-from fleetx.strategy.stage import Act, Fact, Stage
+from fleetx.strategy.stage import Fact, Stage
 
 
 class Engine(Windows):
@@ -53,7 +52,7 @@ class Engine(Windows):
         check(plan, model, optimizer, world)
         state.check_not_loaded(optimizer)
         super().__init__(plan, model, optimizer, world)
-        self._calls = acts.bound(self)
+        self.wrap_acts(None)
         self._inputs, self._forwards = Inputs(), list[tuple[ExitStack, list[Any]]]()  # running forwards, innermost last
         self._mixes = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE) or plan.makes(Fact.MOMENTUM))
         self._owns_grad = self._mixes  # is p.grad ours until the update?
@@ -66,10 +65,6 @@ class Engine(Windows):
         except Exception:
             take_off(self)
             raise
-
-    def wrap_acts(self, around: Callable[[Act, Any], Any] | None) -> None:
-        """Have every act called through what `around` returns for it; None: directly again."""
-        self._calls = acts.bound(self) if around is None else acts.wrapped(self.plan, self._calls, around)
 
     # --- set-up -----------------------------------------------------------------------------------
     def _arm(self) -> None:

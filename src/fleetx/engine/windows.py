@@ -18,7 +18,7 @@ from fleetx.base.user_line import user_line
 from fleetx.comm.session import Undone
 from fleetx.comm.world import World
 from fleetx.engine import state, taps
-from fleetx.engine.context import Bucket, Outgoing, StepContext
+from fleetx.engine.context import Bucket, Outgoing, SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader
 from fleetx.engine.late_reducer import LateReducer
 from fleetx.engine.numbers import Checks, check_finite, compare
@@ -27,7 +27,7 @@ from fleetx.engine.run import Run, key_of
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
-from fleetx.strategy.stage import Fact, Stage
+from fleetx.strategy.stage import Act, Fact, Stage
 
 
 class Windows(Run):
@@ -41,7 +41,16 @@ class Windows(Run):
         super().__init__(plan, model, optimizer, world)
         self._line = user_line()
         self.restore: Callable[[str], None] | None = None  # set by `fleet.checkpoints`: go back, for this reason
-        self.updates_together = not self._local()  # do all ranks see the same gradient?
+        self.updates_together = not plan.makes(Fact.LOCAL)  # do all ranks see the same gradient?
+
+    def wrap_acts(self, around: Callable[[Act, Any], Any] | None) -> None:
+        """Have every act called through what `around` returns for it; None: directly."""
+        self._calls = {stage: [] for stage in Stage}
+        for act in self.plan.acts:
+            if act.call is not None:
+                kind = SetupContext if act.stage in (Stage.MODEL, Stage.UPDATE) else StepContext
+                ctx = kind(self, key_of(act.part), self.plan.facts_at(act))
+                self._calls[act.stage].append((act.call if around is None else around(act, act.call), ctx))
 
     def context_of(self, part: Part) -> StepContext:
         """For what a part does outside a step."""
@@ -162,7 +171,7 @@ class Windows(Run):
         waiting, join = self.gradients.waiting, isinstance(self.reducer, Reducer)
         if waiting or join:
             self._collect(self.merged, join=join)
-        alone = self._local() and self.layout.island is None
+        alone = not self.updates_together and self.layout.island is None
         if join and not waiting and (alone or not any(g.any() for g in self.gradients.present())):
             self.gradients.take_away(keep=False)  # this rank, or every rank, had no batch in this window
 
@@ -187,7 +196,7 @@ class Windows(Run):
         return LateReducer(self.names, layout.island or layout.replicas, settings["bucket_cap_mb"])
 
     def _reader(self, p: nn.Parameter) -> WholeReader:
-        replicas = None if self._local() else self.layout.replicas
+        replicas = self.layout.replicas if self.updates_together else None
         return WholeReader(p, replicas, momentum=self.plan.makes(Fact.MOMENTUM))
 
     def _check_not_released(self) -> None:
@@ -197,10 +206,6 @@ class Windows(Run):
     def _look_at_parameters(self, params: list[nn.Parameter]) -> None:
         if self._checks.on_nonfinite != "ignore":
             check_finite(self.names, params, round=self.round)
-        alone = self.layout.replica_group.size == 1 or self._local()
-        if not alone and not self.layout.reduced:  # shards all differ
+        several = self.layout.replica_group.size > 1 and self.updates_together
+        if several and not self.layout.reduced:  # shards all differ
             compare(self.names, params, self.layout.replica_group, round=self.round)
-
-    def _local(self) -> bool:
-        """Does each rank update on its own?"""
-        return self.plan.makes(Fact.LOCAL)
