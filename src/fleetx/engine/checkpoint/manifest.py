@@ -29,7 +29,6 @@ VERSION = 2  # 1 was torch.distributed.checkpoint with pickled metadata
 MANIFEST, DIGEST, TRAINING, INDEX = "manifest.json", "manifest.sha256", "training.json", "index.json"
 MAX_JSON = 512 * 1024 * 1024  # bytes
 MAX_RANKS = 100_000
-_PIECE = 4 * 1024 * 1024  # bytes that are hashed at a time
 
 
 class Strict(BaseModel):
@@ -228,20 +227,12 @@ def check_hashes(folder: Path, manifest: Manifest, *, share: int, shares: int) -
 
 
 def _check_hash(path: Path, file: File) -> None:
-    sha = hashlib.sha256()
-    piece = bytearray(min(_PIECE, file.size + 1))
-    left = file.size
-    with open_file(path) as fd:
-        while left > 0:
-            try:
-                count = os.readv(fd, [memoryview(piece)[: min(left, len(piece))]])
-            except OSError as error:
-                raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
-            if not count:
-                break
-            sha.update(memoryview(piece)[:count])
-            left -= count
-    if left or sha.hexdigest() != file.sha256:
+    with open_file(path) as content:
+        try:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
+    if found != file.sha256:
         raise CheckpointError(path, "does not have the hash in manifest.json: it was changed or damaged")
 
 
@@ -274,9 +265,8 @@ def _json(path: Path, content: bytes) -> Any:
 
 
 def _content(path: Path, limit: int) -> bytes:
-    with open_file(path) as fd:
-        size = os.fstat(fd).st_size
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(path, f"has {size} bytes, more than the {limit} that such a file can have")
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read(limit + 1)
+        return file.read(limit + 1)

@@ -17,6 +17,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,12 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self._path = path
-        with open_file(path) as fd:
-            size = os.fstat(fd).st_size
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise CheckpointError(path, "is too short for a safetensors file")
-            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)  # torch warns about memory that it cannot write
+            # A copy on write: torch warns about memory that it cannot write.
+            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         length = int.from_bytes(self._map[:8], "little")
         if length > min(MAX_HEADER, size - 8):
             raise CheckpointError(path, f"has a header of {length} bytes, which is more than the file")
@@ -110,19 +112,18 @@ class TensorFile:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[int]:
+def open_file(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file for reading; a symbolic link may lead out of the folder, and a pipe would block."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         missing = "is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
         raise CheckpointError(path, "is a symbolic link" if path.is_symlink() else missing) from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(path, "is not a regular file")
-        yield fd
-    finally:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
+        raise CheckpointError(path, "is not a regular file")
+    with os.fdopen(fd, "rb") as file:
+        yield file
 
 
 def _entries(path: Path, text: bytes, room: int) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...], int]]]:
