@@ -20,7 +20,7 @@ from fleetx.base.files import sync
 from fleetx.base.module_names import plain_name
 from fleetx.engine.checkpoint import tensor_file
 from fleetx.engine.checkpoint.snapshot import held, piece
-from fleetx.engine.checkpoint.together import together
+from fleetx.engine.checkpoint.together import on_first, together
 from fleetx.engine.checkpoint.write import SAVING, check_shared
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
@@ -36,19 +36,18 @@ def export(engine: Engine, folder: Path) -> None:
     mine = held(engine)
     described = together(world, folder, lambda: {name: _described(t) for name, t in mine.items()})
     header, places, total = _laid_out(described, _aliases(engine))
-    token = together(world, folder, lambda: uuid.uuid4().hex[:8])[0]
+    token = on_first(world, folder, lambda: uuid.uuid4().hex[:8])
     temporary = folder / f".export.{token}{SAVING}"  # inside: beside it may be another disk
-    first = world.rank == 0
     try:
-        together(world, folder, lambda: _begin(temporary, header, total) if first else None)
+        on_first(world, folder, lambda: _begin(temporary, header, total))
         together(world, folder, lambda: check_shared(temporary, world))
         pieces = described[world.rank]
         alike = {name: [r for r, theirs in enumerate(described) if theirs.get(name) == pieces[name]] for name in mine}
         todo = {name: t for name, t in mine.items() if min(alike[name]) == world.rank}
         together(world, folder, lambda: _write(temporary / MODEL, todo, places))
-        together(world, folder, lambda: _finish(engine, temporary, folder) if first else None)
+        on_first(world, folder, lambda: _finish(engine, temporary, folder))
     except BaseException:
-        if first:
+        if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             with contextlib.suppress(OSError):  # it is not empty, so it was there before
                 folder.rmdir()

@@ -24,7 +24,7 @@ from fleetx.engine.checkpoint.claim import claim, release
 from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
 from fleetx.engine.checkpoint.term import STOPPED, Term
-from fleetx.engine.checkpoint.together import together
+from fleetx.engine.checkpoint.together import on_first, together
 from fleetx.engine.checkpoint.write import check_shared
 from fleetx.engine.engine import Engine
 from fleetx.errors import CheckpointError, UsageError
@@ -171,12 +171,11 @@ class Checkpoints:
     def _check_root(self) -> None:
         """Can rank 0 write there, and do the others see it? Better now than at the first save."""
         world, root = self._engine.world, self._root
-        first = world.rank == 0
-        token = together(world, root, lambda: self._claimed() if first else "")[0]
+        token = on_first(world, root, self._claimed)
         try:
             together(world, root, lambda: check_shared(root / token, world))
         finally:
-            if first:
+            if world.rank == 0:
                 shutil.rmtree(root / token, ignore_errors=True)
 
     def _claimed(self) -> str:
@@ -196,15 +195,14 @@ class Checkpoints:
     def _try_each(self, read: Callable[[Path], None]) -> tuple[Path | None, list[str]]:
         """Read the newest checkpoint that is good. Returns it, and why others cannot be used."""
         world, root = self._engine.world, self._root
-        first = world.rank == 0
-        found, bad = together(world, root, lambda: self._candidates() if first else None)[0]
+        found, bad = on_first(world, root, self._candidates)
         for name in found:
             try:
                 read(root / name)
             except CheckpointError as error:
                 self._bad.add(name)
                 bad.append(str(error))
-                if first:
+                if world.rank == 0:
                     folders.say_bad(root / name, error, last=name == found[-1])
             else:
                 return root / name, bad

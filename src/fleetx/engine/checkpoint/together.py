@@ -34,6 +34,11 @@ def together(world: World, folder: Path, work: Callable[[], Any]) -> list[Any]:
     return [value for _, value in answers]
 
 
+def on_first(world: World, folder: Path, work: Callable[[], Any]) -> Any:
+    """The same on rank 0 alone. Every rank gets its result."""
+    return together(world, folder, work if world.rank == 0 else lambda: None)[0]
+
+
 def _reason(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 import uuid
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fleetx.comm.world import World
 from fleetx.engine.checkpoint import manifest, tensor_file
 from fleetx.engine.checkpoint.hashing_file import Written
 from fleetx.engine.checkpoint.snapshot import Piece, Snapshot, first_not_finite
-from fleetx.engine.checkpoint.together import together
+from fleetx.engine.checkpoint.together import on_first, together
 from fleetx.errors import CheckpointError, UsageError
 
 SAVING = ".saving"  # suffix of a folder that is being written
@@ -41,10 +41,7 @@ def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool =
 
     only_finite: leave no checkpoint if there is one.
     """
-    token = uuid.uuid4().hex[:8] if world.rank == 0 else ""
-    made = partial(_begin, folder, token) if world.rank == 0 else lambda: None
-    token = together(world, folder, made)[0]
-    temporary = _temporary(folder, token)
+    temporary = folder.with_name(on_first(world, folder, lambda: _begin(folder)))
     try:
         described = together(world, folder, lambda: _describe(snapshot, temporary, world))
         writers = _share_out(described)
@@ -55,8 +52,7 @@ def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool =
             if world.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             return poisoned
-        last = (lambda: _commit(snapshot, folder, temporary, described, writers, files)) if world.rank == 0 else None
-        together(world, folder, last or (lambda: None))
+        on_first(world, folder, lambda: _commit(snapshot, folder, temporary, described, writers, files))
         return poisoned
     except BaseException:
         if world.rank == 0:
@@ -64,17 +60,15 @@ def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool =
         raise
 
 
-def _temporary(folder: Path, token: str) -> Path:
-    return folder.with_name(f".{folder.name}.{token}{SAVING}")
-
-
-def _begin(folder: Path, token: str) -> str:
+def _begin(folder: Path) -> str:
+    """Make the folder to write into, and return its name."""
     _check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{_literal(folder.name)}.????????{SAVING}"):  # of runs that were killed
         shutil.rmtree(left, ignore_errors=True)
-    _temporary(folder, token).mkdir(OURS)
-    return token
+    made = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}{SAVING}")
+    made.mkdir(OURS)
+    return made.name
 
 
 def _check_place(folder: Path) -> None:
