@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
+from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
@@ -273,8 +274,10 @@ class Engine(Windows):
         step, self.updated, self.finite = self.step, False, True
         if self._watching or (self.weights.used and self._tapping):
             self.gradients.check_before_step(tapped=step.tapped)
-        taps.check_called(self._called or not self._calls[Stage.FORWARD] or not self.gradients.any)
-        taps.check_reached(not self.layout.reduced or not step.called or step.backward != -1 or self.gradients.any)
+        if self._calls[Stage.FORWARD] and not self._called and self.gradients.any:
+            raise UsageError(taps.NOT_CALLED)
+        if self.layout.reduced and step.called and step.backward == -1 and not self.gradients.any:
+            warn(taps.NOT_REACHED)
         opens = self.opens()
         self.merged += not step.flushing
         if opens and not step.tapped and self._calls[Stage.GATE]:

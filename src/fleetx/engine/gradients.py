@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fleetx.base import seams
 from fleetx.comm.world import World
 from fleetx.engine.dtensors import local, shard_of
+from fleetx.engine.graph import after_backward
 from fleetx.errors import UsageError
 from fleetx.strategy.stage import Fact
 
@@ -131,8 +132,7 @@ class Gradients:
     # --- between backward and step ----------------------------------------------------------------
     def watch(self) -> None:
         """Called inside a backward: remember the gradients that it leaves."""
-        # Queued from a callback, so that it runs after the callback in which DDP finishes its reduction.
-        _at_end_of_backward(lambda: _at_end_of_backward(self.look))
+        after_backward(self.look)
 
     def look(self) -> None:
         self._seen = _Seen(self.params())
@@ -294,7 +294,3 @@ def _versions(grads: list[Tensor | None]) -> list[int | None]:
 def _marked(p: nn.Parameter) -> tuple[nn.Parameter, int, int] | None:
     """Identity and version of a gradient."""
     return None if p.grad is None else (p, id(p.grad), seams.version(p.grad))
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    seams.backward_engine.queue_callback(call)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.base import seams
+
 Node = Any
 _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 
@@ -67,3 +69,9 @@ def all_before(starts: Iterable[Node], wanted: Collection[Node]) -> bool:
         if not missing:
             return True
     return not missing
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """When the running backward has ended, and DDP has finished its reduction in a callback of its own."""
+    queue = seams.backward_engine.queue_callback
+    queue(lambda: queue(call))

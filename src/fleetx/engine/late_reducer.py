@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from fleetx.base.trees import as_real
+from fleetx.comm.averaging import pack, views
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket
 from fleetx.engine.dtensors import local, shard_of
@@ -45,13 +46,11 @@ class LateReducer:
         for index, group in enumerate(self._buckets(params)):
             grads = [_gradient(p) for p in group]
             real = [as_real(g) for g in grads]
-            sizes = [g.numel() for g in real]
-            flat = torch.cat([g.reshape(-1) for g in real])
-            views = [v.view_as(g) for g, v in zip(real, flat.split(sizes), strict=True)]
-            if sum(sizes):  # a rank may have nothing of parameters that others have
-                flat = reduce(Bucket(flat, views, [self._names[p] for p in group], index)).wait()
-            for p, grad, g, v in zip(group, grads, real, flat.split(sizes), strict=True):
-                g.copy_(v.view_as(g))
+            flat = pack(real)
+            if len(flat):  # a rank may have nothing of parameters that others have
+                flat = reduce(Bucket(flat, views(flat, real), [self._names[p] for p in group], index)).wait()
+            for p, grad, g, v in zip(group, grads, real, views(flat, real), strict=True):
+                g.copy_(v)
                 p.grad = shard_of(p, grad)
 
     def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -25,6 +25,7 @@ from fleetx.comm import peers
 from fleetx.comm.world import World, listed
 from fleetx.engine.context import Bucket
 from fleetx.engine.gradients import Gradients
+from fleetx.engine.graph import after_backward
 from fleetx.engine.guests import Places, Wrappers, check_known
 from fleetx.engine.late_reducer import LateReducer, Reduce
 from fleetx.errors import UsageError
@@ -32,16 +33,7 @@ from fleetx.errors import UsageError
 _FROZEN_ALIKE = "set requires_grad of the same parameters on every rank, in the same step"
 
 
-class Trainable(tuple[nn.Parameter, ...]):
-    """Parameters, asked all at once whether they are trained: this is done for every reduction."""
-
-    _asked = attrgetter("requires_grad")
-
-    def all(self) -> bool:
-        return all(map(type(self)._asked, self))
-
-    def any(self) -> bool:
-        return any(map(type(self)._asked, self))
+_trains = attrgetter("requires_grad")  # asked of all parameters for every reduction, so not in a loop of Python
 
 
 class Reducer(LateReducer):
@@ -69,13 +61,13 @@ class Reducer(LateReducer):
         """For the parameters that are trained now. With `first`, every rank takes over the model of rank 0."""
         model = self._model()
         assert model is not None  # it is calling
-        self._trained = Trainable(p for p in self._names if p.requires_grad)
-        self._frozen = Trainable(p for p in self._names if not p.requires_grad)
+        self._trained = [p for p in self._names if p.requires_grad]
+        self._frozen = [p for p in self._names if not p.requires_grad]
         self._prepared, self._rebuilt = False, False
         self._noted = False  # does DDP know which parameters earlier steps of the window have used?
         self.order = None
         self._restores: tuple[list[str] | None] | None = None  # an order to go back to before the next reduction
-        device = next(iter(self._trained)).device
+        device = self._trained[0].device
         with _without_buffers(model), Wrappers.ours():
             self.ddp = DistributedDataParallel(
                 model,
@@ -95,7 +87,7 @@ class Reducer(LateReducer):
 
         One rank alone may call a forward, so this does not communicate; `agree` does, in the next backward.
         """
-        if self._trained.all() and not self._frozen.any():
+        if all(map(_trains, self._trained)) and not any(map(_trains, self._frozen)):
             return
         check_known(self._model(), self._names)
         if any(p.requires_grad for p in self._names):  # else no backward reaches any, as in a generator's step
@@ -139,9 +131,7 @@ class Reducer(LateReducer):
             self.agree()
         self._prepared = False
         if not self._rebuilt and not self._finds_unused:  # with it, DDP never does
-            # Queued from a callback, so that it runs after the callback in which DDP finishes its reduction.
-            queue = seams.backward_engine.queue_callback
-            queue(lambda: queue(self._rebuild))
+            after_backward(self._rebuild)
 
     def _rebuild(self) -> None:
         """After the first backward, DDP once reorders its buckets and moves the gradients into them.
@@ -210,12 +200,19 @@ class Reducer(LateReducer):
 
     def _prepare(self, outputs: list[Tensor]) -> None:
         self._follow()
-        with _in_plain_words():
+        try:
             seams.check_reducer_finalized(self.ddp)
             if self._finds_unused and not self._noted:
                 self._note_used()
             self.ddp.reducer.prepare_for_forward()
             self.ddp.reducer.prepare_for_backward(outputs if self._finds_unused else [])
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):  # DDP's message is about an argument of its constructor
+                raise
+            raise UsageError(
+                "the previous backward did not finish its reduction between ranks, because it failed or because a "
+                "parameter got no gradient: restart from a checkpoint"
+            ) from error
         self._prepared = True
 
     def _note_used(self) -> None:
@@ -296,17 +293,3 @@ def _as_parameters(buffer: Tensor, params: list[Tensor]) -> list[Tensor]:
         out.append(piece.as_strided(p.shape, p.stride()) if dense else piece.view(p.shape))
         offset += p.numel()
     return out
-
-
-@contextmanager
-def _in_plain_words() -> Iterator[None]:
-    """DDP's own message is about an argument of its constructor, not about what happened."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "finished reduction" not in str(error):
-            raise
-        raise UsageError(
-            "the previous backward did not finish its reduction between ranks, because it failed or because a "
-            "parameter got no gradient: restart from a checkpoint"
-        ) from error

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.base import seams
-from fleetx.base.user_line import warn
 from fleetx.engine import graph
 from fleetx.errors import UsageError
 
@@ -92,26 +91,6 @@ def check_beside(taps: Call, names: Mapping[nn.Parameter, str], *, scaled: bool,
         )
 
 
-def check_called(called: bool) -> None:
-    """Before a step: was the model called, or is there nothing that must act on its forward?"""
-    if not called:
-        raise UsageError(
-            "these gradients did not come from model(x), which was never called, so the strategy did not act on the "
-            "forward: call the model itself, not model.forward(x) or one of its modules"
-        )
-
-
-def check_reached(reached: bool) -> None:
-    """Before a step on shards: did a backward follow the forward, or is there a gradient?"""
-    if not reached:
-        warn(
-            "optimizer.step() found no gradient, although the model was called. Under sharding, backward(inputs=...), "
-            "torch.autograd.grad, and tensors that the model returned inside an object other than tuples, dicts and "
-            "dataclasses do not reach parameters: call loss.backward(), and requires_grad_(False) on what must not be "
-            "trained"
-        )
-
-
 def reaches(params: Iterable[Tensor]) -> bool | None:
     """Does the running backward reach any parameter? Not in torch.func, nor in torch.autograd.grad for inputs.
 
@@ -127,6 +106,17 @@ def reaches(params: Iterable[Tensor]) -> bool | None:
             raise
         return None
 
+
+NOT_CALLED = (
+    "these gradients did not come from model(x), which was never called, so the strategy did not act on the forward: "
+    "call the model itself, not model.forward(x) or one of its modules"
+)
+
+NOT_REACHED = (
+    "optimizer.step() found no gradient, although the model was called. Under sharding, backward(inputs=...), "
+    "torch.autograd.grad, and tensors that the model returned inside an object other than tuples, dicts and "
+    "dataclasses do not reach parameters: call loss.backward(), and requires_grad_(False) on what must not be trained"
+)
 
 PENALTY = (
     "this loss contains a gradient made with create_graph=True, so only part of it would be scaled: call "
