@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # Offset of tcpi_bytes_sent in Linux' struct tcp_info; tcpi_bytes_retrans, those that were sent again, follows.
@@ -39,17 +39,13 @@ def parent_alive(pid: int, file: int | None) -> bool:
 
 def stopped(pid: int) -> bool:
     """By a signal, or by a debugger."""
-    for text in _read(f"/proc/{pid}/stat"):
-        return text.rpartition(")")[2].split()[0] in ("T", "t")
-    return False
+    return _stat(pid)[:1] in (["T"], ["t"])
 
 
 def cpu_seconds(pid: int) -> float | None:
     """That the process has computed, in all of its threads."""
-    for text in _read(f"/proc/{pid}/stat"):
-        user, system = text.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return None
+    user_and_system = _stat(pid)[11:13]
+    return sum(map(int, user_and_system)) / os.sysconf("SC_CLK_TCK") if user_and_system else None
 
 
 def queued(pid: int) -> bool:
@@ -59,9 +55,8 @@ def queued(pid: int) -> bool:
 
 def memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory."""
-    for text in _read("/proc/vmstat"):
-        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
-    return 0
+    lines = _read("/proc/vmstat").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def listening(pid: int) -> list[int]:
@@ -127,19 +122,23 @@ def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
             files[target[8:-1]] = int(name)
     found = []
     for table in ("tcp", "tcp6"):
-        for text in _read(f"/proc/{pid}/net/{table}"):
-            for line in text.splitlines()[1:]:
-                fields = line.split()
-                if fields[9] in files:
-                    (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
-                    found.append((files[fields[9]], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
+        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in files:
+                (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
+                found.append((files[fields[9]], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
     return found
 
 
-def _read(path: str) -> Iterator[str]:
-    """The text of a file, if it can be read."""
+def _stat(pid: int) -> list[str]:
+    """What the kernel says about a process, from its state on."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _read(path: str) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
         with open(path) as file:
-            yield file.read()
+            return file.read()
     except OSError:
-        return
+        return ""

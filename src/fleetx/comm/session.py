@@ -62,19 +62,18 @@ class Session:
         run: the training whose batch enters the model, or whose step is done.
         """
         self.inside += inside
-        if self.recorder is not None:
-            self.recorder.mark(doing, run)
-        if self.peers is not None:
-            self.peers.mark(self.progress, self.steps, doing)
-            self.peers.check()
+        self._show(doing, self.steps, run)
 
     def begin_step(self) -> None:
         """optimizer.step() begins."""
         self.steps, self.inside = self.steps + 1, 0
+        self._show("optimizer.step", self.steps - 1, None)
+
+    def _show(self, doing: str, steps: int, run: Any) -> None:
         if self.recorder is not None:
-            self.recorder.mark("optimizer.step")
+            self.recorder.mark(doing, run)
         if self.peers is not None:
-            self.peers.mark(self.progress, self.steps - 1, "optimizer.step")
+            self.peers.mark(self.progress, steps, doing)
             self.peers.check()
 
     def gradient(self, run: Any) -> None:

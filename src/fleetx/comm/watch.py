@@ -125,14 +125,9 @@ class Watch:
             self._judge(message["verdict"])
         elif "waiting" in message:
             self.waiting = message["waiting"]
-            doing = f"in {self.doing}" if self.doing else ""
-            text = alarm.late(self.waiting, here=self.rank, doing=doing)
-            limit = self._world.timeout.total_seconds()
-            print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
+            self._warn(alarm.late(self.waiting, here=self.rank, doing=f"in {self.doing}" if self.doing else ""))
         elif "standstill" in message:
-            text = alarm.standstill(message["standstill"], message["seconds"])
-            limit = self._world.timeout.total_seconds()
-            print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
+            self._warn(alarm.standstill(message["standstill"], message["seconds"]))
         elif "left" in message:
             with self._arrived:
                 self.left[message["left"]] = message["updates"]
@@ -147,13 +142,21 @@ class Watch:
         elif "table" in message:
             self.table = {int(rank): progress for rank, progress in message["table"].items()}
         elif "where" in message:
-            frame = sys._current_frames().get(self._main.ident or 0)
+            frame = self._frame()
             self._lines.send({"at": _line(frame), "waits": _place(frame) is not None})
         elif "failed" in message:
             raise WorldError(
                 f"the watcher of rank {self.rank} does not run: {message['failed']}. Open the network between the "
                 f"hosts (`fleetx doctor`), or set {SWITCH}=0 to train without"
             )
+
+    def _frame(self) -> FrameType | None:
+        """Of the main thread."""
+        return sys._current_frames().get(self._main.ident or 0)
+
+    def _warn(self, text: str) -> None:
+        limit = self._world.timeout.total_seconds()
+        print(f"fleetx: {text}. A collective gives up after {limit:.0f} s", file=sys.stderr, flush=True)
 
     def _judge(self, verdict: dict[str, Any]) -> None:
         if self.ended:
@@ -168,12 +171,12 @@ class Watch:
     def _insist(self, grace: float) -> None:
         """End this process if the main thread waits for the lost rank where no error can reach it."""
         while not self.told.wait(grace):
-            before = _place(sys._current_frames().get(self._main.ident or 0))
+            before = _place(self._frame())
             if before is None:  # it does something else, and will find out when it communicates
                 continue
             if self.told.wait(min(grace, 1.0)) or self.ended:
                 return
-            if _place(sys._current_frames().get(self._main.ident or 0)) == before:
+            if _place(self._frame()) == before:
                 text = f"WorldError: {self.explained()}"
                 print(f"fleetx: {text}", file=sys.stderr, flush=True)
                 _write_down(text, follows=self.verdict is not None and self.verdict["how"] != "unwatched")
