@@ -24,7 +24,7 @@ from fleetx.comm.session import current
 from fleetx.data.arrays import ArraySource
 from fleetx.data.loader import Loader
 from fleetx.data.sharding_plan import MaxSamples
-from fleetx.engine.checkpoint import claim
+from fleetx.engine.checkpoint import folders
 from fleetx.engine.checkpoint.background import NICE
 from fleetx.engine.dtensors import local
 from rank_pool import forks
@@ -168,12 +168,12 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(tm
     first = context.Process(target=hold, args=(tmp_path, ready, done))
     first.start()
     assert ready.wait(60)
-    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    monkeypatch.setattr(folders, "PATIENCE", 0.2)
     build({})
     with pytest.raises(UsageError, match="another run uses the checkpoints in"):
         fleet.checkpoints(tmp_path, every=1)
     assert names(tmp_path) == []
-    monkeypatch.setattr(claim, "PATIENCE", 60)
+    monkeypatch.setattr(folders, "PATIENCE", 60)
     os.kill(first.pid, signal.SIGKILL)  # the kernel gives the folder back
     with fleet.checkpoints(tmp_path, every=1) as checkpoints:
         again = fleet.checkpoints(tmp_path, every=1)  # one process may have it twice

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fleetx.base.module_names import plain_name
@@ -18,8 +19,6 @@ from fleetx.engine import layout
 from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.loss_weights import LossWeights
-from fleetx.engine.rates import Rates
-from fleetx.engine.step_norm import StepNorm
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import Part
 
@@ -56,6 +55,64 @@ class Step:
 
     def next(self) -> Step:
         return Step(loss=self.loss)
+
+
+class Rates:
+    """Scales the learning rates of all groups in one update, and restores them bit for bit, for the schedulers."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._before: list[tuple[dict[str, Any], float | Tensor]] = []
+        self.factor = 1.0  # of every update
+
+    def scale(self, factor: float) -> None:
+        """Until `restore`, which the engine calls after the update."""
+        for group in self._optimizer.param_groups:
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                self._before.append((group, rate.clone()))
+                rate.mul_(factor)  # in place, because a captured or compiled step reads this tensor
+            else:
+                self._before.append((group, rate))
+                group["lr"] = rate * factor
+
+    def restore(self) -> None:
+        while self._before:
+            group, rate = self._before.pop()
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+
+
+class StepNorm:
+    """The norm of one step's gradient on this rank, before it is merged or reduced. It stays on the device.
+
+    Measured where a part asks for it: if a round merges steps, on the gradient of its first step, which the gate
+    withholds, and otherwise on what the buckets of the reduction hold before they are sent.
+    """
+
+    def __init__(self) -> None:
+        self.every = 0  # rounds between two measurements; 0: no part asks
+        self.square: Tensor | None = None  # of the current round
+        self.backwards = 0  # in the current round
+
+    def due(self, round: int) -> bool:
+        return self.every > 0 and round % self.every == 0
+
+    @torch.no_grad()
+    def add(self, grads: list[Tensor], factor: float) -> None:
+        """More of the gradient, which is still multiplied by this factor."""
+        square = get_total_norm(grads).double().square() / factor**2
+        self.square = square if self.square is None else self.square + square
+
+    def begin_backward(self) -> None:
+        """The buckets of several backwards in one step do not add up to a gradient."""
+        self.backwards += 1
+        self.square = None
+
+    def end_round(self) -> None:
+        self.square, self.backwards = None, 0
 
 
 class Run:

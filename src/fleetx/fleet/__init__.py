@@ -26,8 +26,7 @@ from fleetx.fleet.agreement import check_strategy, check_training, check_version
 from fleetx.fleet.auto import BatchPlan, planned, watch_feed
 from fleetx.fleet.averaging import averaged
 from fleetx.fleet.branching import branched
-from fleetx.fleet.join import join
-from fleetx.fleet.loading import loader
+from fleetx.fleet.loading import join, loader
 from fleetx.fleet.noise import NoiseEstimate, noise_scale, trust_ratios
 from fleetx.fleet.recording import attach, log, progress, record
 from fleetx.fleet.reductions import all_reduce, metrics

@@ -8,8 +8,7 @@ chunks.py          any region of a tensor, from the pieces it was saved in
 loop.py            `fleet.checkpoints`
 term.py            SIGTERM
 branch.py          the same for a short run of `fleetx batch`
-folders.py         the checkpoints under a root
-claim.py           a root belongs to one run at a time
+folders.py         the checkpoints under a root, which belongs to one run at a time
 back.py            back to the last checkpoint when the numbers went wrong
 background.py      saving in another thread
 export.py          `fleet.export`

@@ -20,7 +20,6 @@ from fleetx.comm.session import current
 from fleetx.engine.checkpoint import folders
 from fleetx.engine.checkpoint.back import Back
 from fleetx.engine.checkpoint.background import Saver
-from fleetx.engine.checkpoint.claim import claim, release
 from fleetx.engine.checkpoint.read import read as load
 from fleetx.engine.checkpoint.snapshot import Extras, pieces, take
 from fleetx.engine.checkpoint.term import STOPPED, Term
@@ -180,7 +179,7 @@ class Checkpoints:
 
     def _claimed(self) -> str:
         self._root.mkdir(parents=True, exist_ok=True)
-        self._release = weakref.finalize(self, release, claim(self._root))
+        self._release = weakref.finalize(self, folders.release, folders.claim(self._root))
         return folders.try_out(self._root)
 
     def _go_back(self) -> None:

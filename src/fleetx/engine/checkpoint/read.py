@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,35 +19,18 @@ from torch import Tensor
 
 from fleetx.base.files import stepped_aside
 from fleetx.base.module_names import plain_name
+from fleetx.base.trees import as_real
 from fleetx.base.user_line import warn
 from fleetx.comm.world import World
 from fleetx.engine import state as engine_state
-from fleetx.engine.checkpoint import manifest, random_states, tree
+from fleetx.engine.checkpoint import manifest, random_states, snapshot, tree
 from fleetx.engine.checkpoint.chunks import Chunks
-from fleetx.engine.checkpoint.manifest import (
-    INDEX,
-    TRAINING,
-    Clock,
-    Index,
-    Manifest,
-    RankState,
-    SavedTraining,
-    WindowStart,
-    rank_json,
-)
-from fleetx.engine.checkpoint.own_state import taken_over
+from fleetx.engine.checkpoint.manifest import SavedTraining
 from fleetx.engine.checkpoint.restore import Checked, check_optimizer, no_tensor, restore
-from fleetx.engine.checkpoint.snapshot import (
-    Extras,
-    extra_states,
-    held,
-    layout,
-    params,
-    per_parameter,
-    piece,
-)
+from fleetx.engine.checkpoint.snapshot import Extras, Piece, Region
 from fleetx.engine.checkpoint.together import together
 from fleetx.engine.engine import Engine
+from fleetx.engine.run import key_of
 from fleetx.errors import CheckpointError, FleetxError, UsageError
 
 
@@ -60,9 +44,9 @@ def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
     return found[0].training
 
 
-def verify(folder: Path, world: World) -> Manifest:
+def verify(folder: Path, world: World) -> manifest.Manifest:
     """Raise an error on every rank if a file is missing or has changed."""
-    found: list[Manifest] = []
+    found: list[manifest.Manifest] = []
 
     def check() -> None:
         found.append(manifest.read(folder))
@@ -75,7 +59,7 @@ def verify(folder: Path, world: World) -> Manifest:
 
 def described(folder: Path) -> SavedTraining:
     """What the ranks of a checkpoint had in common. Its files must have been checked."""
-    return manifest.parsed(SavedTraining, place_of(folder), TRAINING)
+    return manifest.parsed(SavedTraining, place_of(folder), manifest.TRAINING)
 
 
 def place_of(folder: Path) -> Path:
@@ -86,9 +70,9 @@ def place_of(folder: Path) -> Path:
 
 # --- checks ---------------------------------------------------------------------------------------
 def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
-    training = manifest.parsed(SavedTraining, folder, TRAINING)
-    chunks = Chunks(folder, manifest.parsed(Index, folder, INDEX), training.ranks)
-    same = training.layout == layout(engine) and training.ranks == engine.world.size
+    training = manifest.parsed(SavedTraining, folder, manifest.TRAINING)
+    chunks = Chunks(folder, manifest.parsed(manifest.Index, folder, manifest.INDEX), training.ranks)
+    same = training.layout == snapshot.layout(engine) and training.ranks == engine.world.size
     rank = engine.world.rank if same else 0
     state = _state_of(folder, chunks, rank)
     if not same:
@@ -99,15 +83,15 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
         state["fleetx"].pop("order", None)
         with _said(folder):
             saved_by = [s["fleetx"]["parts"] for s in (state, *others)]
-            state["fleetx"]["parts"] = taken_over(engine, chunks, saved_by)
-    with _said(folder / rank_json(rank)):
+            state["fleetx"]["parts"] = _taken_over(engine, chunks, saved_by)
+    with _said(folder / manifest.rank_json(rank)):
         saved = engine_state.checked(engine, state["fleetx"], own=same)
     _check_model(engine, chunks)
     _check_modules(engine, state["modules"])
     _check_parts(engine, chunks)
-    with _said(folder / INDEX):
+    with _said(folder / manifest.INDEX):
         check_optimizer(chunks)
-    with _said(folder / TRAINING):
+    with _said(folder / manifest.TRAINING):
         _check_groups(engine, training)
     for name in ("scheduler", "loader"):
         given = getattr(extras, name) is not None
@@ -137,8 +121,8 @@ def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTrainin
 
 def _state_of(folder: Path, chunks: Chunks, rank: int, *, copy: bool = True) -> dict[str, Any]:
     """copy: the tensors; otherwise they are views into the file."""
-    document = manifest.parsed(RankState, folder, rank_json(rank))
-    path = folder / rank_json(rank)
+    document = manifest.parsed(manifest.RankState, folder, manifest.rank_json(rank))
+    path = folder / manifest.rank_json(rank)
     if document.rank != rank:
         raise CheckpointError(path, f"belongs to rank {document.rank}")
 
@@ -150,9 +134,9 @@ def _state_of(folder: Path, chunks: Chunks, rank: int, *, copy: bool = True) -> 
 
     with _said(path):
         state = {key: tree.decode(value, tensor) for key, value in document.model_dump().items()}
-        manifest.checked(Clock, path, state["fleetx"])
+        manifest.checked(manifest.Clock, path, state["fleetx"])
         if state["boundary"] is not None:
-            manifest.checked(WindowStart, path, state["boundary"])
+            manifest.checked(manifest.WindowStart, path, state["boundary"])
         random_states.check(state["random"])
     return state
 
@@ -186,7 +170,7 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _check_model(engine: Engine, chunks: Chunks) -> None:
-    mine = held(engine)
+    mine = snapshot.held(engine)
     if missing := sorted(name for name in mine if f"model.{name}" not in chunks):
         raise UsageError(f"the checkpoint does not have {', '.join(missing[:5])}: is it from another model?")
     known = {f"model.{plain_name(n)}" for n in (*engine.names.values(), *dict(engine.model.named_buffers()))}
@@ -195,7 +179,7 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
         raise UsageError(f"the checkpoint has {', '.join(strange[:5])}, which the model lacks: is it from another one?")
     for name, t in mine.items():
         dtype, shape, _ = chunks.described(f"model.{name}")
-        here = piece(t)
+        here = snapshot.piece(t)
         if shape != here.whole or dtype is not here.tensor.dtype:
             raise UsageError(
                 f"{name} is {dtype} {list(shape)} in the checkpoint and {here.tensor.dtype} {list(here.whole)} in the "
@@ -205,15 +189,15 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
 
 def _check_modules(engine: Engine, saved: dict[str, Any]) -> None:
     """What modules keep besides tensors (get_extra_state)."""
-    if odd := sorted(saved.keys() ^ extra_states(engine).keys()):
+    if odd := sorted(saved.keys() ^ snapshot.extra_states(engine).keys()):
         where = "the checkpoint" if odd[0] in saved else "the model"
         raise UsageError(f"only {where} has an extra state of {odd[0]!r}: build the model as in the saved run")
 
 
 def _check_parts(engine: Engine, chunks: Chunks) -> None:
-    for name, p in params(engine).items():
-        for start in per_parameter(engine):
-            whole = piece(p).whole
+    for name, p in snapshot.params(engine).items():
+        for start in snapshot.per_parameter(engine):
+            whole = snapshot.piece(p).whole
             if start + name in chunks and chunks.described(start + name)[1] != whole:
                 raise UsageError(f"{start + name} in the checkpoint does not have the shape {list(whole)} of {name}")
 
@@ -241,3 +225,43 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
         return "number"
     return "tuple" if isinstance(value, tuple) else ""
+
+
+# --- what each rank has kept for itself of every parameter, for other ranks than those that saved ---
+def _taken_over(engine: Engine, chunks: Chunks, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of the parts, given those of each rank that saved."""
+    found: dict[str, Any] = dict(states[0])
+    for part in engine.plan.parts:
+        if (key := key_of(part)) not in found:
+            continue
+        own = [state[key] for state in states]
+        found[key] = part.for_other_ranks(own)
+        for kept in part.own_per_parameter:
+            if any(kept in one for one in own):
+                found[key] = found[key] | {kept: _mean_of(engine, chunks, [one.get(kept, {}) for one in own])}
+    return found
+
+
+def _mean_of(engine: Engine, chunks: Chunks, kept: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    here = {name: snapshot.piece(t) for name, t in snapshot.held(engine).items()}
+    names = dict.fromkeys(name for one in kept for name in one if name in here and f"model.{name}" in chunks)
+    return {
+        name: _piece(here[name], chunks.regions(f"model.{name}"), [one.get(name) for one in kept]) for name in names
+    }
+
+
+def _piece(here: Piece, regions: Mapping[int, Region], kept: Sequence[Tensor | None]) -> Tensor:
+    """A rank that has kept nothing counts as zero."""
+    total = torch.zeros(here.whole, dtype=torch.float64)
+    count = Counter(regions.values())
+    for rank, t in enumerate(kept):
+        if t is not None and rank in regions:
+            region = regions[rank]
+            total[_slices(region)] += as_real(t).reshape(region[1]).double() / count[region]
+    dtype = next(t for t in kept if t is not None).dtype
+    mine = total[_slices(here.region)]
+    return torch.view_as_complex(mine.contiguous()).to(dtype) if dtype.is_complex else mine.to(dtype)
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(*region, strict=True))

@@ -10,20 +10,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fleetx.engine import state as engine_state
-from fleetx.engine.checkpoint import random_states, tree
+from fleetx.engine.checkpoint import random_states, snapshot, tree
 from fleetx.engine.checkpoint.chunks import Chunks
 from fleetx.engine.checkpoint.manifest import SavedTraining
-from fleetx.engine.checkpoint.snapshot import (
-    NONE,
-    NUMBER,
-    Extras,
-    extra_states,
-    held,
-    key_of_spelled,
-    params,
-    per_parameter,
-    piece,
-)
+from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras
 from fleetx.engine.dtensors import local
 from fleetx.engine.engine import Engine
 from fleetx.errors import FleetxError, UsageError
@@ -46,9 +36,9 @@ def restore(engine: Engine, found: Checked, extras: Extras) -> None:
     for name in ("scheduler", "loader"):  # first, because objects of the user may refuse
         if (owner := getattr(extras, name)) is not None:
             _give_back(name, owner, state[name])
-    for name, (module, _) in extra_states(engine).items():
+    for name, (module, _) in snapshot.extra_states(engine).items():
         _give_back(name or "the model", module, state["modules"][name])
-    for name, t in held(engine).items():
+    for name, t in snapshot.held(engine).items():
         mean = t.is_floating_point() and name in engine.names.values()
         _copy(found.chunks, f"model.{name}", t, rank, mean)
     _restore_optimizer(engine, found, rank)
@@ -83,7 +73,7 @@ def _strange(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
 
 
 def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) -> None:
-    mine = piece(t)
+    mine = snapshot.piece(t)
     if mine.tensor.numel():
         chunks.read(name, mine.region, mine.tensor, rank=rank, mean=mean)
 
@@ -99,7 +89,7 @@ def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None
                 group[key] = value
     optimizer.state.clear()
     keys = _keys(chunks)
-    for name, p in params(engine).items():
+    for name, p in snapshot.params(engine).items():
         saved_as = {_plain(key): f"optimizer.{name}.{key}" for key in keys.get(name, [])}
         mine = {key: full for key, full in saved_as.items() if not chunks.lacked(full, name, rank)}
         if values := {key: _value(chunks, full, p, rank) for key, full in mine.items()}:
@@ -133,14 +123,14 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
     """What parts keep for each parameter."""
-    for start, (part, key) in per_parameter(engine).items():
-        saved = {n: p for n, p in params(engine).items() if start + n in found.chunks}
+    for start, (part, key) in snapshot.per_parameter(engine).items():
+        saved = {n: p for n, p in snapshot.params(engine).items() if start + n in found.chunks}
         saved = {n: p for n, p in saved.items() if not found.chunks.lacked(start + n, n, rank)}
         engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, rank)) for n, p in saved.items()}
 
 
 def _plain(key: str) -> Any:
-    return key_of_spelled(key.removesuffix(NUMBER).removesuffix(NONE))
+    return snapshot.key_of_spelled(key.removesuffix(NUMBER).removesuffix(NONE))
 
 
 def _value(chunks: Chunks, full: str, p: Tensor, rank: int | None) -> Any:
