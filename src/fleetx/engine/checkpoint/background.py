@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,19 +31,18 @@ class Saver:
         if asynchronous:  # its collectives must not mix with those of the training
             self._world = replace(world, members=world.group() if world.size > 1 else None, device=torch.device("cpu"))
         self._staging: dict[str, Tensor] = {}  # reused, because new memory is slow to touch
-        self._room: threading.Thread | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fleetx-checkpoint")
+        self._room: Future[None] | None = None
+        self._saving: Future[None] | None = None
 
     @property
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def make_room(self, pieces: Mapping[str, Piece]) -> None:
         """Get the memory for the copies ahead of the first save: to touch it takes longer than to copy."""
         if self._asynchronous:
-            self._room = threading.Thread(target=self._touch, args=(dict(pieces),), name="fleetx-checkpoint")
-            self._room.start()
+            self._room = self._thread.submit(self._touch, dict(pieces))
 
     def _touch(self, pieces: dict[str, Piece]) -> None:
         for name, piece in pieces.items():
@@ -55,8 +55,7 @@ class Saver:
             done(write(snapshot, folder, self._world, only_finite=True))
             return
         self._stage(snapshot)
-        self._thread = threading.Thread(target=self._run, args=(snapshot, folder, done), name="fleetx-checkpoint")
-        self._thread.start()
+        self._saving = self._thread.submit(self._run, snapshot, folder, done)
 
     def _run(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
         if sys.platform == "linux":  # where every thread has a priority of its own
@@ -66,11 +65,11 @@ class Saver:
             done(write(snapshot, folder, self._world, only_finite=True))
         except BaseException as error:
             log.error("saving %s in the background failed: %s", folder, error)
-            self._failure = error
+            raise
 
     def _stage(self, snapshot: Snapshot) -> None:
         if self._room is not None:
-            self._room.join()
+            self._room.result()
         for name, piece in snapshot.pieces.items():
             snapshot.pieces[name] = replace(piece, tensor=self._copied(name, piece.tensor))
         snapshot.own = {name: self._copied(name, t) for name, t in snapshot.own.items()}
@@ -83,12 +82,10 @@ class Saver:
 
     def check(self) -> None:
         """Raise the failure of a save in the background."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        if not self.busy:
+            self.wait()
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()

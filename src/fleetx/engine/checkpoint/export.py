@@ -95,27 +95,22 @@ def _begin(temporary: Path, header: bytes, total: int) -> None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], places: dict[str, list[int]]) -> None:
-    fd = os.open(path, os.O_WRONLY)
     try:
-        for name, t in tensors.items():
-            mine = piece(t)
-            if list(mine.tensor.shape[1:]) != list(mine.whole[1:]):
-                raise UsageError(f"fleet.export cannot write {name}, which is not divided along its first dimension")
-            row = mine.tensor.element_size() * torch.Size(mine.whole[1:]).numel()
-            for start in places[name]:
-                _write_at(fd, tensor_file.bytes_of(mine.tensor), start + row * (mine.offsets or (0,))[0])
-        os.fsync(fd)
+        with path.open("r+b") as file:
+            for name, t in tensors.items():
+                mine = piece(t)
+                if list(mine.tensor.shape[1:]) != list(mine.whole[1:]):
+                    why = "which is not divided along its first dimension"
+                    raise UsageError(f"fleet.export cannot write {name}, {why}")
+                row = mine.tensor.element_size() * torch.Size(mine.whole[1:]).numel()
+                for start in places[name]:
+                    file.seek(start + row * (mine.offsets or (0,))[0])
+                    file.write(tensor_file.bytes_of(mine.tensor))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-    finally:
-        os.close(fd)
-
-
-def _write_at(fd: int, data: memoryview, place: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], place + done)
 
 
 def _finish(engine: Engine, temporary: Path, folder: Path) -> None:
