@@ -28,7 +28,7 @@ from fleetx.fleet.averaging import averaged
 from fleetx.fleet.branching import branched
 from fleetx.fleet.loading import join, loader
 from fleetx.fleet.noise import NoiseEstimate, noise_scale, trust_ratios
-from fleetx.fleet.recording import attach, log, progress, record
+from fleetx.fleet.recording import attach, explained, log, progress, record
 from fleetx.fleet.reductions import all_reduce, metrics
 from fleetx.fleet.saving import checkpoints, export, keep_batch, latest, load, save
 from fleetx.fleet.workers import (
@@ -310,10 +310,7 @@ def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | N
     """What is applied, in which order, why, and what it costs. Print it."""
     if strategy is not None:
         return Explanation(_checked(strategy), strategy.plan(), current().world)
-    engine = _engine(model)
-    entry = current().entries[engine]
-    text = entry.batch_plan.text if entry.batch_plan else ""
-    return Explanation(entry.strategy, engine.plan, engine.world, engine, text)
+    return explained(current(), _engine(model))
 
 
 def batch(*, model: nn.Module | None = None) -> BatchPlan:

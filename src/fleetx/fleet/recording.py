@@ -101,11 +101,6 @@ def attach(session: Session, engine: Engine) -> None:
         prediction.arrange(recorder, engine)
 
 
-def _divided(engine: Engine) -> bool:
-    """Does no rank hold the whole model?"""
-    return engine.layout.shard_group is not None or bool(engine.layout.reduced) or not engine.taps
-
-
 def _environment() -> dict[str, Any]:
     versions = {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
@@ -125,6 +120,12 @@ def _launcher() -> list[str]:
         return []
 
 
+def explained(session: Session, engine: Engine) -> Explanation:
+    entry = session.entries[engine]
+    text = entry.batch_plan.text if entry.batch_plan else ""
+    return Explanation(entry.strategy, engine.plan, engine.world, engine, text)
+
+
 def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     entry = session.entries[engine]
     params = list(engine.names)
@@ -133,18 +134,16 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     kept = sum(part.keeps(params, engine.plan) for part in engine.plan.parts) * held // max(whole, 1)  # on this rank
     found = [part.predicted(engine.context_of(part)) for part in engine.plan.parts]
     predicted = max((p for p in found if p is not None), default=None)
-    text = entry.batch_plan.text if entry.batch_plan else ""
-    explained = Explanation(entry.strategy, engine.plan, engine.world, engine, text)
     line = {
         "name": type(engine.model).__name__, "replicas": engine.layout.replica_group.size, "window": engine.window(),
-        "strategy": entry.strategy.declared(), "explain": str(explained),
+        "strategy": entry.strategy.declared(), "explain": str(explained(session, engine)),
         "acts": [[stage.name, *told] for stage, *told in in_order(engine.plan, engine.layout.replica_group.size)],
         "parameters": sum(p.numel() for p in params),
         "bytes": {
             "parameters": held, "kept": kept,
             "gradients": sum(local(p).nbytes for p in here if p.requires_grad),
         },
-        "divided": _divided(engine),
+        "divided": engine.layout.shard_group is not None or engine.layout.reduced or not engine.taps,
     }  # fmt: skip
     return line if predicted is None else line | {"predicted": predicted}
 
