@@ -73,16 +73,12 @@ def place(found: dict[str, Any]) -> str:
 
 def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
     """A rank that others have been waiting for, but which is alive."""
-    who = f"{listed(waiting['late'])} ({waiting['host']})" if len(waiting["late"]) > 1 else f"rank {waiting['rank']}"
-    host = "" if len(waiting["late"]) > 1 else f" on {waiting['host']}"
+    host = waiting["host"]
+    who = f"{listed(waiting['late'])} ({host})" if len(waiting["late"]) > 1 else f"rank {waiting['rank']} on {host}"
+    seconds, where = f"{waiting['seconds']:.0f} s", place(waiting)
     if here in waiting["late"]:
-        return (
-            f"the other ranks have been waiting {waiting['seconds']:.0f} s for {who}{host}, which is {place(waiting)}"
-        )
-    return (
-        f"rank {here} has been waiting {waiting['seconds']:.0f} s {doing} for {who}{host}, which is alive, "
-        f"{place(waiting)}"
-    )
+        return f"the other ranks have been waiting {seconds} for {who}, which is {where}"
+    return f"rank {here} has been waiting {seconds} {doing} for {who}, which is alive, {where}"
 
 
 def standstill(places: list[dict[str, Any]], seconds: float) -> str:
