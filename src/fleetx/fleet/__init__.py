@@ -23,9 +23,8 @@ from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training, check_versions
-from fleetx.fleet.auto import BatchPlan, planned, watch_feed
+from fleetx.fleet.auto import BatchPlan, branched, planned, watch_feed
 from fleetx.fleet.averaging import averaged
-from fleetx.fleet.branching import branched
 from fleetx.fleet.loading import join, loader
 from fleetx.fleet.noise import NoiseEstimate, noise_scale, trust_ratios
 from fleetx.fleet.recording import attach, explained, log, progress, record

@@ -1,4 +1,4 @@
-"""`auto` and `batch` in the facade: the search when a model is distributed, and the check of every batch."""
+"""`auto`, `batch` and `fleetx batch` in the facade: what becomes of a strategy when a model is distributed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.base.branch_order import ordered
 from fleetx.comm import session
 from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
@@ -118,3 +119,19 @@ def watch_feed(engine: Engine, plan: BatchPlan) -> None:
         started = True
 
     engine.counts_feed, engine.check_feed = True, check
+
+
+def branched(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The strategy of a short run of `fleetx batch`, which merges more steps than the script says."""
+    order = ordered()
+    if order is None:
+        return strategy
+    if strategy.auto:
+        raise UsageError("fleetx batch changes gradient_merge, which `auto` chooses: load the strategy that auto wrote")
+    made = copy.deepcopy(strategy)
+    merge = dict(made.gradient_merge_configs) if made.gradient_merge else {}
+    if not merge.get("avg", True):
+        raise UsageError("fleetx batch needs the mean over merged steps: remove gradient_merge_configs['avg'] = False")
+    made.gradient_merge = {"k_steps": merge.get("k_steps", 1) * order.merge}
+    made.batch = False
+    return made
