@@ -101,6 +101,9 @@ def ranks_on_the_device():
         def after_forward(self, out, *, communicate):
             return out
 
+        def agree(self):
+            """Which parameters are trained is looked up at every reduction."""
+
         def begin_backward(self):
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(self._after_backward)

@@ -107,10 +107,6 @@ class Gradients:
                 "windows, or call fleet.flush() first"
             )
 
-    @property
-    def waiting(self) -> bool:
-        return bool(self._withheld)
-
     def withheld(self) -> list[nn.Parameter]:
         return [p for p, _ in self._withheld]
 
@@ -182,12 +178,6 @@ class Gradients:
                 "For a loss that reads parameters directly, use fleet.backward(loss)"
             )
         self._check_erased(raises=tapped)
-        self.check_untouched()
-        self.check_known()
-        self._loaded = False
-
-    def check_untouched(self) -> None:
-        """Before a step."""
         if self.touched():
             raise UsageError(
                 "a gradient was changed between backward() and step(), while it is still scaled or summed, or contains "
@@ -195,6 +185,8 @@ class Gradients:
                 "math.inf"
             )
         self._seen = None
+        self.check_known()
+        self._loaded = False
 
     def check_before_backward(self) -> None:
         """Before another backward: gradients may have been erased, unless they contained earlier steps."""

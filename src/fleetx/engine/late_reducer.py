@@ -28,9 +28,6 @@ class LateReducer:
     def restore_order(self, order: list[str] | None) -> None:
         """No-op: the order of its buckets never changes."""
 
-    def agree(self) -> None:
-        """No-op: which parameters are trained is looked up at every reduction."""
-
     def check_finished(self, places: Places) -> None:
         """No-op: nothing is pending after backward."""
 

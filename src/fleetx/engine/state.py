@@ -32,12 +32,6 @@ VERSION = 1
 _MARK = "fleetx"  # an option of the first group: of what `dcp` makes, and in a checkpoint from inside a merge window
 
 
-def mark(state_dict: dict[str, Any], merged: int) -> None:
-    """Plain PyTorch drops the window of a checkpoint, but not the options of its groups: leave a mark there."""
-    if merged:
-        state_dict["param_groups"][0][_MARK] = merged
-
-
 def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     groups = [{k: v for k, v in group.items() if k != _MARK} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
@@ -173,7 +167,8 @@ class Hooks:
             dcp.complete(state_dict)
         else:
             state_dict["fleetx"] = save(engine)
-            mark(state_dict, engine.merged)
+            if engine.merged:  # plain PyTorch drops the window, but not the options of its groups: leave a mark there
+                state_dict["param_groups"][0][_MARK] = engine.merged
         refuse_pickling(v for values in state_dict["state"].values() for v in values.values())
 
     def guard(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

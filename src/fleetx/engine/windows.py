@@ -168,7 +168,7 @@ class Windows(Run):
 
     def _catch_up(self) -> None:
         """The last step of a window had no backward here: reduce what waits, as the ranks do whose backward did it."""
-        waiting, join = self.gradients.waiting, isinstance(self.reducer, Reducer)
+        waiting, join = self.gradients.withheld(), isinstance(self.reducer, Reducer)
         if waiting or join:
             self._collect(self.merged, join=join)
         alone = not self.updates_together and self.layout.island is None
