@@ -7,7 +7,7 @@ reduces them in the order of the ranks: exactly for integers, and with the same 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,28 +77,29 @@ class _Leaf:
     """A number or tensor of a call."""
 
     def __init__(self, value: Any, path: str, device: torch.device):
-        self.value, self.path = value, path
-        self.flat = _tensor(value, path).reshape(-1).to(device)
-        self.is_int = not self.flat.is_floating_point()
-        self.described = f"{str(_tensor(value, path).dtype).removeprefix('torch.')}{_shape(value)}"
-        self.bits = self.flat.long() if self.is_int else self.flat.double().view(torch.int64)
+        found = _tensor(value, path)
+        self.value, self.path, self.shape = value, path, tuple(found.shape)
+        self.is_int = not found.is_floating_point()
+        self.described = f"{str(found.dtype).removeprefix('torch.')}{self.shape}"
+        flat = found.reshape(-1).to(device)
+        self.bits = flat.long() if self.is_int else flat.double().view(torch.int64)
 
     def result(self, how: str, bits: Tensor, count: int) -> Any:
         """The reduced numbers in the form of the value."""
         found = bits if self.is_int else bits.view(torch.float64)
+        if not isinstance(self.value, Tensor | np.ndarray):
+            number = found.item()
+            if how == "mean":
+                return number / count  # of two integers, which rounds once
+            return bool(number) if isinstance(self.value, bool | np.bool_) and how != "sum" else number
         if how == "mean":
-            found = found.double() / count if isinstance(self.value, Tensor | np.ndarray) or not self.is_int else found
-        if isinstance(self.value, Tensor | np.ndarray):
-            keep = not self.is_int or how not in ("sum", "mean")
-            found = found.reshape(_shape(self.value)).clone()  # not a view of all the others
-            if isinstance(self.value, Tensor):
-                return found.to(self.value.device, self.value.dtype if keep else found.dtype)
-            array = found.cpu().numpy()
-            return array.astype(self.value.dtype) if keep else array
-        number = found.item()
-        if self.is_int and how == "mean":
-            return number / count  # of two integers, which rounds once
-        return bool(number) if isinstance(self.value, bool | np.bool_) and how != "sum" else number
+            found = found.double() / count
+        keep = not self.is_int or how not in ("sum", "mean")
+        found = found.reshape(self.shape).clone()  # not a view of all the others
+        if isinstance(self.value, Tensor):
+            return found.to(self.value.device, self.value.dtype if keep else found.dtype)
+        array = found.cpu().numpy()
+        return array.astype(self.value.dtype) if keep else array
 
 
 def _tensor(value: Any, path: str) -> Tensor:
@@ -115,10 +116,6 @@ def _tensor(value: Any, path: str) -> Tensor:
 
 
 _KINDS = {float: torch.float64, int: torch.int64, bool: torch.bool}
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else ()
 
 
 def _map(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
@@ -145,12 +142,13 @@ def _reduced(how: str, value: Any, model: nn.Module | None) -> Any:
     counted = _counted(world, model) if how in ("mean", "sum") else range(world.size)
     with peers.naming():
         rows = _rows(how, leaves, world, counted)
-    made = [_results(how, leaves, row, len(counted)) for row in rows]
-    every = [_rebuilt(value, iter(row)) for row in made]
+    every = [_rebuilt(how, value, leaves, row, len(counted)) for row in rows]
     return every if how == "gather" else every[0]
 
 
-def _rebuilt(value: Any, results: Iterator[Any]) -> Any:
+def _rebuilt(how: str, value: Any, leaves: list[_Leaf], row: Tensor, count: int) -> Any:
+    parts = row.split([len(leaf.bits) for leaf in leaves])
+    results = (leaf.result(how, bits, count) for leaf, bits in zip(leaves, parts, strict=True))
     return _map(value, lambda v, path: next(results))
 
 
@@ -210,8 +208,3 @@ def _check_replicas(every: Tensor, counted: range) -> None:
             "the ranks of one replica of the model have different numbers here, and only one of them can count: pass "
             "what all of them have, such as the loss that fleet.forward_backward returns, or call fleet.metrics.gather"
         )
-
-
-def _results(how: str, leaves: list[_Leaf], row: Tensor, count: int) -> list[Any]:
-    sizes = [len(leaf.bits) for leaf in leaves]
-    return [leaf.result(how, bits, count) for leaf, bits in zip(leaves, row.split(sizes), strict=True)]
