@@ -3,6 +3,7 @@
 Where there is no /proc, it knows nothing: nobody is stopped, and nothing is connected.
 """
 
+import contextlib
 import os
 import select
 import socket
@@ -73,14 +74,10 @@ def connections() -> list[tuple[int, int, int]]:
 def tcp_files() -> dict[int, int]:
     """The files of the TCP connections of this process, by their inodes."""
     found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
-                        found[os.fstat(connection.fileno()).st_ino] = int(name)
-        except OSError:  # closed meanwhile
-            continue
+    for inode, file in _socket_files(os.getpid()).items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:  # if not closed meanwhile
+            if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                found[inode] = file
     return found
 
 
@@ -108,26 +105,27 @@ def bytes_sent(files: Mapping[int, int] | None = None) -> dict[int, int]:
 
 def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
     """(file, state, local host, local port, remote port, "tx:rx" queues) of the TCP sockets of a process."""
-    files = {}
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return []
-    for name in names:
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            files[target[8:-1]] = int(name)
-    found = []
+    files, found = _socket_files(pid), []
     for table in ("tcp", "tcp6"):
         for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             fields = line.split()
-            if fields[9] in files:
+            inode = int(fields[9])
+            if inode in files:
                 (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
-                found.append((files[fields[9]], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
+                found.append((files[inode], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
     return found
+
+
+def _socket_files(pid: int) -> dict[int, int]:
+    """The numbers of the files of a process that are sockets, by their inodes."""
+    files = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    files[int(target[8:-1])] = int(name)
+    return files
 
 
 def _stat(pid: int) -> list[str]:
