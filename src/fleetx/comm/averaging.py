@@ -37,8 +37,8 @@ def average_bytes(tensors: Sequence[Tensor]) -> int:
     return max((a + b for a, b in itertools.pairwise([*sizes, 0])), default=0)
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The positions of tensors that go into one bucket: of one dtype, up to BUCKET_BYTES.
+def buckets(tensors: Sequence[Tensor], most: float = BUCKET_BYTES) -> Iterator[list[int]]:
+    """The positions of tensors that go into one bucket: of one dtype, and of so many bytes at most.
 
     A complex tensor counts as a real one with another dimension.
     """
@@ -46,7 +46,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     size, last = 0, None
     dtypes = [as_real(t.detach()).dtype for t in tensors]
     for i in sorted(range(len(tensors)), key=lambda i: str(dtypes[i])):  # stable: keeps the order within a dtype
-        if bucket and (size + tensors[i].nbytes > BUCKET_BYTES or dtypes[i] is not last):
+        if bucket and (size + tensors[i].nbytes > most or dtypes[i] is not last):
             yield bucket
             bucket, size = [], 0
         bucket.append(i)

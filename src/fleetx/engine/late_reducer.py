@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from fleetx.base.trees import as_real
-from fleetx.comm.averaging import pack, views
+from fleetx.comm.averaging import buckets, pack, views
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket
 from fleetx.engine.dtensors import local, shard_of
@@ -40,7 +40,9 @@ class LateReducer:
         self._reduce_all([p for p, u in zip(params, used.tolist(), strict=True) if u], reduce)
 
     def _reduce_all(self, params: list[nn.Parameter], reduce: Reduce) -> None:
-        for index, group in enumerate(self._buckets(params)):
+        params = params[::-1]  # the order in which backward computes them
+        for index, bucket in enumerate(buckets(params, self._cap)):
+            group = [params[i] for i in bucket]
             grads = [_gradient(p) for p in group]
             real = [as_real(g) for g in grads]
             flat = pack(real)
@@ -49,18 +51,6 @@ class LateReducer:
             for p, grad, g, v in zip(group, grads, real, views(flat, real), strict=True):
                 g.copy_(v)
                 p.grad = shard_of(p, grad)
-
-    def _buckets(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        out: list[list[nn.Parameter]] = []
-        room = 0.0
-        for p in reversed(params):  # the order in which backward computes them
-            size = p.numel() * p.element_size()
-            if not out or room < size or out[-1][0].dtype is not p.dtype:
-                out.append([])
-                room = self._cap
-            out[-1].append(p)
-            room -= size
-        return out
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
