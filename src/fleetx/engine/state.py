@@ -7,13 +7,14 @@ Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fleetx.base.seams import pytree
 from fleetx.base.user_line import warn
 from fleetx.engine import dcp
 from fleetx.engine.dtensors import refuse_pickling
@@ -24,7 +25,6 @@ from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
-    from fleetx.engine.windows import Windows
 
 VERSION = 1
 
@@ -60,18 +60,9 @@ def save(engine: Engine) -> dict[str, Any]:
         clock["extra"] = dict(engine.extra)
     if engine.reducer is not None and engine.reducer.order is not None:
         clock["order"] = list(engine.reducer.order)
-    return clock | engine.gradients.saved() | {"parts": {k: _rebuilt(s) for k, s in engine.state.items() if s}}
-
-
-def unfinished(engine: Windows) -> list[str]:
-    """What a script that ends now leaves undone, unless a checkpoint has it."""
-    if engine.clock == engine.saved_at:
-        return []
-    found = [text for part in engine.plan.parts for text in part.unfinished(engine.context_of(part))]
-    if engine.merged:
-        steps = "1 step is" if engine.merged == 1 else f"{engine.merged} steps are"
-        found.append(f"inside a merge window: {steps} not applied")
-    return found
+    # In new containers, which nothing else changes.
+    parts = {k: pytree.tree_map(lambda value: value, s) for k, s in engine.state.items() if s}
+    return clock | engine.gradients.saved() | {"parts": parts}
 
 
 def checked(engine: Engine, saved: Mapping[str, Any] | None, *, own: bool = True) -> Mapping[str, Any]:
@@ -125,19 +116,11 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
         key = key_of(part)
         if key in saved["parts"]:
             # A copy: the checkpoint stays the caller's.
-            engine.state[key] = _rebuilt(saved["parts"][key], lambda t: t.to(engine.device, copy=True))
+            found = saved["parts"][key]
+            engine.state[key] = pytree.tree_map_only(Tensor, lambda t: t.to(engine.device, copy=True), found)
         else:  # what it has kept belongs to the training that was abandoned
             engine.state[key] = engine.initial(part)
     engine.in_progress = {key: {} for key in engine.in_progress}  # it belongs to the training that was abandoned
-
-
-def _rebuilt(value: Any, leaf: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """The same values in new containers, which nothing else changes."""
-    if isinstance(value, dict):
-        return {k: _rebuilt(v, leaf) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_rebuilt(v, leaf) for v in value)
-    return leaf(value) if isinstance(value, Tensor) else value
 
 
 class Hooks:

@@ -17,7 +17,7 @@ from fleetx.base.trees import samples_in
 from fleetx.base.user_line import user_line
 from fleetx.comm.session import Undone
 from fleetx.comm.world import World
-from fleetx.engine import state, taps
+from fleetx.engine import taps
 from fleetx.engine.context import Bucket, Outgoing, SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader
 from fleetx.engine.late_reducer import LateReducer
@@ -58,7 +58,13 @@ class Windows(Run):
 
     def unfinished(self) -> list[Undone]:
         """What a script that ends now leaves undone."""
-        return [(text, self._line) for text in state.unfinished(self)]
+        if self.clock == self.saved_at:  # a checkpoint has it
+            return []
+        found = [text for part in self.plan.parts for text in part.unfinished(self.context_of(part))]
+        if self.merged:
+            steps = "1 step is" if self.merged == 1 else f"{self.merged} steps are"
+            found.append(f"inside a merge window: {steps} not applied")
+        return [(text, self._line) for text in found]
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
         """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""
