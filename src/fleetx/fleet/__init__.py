@@ -6,7 +6,7 @@ import atexit
 import copy
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,8 +23,9 @@ from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.fleet import base
 from fleetx.fleet.agreement import check_strategy, check_training, check_versions
-from fleetx.fleet.auto import BatchPlan, branched, planned, watch_feed
+from fleetx.fleet.auto import BatchPlan, branched, checked, planned, watch_feed
 from fleetx.fleet.averaging import averaged
+from fleetx.fleet.batch_size import largest_batch
 from fleetx.fleet.loading import join, loader
 from fleetx.fleet.noise import NoiseEstimate, noise_scale, trust_ratios
 from fleetx.fleet.recording import attach, explained, log, progress, record
@@ -46,9 +47,6 @@ from fleetx.parts.pipeline.device_guard import device_guard
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.explain import Explanation
 from fleetx.strategy.stage import Stage
-
-if TYPE_CHECKING:
-    from fleetx.measure.largest_batch import LargestBatch
 
 __all__ = [
     "Checks",
@@ -130,7 +128,7 @@ def init(
             "(is_collective=True)"
         )
     if strategy is not None:
-        _checked(strategy).plan()  # before any process group exists
+        checked(strategy).plan()  # before any process group exists
         session.strategy = strategy
     if session.world is None:
         place = role_maker.place() if role_maker is not None else from_environment()
@@ -165,7 +163,7 @@ def distribute(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    strategy = branched(_checked(strategy or current().strategy or DistributedStrategy()))
+    strategy = branched(checked(strategy or current().strategy or DistributedStrategy()))
     plan = strategy.plan()
     current().check_not_distributed(model, optimizer)
     peers.start(_here())
@@ -207,7 +205,7 @@ def distributed_model(model: Model) -> Model:
 def distributed_optimizer(optimizer: Optim, strategy: DistributedStrategy | None = None) -> Optim:
     """Paddle's second half of `distribute`. The two can be called in either order."""
     if strategy is not None:
-        _checked(strategy).plan()
+        checked(strategy).plan()
         current().pending["strategy"] = strategy
     return cast("Optim", _half("optimizer", optimizer))
 
@@ -223,12 +221,6 @@ def _half(name: str, value: Any) -> Any:
     pending.clear()
     model, optimizer = distribute(given["model"], given["optimizer"], given.get("strategy"))
     return model if name == "model" else optimizer
-
-
-def _checked(strategy: Any) -> DistributedStrategy:
-    if not isinstance(strategy, DistributedStrategy):
-        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
-    return strategy
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -275,40 +267,10 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
         return engine.flush()
 
 
-def largest_batch(
-    model: nn.Module,
-    sample: Any,
-    *,
-    memory: str | int,
-    strategy: DistributedStrategy | None = None,
-    optimizer: Optimizer | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    global_batch: int | None = None,
-    ranks: int | None = None,
-    trial: bool = True,
-) -> LargestBatch:
-    """The largest batch that fits into `memory` (such as "8GiB"), for a model that is not distributed yet.
-
-    sample: a batch of any size. A dict is passed to the model as keyword arguments, a tuple or list as positional
-        ones; if `loss_fn` is given, it is (inputs, targets).
-    optimizer: AdamW if not given.
-    global_batch: choose the batch so that global_batch = micro x merge x ranks.
-    trial: check the prediction by one real step in a child process.
-    """
-    from fleetx.fleet.batch_size import of_strategy  # few scripts need it
-
-    world = current().world
-    size = ranks or (world.size if world is not None else 1)
-    return of_strategy(
-        model, sample, memory, _checked(strategy or DistributedStrategy()).plan(), optimizer, loss_fn,
-        global_batch=global_batch, ranks=size, trial=trial,
-    )  # fmt: skip
-
-
 def explain(strategy: DistributedStrategy | None = None, *, model: nn.Module | None = None) -> Explanation:
     """What is applied, in which order, why, and what it costs. Print it."""
     if strategy is not None:
-        return Explanation(_checked(strategy), strategy.plan(), current().world)
+        return Explanation(checked(strategy), strategy.plan(), current().world)
     return explained(current(), _engine(model))
 
 

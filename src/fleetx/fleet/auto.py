@@ -42,6 +42,12 @@ class BatchPlan:
         return self.text or f"batch: {equation}"
 
 
+def checked(strategy: Any) -> DistributedStrategy:
+    if not isinstance(strategy, DistributedStrategy):
+        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
+    return strategy
+
+
 def planned(
     model: nn.Module,
     optimizer: Optimizer,

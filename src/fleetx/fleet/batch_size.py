@@ -1,31 +1,56 @@
-"""`fleet.largest_batch`, in terms of a strategy."""
+"""`fleet.largest_batch`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base.sizes import parse_bytes
 from fleetx.base.trees import arguments, tensors_of
 from fleetx.comm.roles import Place
+from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError, UsageError
-from fleetx.measure.fake_step import TrainingStep
-from fleetx.measure.largest_batch import LargestBatch, search
-from fleetx.parts.recompute import budget
-from fleetx.strategy.compose import Plan
+from fleetx.fleet.auto import checked
+from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import switch_of
 
+if TYPE_CHECKING:
+    from fleetx.measure.largest_batch import LargestBatch
 
-def of_strategy(
-    model: nn.Module, sample: Any, memory: str | int, plan: Plan, optimizer: Optimizer | None,
-    loss_fn: Callable[..., torch.Tensor] | None, *, global_batch: int | None, ranks: int, trial: bool,
-) -> LargestBatch:  # fmt: skip
+
+def largest_batch(
+    model: nn.Module,
+    sample: Any,
+    *,
+    memory: str | int,
+    strategy: DistributedStrategy | None = None,
+    optimizer: Optimizer | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    global_batch: int | None = None,
+    ranks: int | None = None,
+    trial: bool = True,
+) -> LargestBatch:
+    """The largest batch that fits into `memory` (such as "8GiB"), for a model that is not distributed yet.
+
+    sample: a batch of any size. A dict is passed to the model as keyword arguments, a tuple or list as positional
+        ones; if `loss_fn` is given, it is (inputs, targets).
+    optimizer: AdamW if not given.
+    global_batch: choose the batch so that global_batch = micro x merge x ranks.
+    trial: check the prediction by one real step in a child process.
+    """
+    from fleetx.measure.fake_step import TrainingStep  # few scripts need it
+    from fleetx.measure.largest_batch import search
+    from fleetx.parts.recompute import budget
+
+    plan = checked(strategy or DistributedStrategy()).plan()
+    known = current().world
+    ranks = ranks or (known.size if known is not None else 1)
     if divided := [switch_of(type(part)) for part in plan.parts if part.divides]:
         raise StrategyError(
             f"largest_batch assumes that each rank holds the whole model, but {' and '.join(divided)} divides it: turn "
@@ -40,8 +65,8 @@ def of_strategy(
         raise UsageError("sample must contain a tensor with at least one sample")
     optimizer = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     world = World(Place(), torch.device("cpu"))
-    checked = [part for part in plan.parts if part.changes_forward or part.segments]
-    if problems := [text for part in checked for text in part.incompatibilities(model, optimizer, world)]:
+    asked = [part for part in plan.parts if part.changes_forward or part.segments]
+    if problems := [text for part in asked for text in part.incompatibilities(model, optimizer, world)]:
         raise StrategyError(problems)
     step = TrainingStep.under(
         plan, model, optimizer, ranks=ranks, merge=bool(global_batch),

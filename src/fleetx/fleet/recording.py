@@ -1,4 +1,4 @@
-"""`fleet.record`, `fleet.metrics`, `fleet.log` and `fleet.progress`; what they need is imported when called."""
+"""`fleet.record`, `fleet.log` and `fleet.progress`; what they need is imported when called."""
 
 from __future__ import annotations
 
@@ -146,15 +146,6 @@ def _plan(session: Session, engine: Engine) -> dict[str, Any]:
         "divided": engine.layout.shard_group is not None or engine.layout.reduced or not engine.taps,
     }  # fmt: skip
     return line if predicted is None else line | {"predicted": predicted}
-
-
-def facts() -> dict[str, Any]:
-    """`fleet.metrics()`."""
-    recorder = current().recorder
-    if recorder is None:
-        raise UsageError("nothing is recorded: call fleet.record(folder) first, or use fleet.progress(loader)")
-    found: dict[str, Any] = recorder.metrics()
-    return found
 
 
 def log(**values: float) -> None:

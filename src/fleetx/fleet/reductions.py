@@ -19,7 +19,6 @@ from fleetx.comm import peers
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
-from fleetx.fleet import recording
 
 _AT_ONCE = 2**23  # numbers in one gather, counted over all ranks
 _MODES = ("sum", "max", "min")
@@ -38,7 +37,11 @@ class Metrics:
 
         Needs `fleet.record` or `fleet.progress`. docs/recording.md lists the keys.
         """
-        return recording.facts()
+        recorder = current().recorder
+        if recorder is None:
+            raise UsageError("nothing is recorded: call fleet.record(folder) first, or use fleet.progress(loader)")
+        found: dict[str, Any] = recorder.metrics()
+        return found
 
     def mean(self, value: Any, *, model: nn.Module | None = None) -> Any:
         """The mean over the replicas. The mean of integers is a float, or a tensor of float64."""
