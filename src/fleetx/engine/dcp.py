@@ -175,8 +175,7 @@ def decoded(engine: Engine, saved: Mapping[str, bytes]) -> dict[str, Any]:
 
 def merged_in(saved: Mapping[str, bytes]) -> int:
     """Steps of a merge window in it."""
-    merged: int = _read(saved[_SHARED])["state"]["merged"]
-    return merged
+    return _read(saved[_SHARED])["state"]["merged"]
 
 
 def _check_shared(engine: Engine, shared: Mapping[str, Any]) -> None:
@@ -195,8 +194,7 @@ def _check_shared(engine: Engine, shared: Mapping[str, Any]) -> None:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return found
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 @torch.no_grad()

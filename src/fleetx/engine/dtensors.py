@@ -28,8 +28,7 @@ def local(t: Tensor) -> Tensor:
     """What this rank holds of it, to be changed in place."""
     if type(t) in (Tensor, nn.Parameter) or not isinstance(t, _dtensor()):
         return t
-    found: Tensor = seams.local_tensor(t)
-    return found
+    return seams.local_tensor(t)
 
 
 def shard_of(p: Tensor, part: Tensor) -> Tensor:
@@ -37,10 +36,9 @@ def shard_of(p: Tensor, part: Tensor) -> Tensor:
     if local(p) is p:
         return part
     whole: Any = p
-    made: Tensor = _dtensor().from_local(
+    return _dtensor().from_local(
         part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return made
 
 
 class WholeReader:

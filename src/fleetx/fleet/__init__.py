@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.comm import peers
-from fleetx.comm import world as _world_module
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.comm.session import Entry, close, current
-from fleetx.comm.world import TIMEOUT, World
+from fleetx.comm.world import TIMEOUT, World, enter
 from fleetx.engine.engine import Engine
 from fleetx.engine.numbers import Checks
 from fleetx.engine.plain import release as _release
@@ -132,7 +131,7 @@ def init(
         session.strategy = strategy
     if session.world is None:
         place = role_maker.place() if role_maker is not None else from_environment()
-        session.world = _world_module.enter(place, timeout=timeout or TIMEOUT)
+        session.world = enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
         raise UsageError("fleet.init was already called with another role or timeout: call it once")
     session.checks = checks or session.checks
@@ -287,8 +286,7 @@ def batch(*, model: nn.Module | None = None) -> BatchPlan:
 
 
 def _engine(which: nn.Module | Optimizer | None) -> Engine:
-    found: Engine = current().find(which)
-    return found
+    return current().find(which)
 
 
 def __getattr__(name: str) -> Any:

@@ -40,8 +40,7 @@ class Metrics:
         recorder = current().recorder
         if recorder is None:
             raise UsageError("nothing is recorded: call fleet.record(folder) first, or use fleet.progress(loader)")
-        found: dict[str, Any] = recorder.metrics()
-        return found
+        return recorder.metrics()
 
     def mean(self, value: Any, *, model: nn.Module | None = None) -> Any:
         """The mean over the replicas. The mean of integers is a float, or a tensor of float64."""
@@ -61,8 +60,7 @@ class Metrics:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in a list by rank."""
-        every: list[Any] = _reduced("gather", value, None)
-        return every
+        return _reduced("gather", value, None)
 
 
 metrics = Metrics()
