@@ -17,6 +17,7 @@ import shutil
 import socket
 import uuid
 from functools import cache
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _begin(folder: Path) -> str:
     """Make the folder to write into, and return its name."""
     _check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{_literal(folder.name)}.????????{SAVING}"):  # of runs that were killed
+    for left in folder.parent.glob(f".{escape(folder.name)}.????????{SAVING}"):  # of runs that were killed
         shutil.rmtree(left, ignore_errors=True)
     made = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}{SAVING}")
     made.mkdir(OURS)
@@ -96,10 +97,6 @@ def check_shared(made: Path, world: World) -> None:
             f"rank {world.rank} on {socket.gethostname()} does not see the folder that rank 0 made: use a folder that "
             "all nodes share (`fleetx doctor` checks one)",
         )
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 # --- who writes what ------------------------------------------------------------------------------
