@@ -60,16 +60,19 @@ class ModelBuffers:
                 self._kept[key] = found[key].clone()
 
     def _found(self, skip: set[int], strict: bool) -> dict[Key, Tensor]:
+        """As real numbers, without the elements that share memory with others, as after expand()."""
         found = {}
         for path, table in self._tables:
             for name, b in table.items() if table else ():
                 if b is None or b.is_meta or id(b) in skip:
                     continue
-                try:
-                    found[path, name] = _sendable(b, f"{path}.{name}")
-                except UsageError:
-                    if strict:
-                        raise
+                if b.layout is torch.strided:
+                    found[path, name] = _once(as_real(b.detach()))
+                elif strict:
+                    raise UsageError(
+                        f"the buffer {plain_name(f'{path}.{name}').lstrip('.')!r} is sparse, which cannot be sent to "
+                        "the other ranks: register a dense copy, or set strategy.broadcast_buffers = False"
+                    )
         return found
 
     def _agree(self, known: list[Key], found: dict[Key, Tensor], world: World) -> set[Key]:
@@ -82,17 +85,6 @@ class ModelBuffers:
                 self._changing.add(key)
                 del self._kept[key]
         return {key for key in known if key not in self._changing}
-
-
-def _sendable(buffer: Tensor, name: str) -> Tensor:
-    """As real numbers, without the elements that share memory with others, as after expand()."""
-    name = plain_name(name).lstrip(".")
-    if buffer.layout is not torch.strided:
-        raise UsageError(
-            f"the buffer {name!r} is sparse, which cannot be sent to the other ranks: register "
-            "a dense copy, or set strategy.broadcast_buffers = False"
-        )
-    return _once(as_real(buffer.detach()))
 
 
 def _once(buffer: Tensor) -> Tensor:

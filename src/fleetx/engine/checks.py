@@ -28,8 +28,11 @@ _APART = {Fact.LOCAL, Fact.RESIDUAL, Fact.PARTED, Fact.STAGED}
 
 def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """Raise one error that lists everything that is wrong."""
-    if lazy := list(_lazy(model)):
-        raise StrategyError(lazy)
+    if lazy := [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
+        raise StrategyError(
+            f"{', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape yet (a lazy module): call the model "
+            "once on a batch before fleet.distribute, and build the optimizer after that"
+        )
     names = {p: plain_name(n) for n, p in model.named_parameters()}
     problems = [p for part in plan.parts for p in part.incompatibilities(model, optimizer, world)]
     problems += _model(model)
@@ -73,15 +76,6 @@ def _manager(module: nn.Module) -> str:
     # Without that module nothing was applied, and importing it takes a while.
     applied = seams.applied_to(module) if seams.COMPOSABLE in sys.modules else None
     return "replicate()" if applied and "replicate" in applied else ""
-
-
-def _lazy(model: nn.Module) -> Iterator[str]:
-    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
-    if lazy:
-        yield (
-            f"{', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape yet (a lazy module): call the model "
-            "once on a batch before fleet.distribute, and build the optimizer after that"
-        )
 
 
 def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:

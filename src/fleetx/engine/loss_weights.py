@@ -120,8 +120,19 @@ class LossWeights:
         """Once. Ranks that use weights call it before their first backward, the others before they communicate."""
         if self._agreed:
             return
-        self.used, given = _agreed(self.used, self._given or 0.0, self._world)
-        self._agreed = self.used is not None
+        known = -1.0 if self.used is None else float(self.used)
+        mine = torch.tensor([known, self._given or 0.0], dtype=torch.float64, device=self._world.device)
+        answers = self._world.gather(mine).tolist()
+        using = [rank for rank, (yes, _) in enumerate(answers) if yes == 1]
+        others = [rank for rank, (yes, _) in enumerate(answers) if yes == 0]
+        if using and others:
+            raise UsageError(
+                f"fleet.weight was called on {listed(using)} but not on {listed(others)}: call it on every rank or on "
+                "none"
+            )
+        self._agreed = bool(using or others)  # else no rank knows yet
+        self.used = bool(using) if self._agreed else None
+        given = [n for _, n in answers if n]
         if self.used and not self._unit:
             self._unit = _power_of_two(sum(given) / len(given)) if given else 1.0
 
@@ -159,19 +170,6 @@ class LossWeights:
 
 
 _EMPTY = "the weights of this round add up to 0, so there is no mean: skip such batches before their backward()"
-
-
-def _agreed(used: bool | None, n: float, world: World) -> tuple[bool | None, list[float]]:
-    """Do all ranks use `fleet.weight`, or none? None: no rank knows yet. Also the weights that are not 0."""
-    known = -1.0 if used is None else float(used)
-    answers = world.gather(torch.tensor([known, n], dtype=torch.float64, device=world.device)).tolist()
-    using = [rank for rank, (yes, _) in enumerate(answers) if yes == 1]
-    others = [rank for rank, (yes, _) in enumerate(answers) if yes == 0]
-    if using and others:
-        raise UsageError(
-            f"fleet.weight was called on {listed(using)} but not on {listed(others)}: call it on every rank or on none"
-        )
-    return bool(using) if using or others else None, [given for _, given in answers if given]
 
 
 def _checked(n: Any) -> float:
