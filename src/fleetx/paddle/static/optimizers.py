@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,29 +18,46 @@ from fleetx.paddle.static.regularization import Clip, L2Decay, clip_for_all
 from fleetx.strategy import DistributedStrategy
 
 Parameters = training.Parameters
+REQUIRED = inspect.Parameter.empty  # instead of a default
+FLUID_NAMES = {"parameter_list": "parameters", "regularization": "weight_decay"}
 _SUPPORTED = "paddle.optimizer.Optimizer", ("minimize", "get_lr", "set_lr")
 
 
 class PaddleOptimizer:
     """What a script says about an optimizer. `minimize(loss)` assigns it to the program of the loss."""
 
+    arguments: ClassVar[Mapping[str, Any]]
+    """Paddle's names in their order, with their defaults."""
+    also: ClassVar[Mapping[str, str]] = {}
+    """Other names that are accepted, {theirs: ours}."""
     application: Application | None = None  # set by minimize
 
-    def __init__(
-        self,
-        learning_rate: Any,
-        parameters: Parameters,
-        weight_decay: float | L2Decay | None,
-        grad_clip: Clip | None,
-        name: str | None,
-    ):
-        self.rate = rates.checked(learning_rate)
-        self.parameters, self.decay, self.name = training.as_list(parameters), _decay(weight_decay), name
-        if not isinstance(grad_clip, Clip | None):
+    def __init_subclass__(cls) -> None:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(name, kind, default=default) for name, default in cls.arguments.items()]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        for theirs, ours in self.also.items():
+            if theirs in kwargs and ours in self.arguments and ours not in kwargs:
+                kwargs[ours] = kwargs.pop(theirs)
+        try:
+            bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
+        bound.apply_defaults()
+        given = self.given = {FLUID_NAMES.get(name, name): value for name, value in bound.arguments.items()}
+        self.rate, self.name = rates.checked(given["learning_rate"]), given["name"]
+        self.parameters, self.decay = training.as_list(given["parameters"]), _decay(given.get("weight_decay"))
+        self.clip: Clip | None = given["grad_clip"]
+        if not isinstance(self.clip, Clip | None):
             raise UsageError(
-                f"grad_clip = {grad_clip!r}: must be a GradientClipByGlobalNorm (ClipGradByGlobalNorm in Paddle 2)"
+                f"grad_clip = {self.clip!r}: must be a GradientClipByGlobalNorm (ClipGradByGlobalNorm in Paddle 2)"
             )
-        self.clip = grad_clip
+        self.check()
+
+    def check(self) -> None:
+        """Raise an error for arguments of this optimizer that do not fit together."""
 
     def minimize(
         self,

@@ -1,7 +1,8 @@
 """paddle.fluid.optimizer: Paddle 2's optimizers with fluid's argument names, each under its long and its short name."""
 
 from fleetx.paddle.api import optimizer
-from fleetx.paddle.api.optimizer import FLUID_NAMES, with_arguments
+from fleetx.paddle.api.optimizer import with_arguments
+from fleetx.paddle.static.optimizers import FLUID_NAMES
 
 __all__ = [
     "SGD",
