@@ -153,9 +153,7 @@ def test_paddle_itself_is_not_pushed_aside_once_it_is_loaded(monkeypatch):
 
 
 def test_the_mode_is_dynamic_until_static_is_enabled(monkeypatch):
-    from fleetx.paddle.api import mode
-
-    monkeypatch.setattr(mode, "_static", False)
+    monkeypatch.setattr(home, "_static", False)
     assert home.in_dynamic_mode()
     home.enable_static()
     assert not home.in_dynamic_mode()

@@ -15,6 +15,13 @@ class L2Decay:
     coeff: float = 0.0
 
 
+class L2DecayRegularizer(L2Decay):
+    """With fluid's name of the argument."""
+
+    def __init__(self, regularization_coeff: float = 0.0):
+        super().__init__(regularization_coeff)
+
+
 @dataclass(frozen=True)
 class ClipByGlobalNorm:
     """Becomes `clip` of the strategy."""

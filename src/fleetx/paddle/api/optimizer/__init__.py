@@ -140,3 +140,16 @@ def with_arguments(
 
 Lamb = with_arguments(FluidLamb, without=["weight_decay"])
 LarsMomentum = with_arguments(FluidLarsMomentum, without=["weight_decay"])
+
+# Those of fluid, each under its long and its short name.
+_WITH_MOMENTUM = ["learning_rate", "momentum"]
+FLUID: dict[str, Any] = {
+    "SGD": with_arguments(SGD, renamed=FLUID_NAMES, required=["learning_rate"]),
+    "Momentum": with_arguments(Momentum, renamed=FLUID_NAMES, required=_WITH_MOMENTUM),
+    "Adam": with_arguments(Adam, renamed=FLUID_NAMES),
+    "Lamb": with_arguments(FluidLamb, renamed=FLUID_NAMES),
+    "LarsMomentum": with_arguments(FluidLarsMomentum, renamed=FLUID_NAMES, required=_WITH_MOMENTUM),
+}
+FLUID |= {f"{name}Optimizer": made for name, made in FLUID.items()}
+_NOT_IN_FLUID = ["apply_decay_param_fun", "lazy_mode"]
+FLUID["AdamW"] = with_arguments(AdamW, renamed={"parameter_list": "parameters"}, without=_NOT_IN_FLUID)

@@ -1,5 +1,0 @@
-"""paddle.nn: only gradient clipping is supported."""
-
-from fleetx.paddle.static.regularization import ClipByGlobalNorm as ClipGradByGlobalNorm
-
-__all__ = ["ClipGradByGlobalNorm"]
