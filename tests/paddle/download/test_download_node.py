@@ -16,7 +16,7 @@ from file_server import tar
 
 from fleetx import UsageError, fleet
 from fleetx.paddle.download import Downloader, DownloadError, node, records
-from fleetx.paddle.download.together import with_all_workers
+from fleetx.paddle.download.node import with_all_workers
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
 PROGRAM = """

@@ -1,21 +1,24 @@
 """Download data sets: a yaml names a remote folder, whose filelist.txt and meta.txt list the files.
 
-downloader   the public calls and their arguments; named: those of FleetX for one data set
+downloader   the public calls and their arguments
 config       the yaml: where the folder is
 listing      filelist.txt, meta.txt, shards, names that must stay inside the folder
 remote       files of a remote folder: http(s) with urllib, everything else with fsspec
 fetch        one file: resumed, retried, its md5 checked
 unpack       one tar: into a temporary folder, then renamed into place
 folder       all files, in threads; records: what the local folder remembers
-node         one process per node does the work, the others wait for its outcome
-together     the workers of a sharded download wait for each other
+node         one process per node does the work, the others wait for its outcome, and for each other's shards
 progress     a bar or a line now and then
 """
 
 from fleetx.errors import DownloadError
-from fleetx.paddle.download.downloader import Downloader
+from fleetx.paddle.download.downloader import (
+    Downloader,
+    ImageNetDownloader,
+    WikiDataDownloader,
+    WMTDataDownloader,
+)
 from fleetx.paddle.download.fetch import Patience
-from fleetx.paddle.download.named import ImageNetDownloader, WikiDataDownloader, WMTDataDownloader
 
 __all__ = [
     "DownloadError",

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from fleetx.errors import DownloadError, UsageError
 from fleetx.paddle.download import config
@@ -15,11 +16,11 @@ from fleetx.paddle.download.config import Address
 from fleetx.paddle.download.fetch import Fetcher, Patience
 from fleetx.paddle.download.folder import Folder
 from fleetx.paddle.download.listing import RECORDS
-from fleetx.paddle.download.node import is_first_worker, once_per_node
+from fleetx.paddle.download.node import is_first_worker, once_per_node, with_all_workers
 from fleetx.paddle.download.remote import connect, split_name, without_secrets
-from fleetx.paddle.download.together import with_all_workers
 
 _LONGEST_YAML = 1 << 20
+_SITE = "https://fleet.bj.bcebos.com"
 YamlPath = str | PathLike[str]
 
 
@@ -124,3 +125,37 @@ def _check(fs_yaml: str, shard_num: int, shard_id: int, process_num: int) -> Non
         raise UsageError(f"shard_id={shard_id}: has no effect without shard_num")
     if shard_num > 0 and not 0 <= shard_id < shard_num:
         raise UsageError(f"shard_id={shard_id}: must be from 0 to {shard_num - 1}, because shard_num={shard_num}")
+
+
+# --- the downloaders of FleetX before September 2020, each for one data set --------------------------
+class _NamedDownloader(Downloader):
+    """Downloads one data set: from FleetX's site, or from Hadoop."""
+
+    example: ClassVar[str]
+
+    def __init__(self, fs_yaml: YamlPath | None = None):
+        super().__init__()
+        self._fs_yaml = fs_yaml
+
+    def download_from_bos(self, local_path: str = "./") -> str:  # type: ignore[override]
+        """Download FleetX's example of this data set, or what the yaml of the constructor names."""
+        return super().download_from_bos(self._fs_yaml or f"{_SITE}/{self.example}", local_path)
+
+    def download_from_hdfs(  # type: ignore[override]
+        self, fs_yaml: YamlPath | None = None, local_path: str = "./", hdfs_path: None = None
+    ) -> str:
+        if hdfs_path is not None:
+            raise UsageError(f"hdfs_path = {hdfs_path!r}: write it into the yaml file, as data_path")
+        return super().download_from_hdfs(fs_yaml or self._fs_yaml, local_path)
+
+
+class ImageNetDownloader(_NamedDownloader):
+    example = "test/loader/small_imagenet.yaml"
+
+
+class WikiDataDownloader(_NamedDownloader):
+    example = "small_datasets/yaml_example/wiki_cn.yaml"
+
+
+class WMTDataDownloader(_NamedDownloader):
+    example = "small_datasets/yaml_example/wmt.yaml"

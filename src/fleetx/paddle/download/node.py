@@ -1,13 +1,15 @@
-"""Let one process per node do the work while the others wait for its outcome, success or error.
+"""Who waits for whom: the processes of a node for the one that does the work, all workers for the shards of all.
 
-The lock is the kernel's (flock), so it ends with the process that holds it. The next process to get the lock takes over
-unless there is an outcome for it: one written while it waited, or one that its own run wrote before it started.
+On a node, the outcome is a success or an error. The lock is the kernel's (flock), so it ends with the process that
+holds it. The next process to get the lock takes over unless there is an outcome for it: one written while it waited, or
+one that its own run wrote before it started.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 import uuid
 from collections import Counter
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fleetx.comm import roles
-from fleetx.errors import DownloadError
+from fleetx.errors import DownloadError, UsageError
 from fleetx.paddle.download import records
 from fleetx.paddle.download.progress import say
 
@@ -105,3 +107,34 @@ def _try_lock(lock: IO[str]) -> bool:
             f"{lock.name}: this file system does not support locks ({error.strerror}); use another local_path"
         ) from None
     return True
+
+
+# --- all workers: a list names files of each shard ------------------------------------------------
+def with_all_workers(work: Callable[[], None]) -> None:
+    """Call `work` on every worker and wait for the others. If it fails anywhere, every worker gets the error."""
+    world = _world()
+    if world is None:
+        return work()
+    error: BaseException | None = None
+    try:
+        work()
+    except BaseException as failure:  # whatever it is: the others wait for this worker
+        error = failure
+    errors = world.gather_json("" if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(errors):
+        if message:
+            raise DownloadError(f"the shard of worker {rank} failed: {message}")
+    return None
+
+
+def _world() -> Any:
+    """The world of fleet.init; None if this worker is alone."""
+    session = sys.modules.get("fleetx.comm.session")  # not imported here: downloading does not need torch
+    world = session.current().world if session is not None else None
+    if world is None and (size := roles.from_environment().size) > 1:
+        raise UsageError(
+            f"shard_num: a sharded download waits for the shards of all {size} workers: call fleet.init() before it"
+        )
+    return world if world is not None and world.size > 1 else None
