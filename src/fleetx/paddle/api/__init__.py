@@ -20,8 +20,8 @@ from fleetx.paddle.static.devices import CPUPlace, CUDAPlace, on_cpu
 from fleetx.paddle.static.executor import Executor
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.regularization import ClipByGlobalNorm, L2Decay, L2DecayRegularizer, set_gradient_clip
-from fleetx.paddle.static.scope import global_scope
 from fleetx.paddle.static.strategy import PaddleStrategy
+from fleetx.paddle.static.values import global_scope
 from fleetx.strategy.ignored import BuildStrategy, ExecutionStrategy
 
 __all__ = [

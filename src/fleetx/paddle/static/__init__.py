@@ -9,7 +9,7 @@ A program is an application. `minimize(loss)` records the optimizer and the stra
     imports.py                   `import paddle` and its errors
     optimizers.py rates.py       optimizers and learning rates of a script
     training.py executor.py      the training state of an application; one run of its program
-    feeds.py values.py scope.py  inputs; outputs, and parameters by name
+    feeds.py values.py           inputs; outputs, and parameters by name
     devices.py programs.py       places; the default programs
     regularization.py            weight decay and clipping
     ../api/                      the names that a Paddle script imports

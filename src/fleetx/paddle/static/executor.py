@@ -12,8 +12,7 @@ from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.paddle.static import devices, feeds, training
 from fleetx.paddle.static.programs import PendingProgram, bound, default_main_program
-from fleetx.paddle.static.scope import Scope
-from fleetx.paddle.static.values import as_numpy, full_value
+from fleetx.paddle.static.values import Scope, as_numpy, full_value
 
 Fetched = Variable | str
 
