@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
-from fleetx.base.trees import arguments, map_tensors, samples_in
+from fleetx.base.trees import map_tensors, samples_in
 from fleetx.comm.session import current
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import UsageError
@@ -27,6 +27,7 @@ from fleetx.paddle.static.executor import Executor
 
 LINE = "epoch id: %d, step%d, train_loss: %f, total time cost = %f, step per second: %f, speed: %f"
 BENCHMARK_STEPS = 100
+Out = TypeVar("Out")
 NO_DALI = "use_dali=True has no effect: torch's DataLoader reads the images; speed it up with num_workers"
 
 
@@ -42,8 +43,7 @@ class MultiGPUTrainer:
         self._check_call(model, use_dali)
         for number in range(epoch):
             total = 0.0
-            for i, batch in enumerate(_batches(dataloader)):
-                loss, seconds = _timed(_step, model, batch)
+            for i, (loss, seconds) in enumerate(_timed(_step, model, dataloader)):
                 if i >= start_step:
                     total += seconds
                     print(LINE % (number, i, loss, total, (i - start_step + 1) / total, 1 / seconds), flush=True)
@@ -79,7 +79,7 @@ class MultiGPUTrainer:
         self._check_call(model)
         if not 0 <= start_step < end_step:
             raise UsageError(f"start_step = {start_step}: must be at least 0 and below end_step = {end_step}")
-        seconds = [_timed(_step, model, batch)[1] for batch in _batches(dataloader, end_step)]
+        seconds = [each for _, each in _timed(_step, model, dataloader, end_step)]
         return _speed(seconds[start_step:], start_step)
 
     def benchmark(
@@ -91,7 +91,7 @@ class MultiGPUTrainer:
             raise UsageError(f"epoch = {epoch}, start_step = {start_step}: must be at least 1 and 0")
         seconds: list[float] = []
         for _ in range(epoch):
-            seconds = [_timed(_step, model, batch)[1] for batch in _batches(dataloader)]
+            seconds = [each for _, each in _timed(_step, model, dataloader)]
             if len(seconds) <= start_step:
                 raise UsageError(f"an epoch has {len(seconds)} steps: start_step = {start_step} must be below that")
         return _speed(seconds[start_step : start_step + BENCHMARK_STEPS], start_step)
@@ -102,21 +102,16 @@ class MultiGPUTrainer:
         """Return each target of each batch of this worker; prints the steps per second."""
         self._check_call(model, use_dali)
         names = _names(target_list)
-        results: dict[str, list[float]] = {name: [] for name in names}
-        seconds = []
 
-        def act(model: nn.Module, inputs: Any) -> float:
+        def act(model: nn.Module, inputs: Any) -> list[float]:
             outputs = _outputs(model, inputs)
-            for name in names:
-                results[name].append(_value(outputs, name))
-            return 0.0
+            return [_value(outputs, name) for name in names]
 
-        for batch in _batches(dataloader):
-            seconds.append(_timed(act, model, batch)[1])
-        if not seconds:
+        found = list(_timed(act, model, dataloader))
+        if not found:
             raise UsageError("there is nothing to evaluate: the loader yields no batch of tensors")
-        _speed(seconds, 0)
-        return results
+        _speed([seconds for _, seconds in found], 0)
+        return {name: [values[i] for values, _ in found] for i, name in enumerate(names)}
 
     def _check_call(self, model: Any, use_dali: bool = False) -> None:
         if use_dali:
@@ -160,11 +155,14 @@ def _speed(seconds: list[float], first: int) -> float:
     return speed
 
 
-def _timed(act: Callable[[nn.Module, Any], float], model: nn.Module, batch: Any) -> tuple[float, float]:
-    """Return the loss and the seconds."""
-    start = time.perf_counter()
-    inputs = _inputs(model, batch)
-    return act(model, inputs), time.perf_counter() - start
+def _timed(
+    act: Callable[[nn.Module, Any], Out], model: nn.Module, loader: Any, number: int | None = None
+) -> Iterator[tuple[Out, float]]:
+    """What `act` returns for each batch, and the seconds that it takes."""
+    for batch in _batches(loader, number):
+        start = time.perf_counter()
+        result = act(model, _inputs(model, batch))
+        yield result, time.perf_counter() - start
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -191,16 +189,7 @@ def _outputs(model: nn.Module, inputs: Any) -> Any:
     """Evaluate the model; a pipeline returns only its loss."""
     if static.is_minimized(model):
         return static.evaluate(model, inputs)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            if isinstance(current().find(model), ScheduledEngine):
-                return fleet.forward_backward(inputs, model=model)
-            args, kwargs = arguments(inputs)
-            return model(*args, **kwargs)
-    finally:
-        model.train(training)
+    return static.forward(model, inputs, pipelined=isinstance(current().find(model), ScheduledEngine))
 
 
 def _value(outputs: Any, name: str) -> float:

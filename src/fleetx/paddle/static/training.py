@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fleetx import fleet
 from fleetx import strategy as strategies
 from fleetx.applications import Application, Parameter, Program, Variable
+from fleetx.base.trees import arguments
 from fleetx.comm.roles import from_environment
 from fleetx.comm.session import current
 from fleetx.engine.scheduled import ScheduledEngine
@@ -259,17 +260,25 @@ def scalar(application: Application, name: str) -> Tensor:
 
 
 def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run a forward without dropout and without gradients."""
-    training = application.training
-    application.eval()
+    """Run a forward and return the outputs of the application by name; of a pipeline, only its loss."""
+    out = forward(application, feed, pipelined=is_pipelined(application))
+    if isinstance(out, Tensor):
+        return {application.outputs[0]: out}
+    return {name: getattr(out, name) for name in application.outputs}
+
+
+def forward(model: nn.Module, inputs: Any, *, pipelined: bool) -> Any:
+    """Run a forward without dropout and without gradients. A pipeline returns only its loss."""
+    training = model.training
+    model.eval()
     try:
         with torch.no_grad():
-            if is_pipelined(application):
-                return {application.outputs[0]: fleet.forward_backward(feed, model=application)}
-            out = application(**feed)
-            return {name: getattr(out, name) for name in application.outputs}
+            if pipelined:
+                return fleet.forward_backward(inputs, model=model)
+            args, kwargs = arguments(inputs)
+            return model(*args, **kwargs)
     finally:
-        application.train(training)
+        model.train(training)
 
 
 def is_pipelined(application: Application) -> bool:
