@@ -7,8 +7,7 @@ from typing import Any
 
 from fleetx.errors import StrategyError
 from fleetx.integrations import GRAD_SCALER, deepspeed
-from fleetx.integrations.imported import Imported, Taken
-from fleetx.integrations.plain_files import read_json
+from fleetx.integrations.imported import Imported, Taken, read_json
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _LAUNCH = ("machine_rank", "main_process_ip", "main_process_port", "gpu_ids")

@@ -7,8 +7,7 @@ from pathlib import Path
 from fleetx.base import yaml_file
 from fleetx.errors import StrategyError
 from fleetx.integrations import accelerate, deepspeed
-from fleetx.integrations.imported import Imported
-from fleetx.integrations.plain_files import read_json, read_text
+from fleetx.integrations.imported import Imported, read_json, read_text
 from fleetx.paddle.static import prototxt
 
 
