@@ -32,13 +32,16 @@ def in_use() -> list[Application]:
     return list(_in_use.values())
 
 
-def last_application() -> Application:
+def _newest() -> Application | None:
     """The application created last; if it no longer exists, the newest one in use."""
     created = Application.last() if Application.last is not None else None
-    living = [*in_use(), created] if created is not None else in_use()
-    if not living:
+    return created or next(reversed(in_use()), None)
+
+
+def last_application() -> Application:
+    if (application := _newest()) is None:
         raise UsageError("there is no program yet: create a model first, such as fleetx.applications.Resnet50()")
-    return living[-1]
+    return application
 
 
 class PendingProgram:
@@ -56,7 +59,7 @@ class PendingProgram:
         return getattr(self.bound(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "random_seed" and not _any_application():
+        if name == "random_seed" and _newest() is None:
             if seed := check_seed(value):
                 torch.manual_seed(seed)  # the model draws its weights when it is created
             return
@@ -68,13 +71,9 @@ def bound(program: Any) -> Any:
     return program.bound() if isinstance(program, PendingProgram) else program
 
 
-def _any_application() -> bool:
-    return bool(in_use()) or (Application.last is not None and Application.last() is not None)
-
-
 def default_main_program() -> Program | PendingProgram:
-    return last_application().main_prog if _any_application() else PendingProgram("main")
+    return application.main_prog if (application := _newest()) else PendingProgram("main")
 
 
 def default_startup_program() -> Program | PendingProgram:
-    return last_application().startup_prog if _any_application() else PendingProgram("startup")
+    return application.startup_prog if (application := _newest()) else PendingProgram("startup")

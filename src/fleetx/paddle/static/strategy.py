@@ -8,12 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetx import strategy
-from fleetx.applications import Variable
+from fleetx.applications import Application, Variable
+from fleetx.comm.world import World
 from fleetx.errors import StrategyError
+from fleetx.optim import exclusion
 from fleetx.strategy import ignored
+
+if TYPE_CHECKING:
+    from fleetx.paddle.static.optimizers import PaddleOptimizer
 
 _OFF = tuple(name for name in ignored.UNSUPPORTED if not name.endswith("_configs"))
 _RENAMED = {
@@ -105,3 +110,32 @@ class PaddleStrategy(strategy.DistributedStrategy):
 def of_paddle(given: strategy.DistributedStrategy) -> PaddleStrategy:
     """The strategy as one of a Paddle script."""
     return given if isinstance(given, PaddleStrategy) else PaddleStrategy(**given.declared())
+
+
+def relax(declared: PaddleStrategy, recipe: PaddleOptimizer, application: Application, world: World) -> None:
+    """Leave out what Paddle lets pass and what does no harm, with a notice. `fleet.distribute` raises an error."""
+    for part in ("lars", "lamb"):
+        if getattr(declared, part):
+            _leave_out_patterns(declared, part, application)
+            if recipe.decay:
+                declared.note(
+                    f"the weight decay of the optimizer, {recipe.decay:g}",
+                    f"{part} includes its own, {part}_configs['{part}_weight_decay']",
+                )
+                recipe.decay = 0.0
+    if declared.use_hierarchical_allreduce:
+        name = "hierarchical_allreduce_inter_nranks"
+        largest = max((world.hosts().count(host) for host in world.hosts()), default=1)
+        if (size := getattr(declared, name)) and size > largest:
+            workers = f"{largest} worker{'s' if largest > 1 else ''}"
+            declared.note(f"{name} = {size}", f"a node has {workers}, and each node is one group")
+            setattr(declared, name, 1)  # the default: as many as there are on a node
+
+
+def _leave_out_patterns(declared: PaddleStrategy, part: str, application: Application) -> None:
+    settings, key = getattr(declared, f"{part}_configs"), "exclude_from_weight_decay"
+    params = list(application.parameters())
+    for pattern in list(settings[key]):
+        if pattern and not exclusion.positions(application, [pattern], params):
+            declared.note(f"{pattern!r} in {part}_configs[{key!r}]", "no parameter has it in its name")
+            settings[key] = [other for other in settings[key] if other != pattern]

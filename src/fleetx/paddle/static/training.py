@@ -26,9 +26,8 @@ from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.optim import parameter_names
 from fleetx.paddle.static import devices, programs, rates
-from fleetx.paddle.static.leniency import relax
 from fleetx.paddle.static.regularization import Clip
-from fleetx.paddle.static.strategy import PaddleStrategy, of_paddle
+from fleetx.paddle.static.strategy import PaddleStrategy, of_paddle, relax
 from fleetx.parts.auto import PLAN
 from fleetx.strategy.stage import Stage
 
