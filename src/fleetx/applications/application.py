@@ -103,14 +103,6 @@ class Application(nn.Module, metaclass=_RemembersLast):
     def startup_program(self) -> Program:
         return self.startup_prog
 
-    def _transformers(self) -> Any:
-        """Import `transformers`, an optional dependency."""
-        try:
-            import transformers
-        except ImportError as error:
-            raise UsageError(f"{type(self).__name__} needs transformers: pip install fleetx[applications]") from error
-        return transformers
-
     # --- parameters -------------------------------------------------------------------------------
     def paddle_names(self) -> dict[str, list[str]]:
         """Map the torch name of each parameter to its Paddle names."""

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from fleetx.applications.application import Application, Feed, check_heads, model_options, whole_by_default
 from fleetx.data import Loader, digital_train, digital_val, load_digital_dataset_from_file
 from fleetx.data.bert import IGNORED, BertOptions
-from fleetx.data.checks import check_choice, check_fraction, check_int
+from fleetx.data.checks import check_choice, check_fraction, check_int, optional
 from fleetx.errors import UsageError
 
 
@@ -73,7 +73,7 @@ class Bert(Application):
         check_heads(hidden, heads)
         check_fraction(dropout=dropout)
         self.lang, self.max_seq_len, self.vocab_size, self._layers = lang, max_seq_len, vocab_size, layers
-        transformers = self._transformers()
+        transformers = optional("transformers", f"{type(self).__name__} needs transformers")
         config = transformers.BertConfig(
             vocab_size=vocab_size,
             hidden_size=hidden,

@@ -14,7 +14,7 @@ from fleetx.applications.application import Application, Feed, model_options, wh
 from fleetx.base.module_names import plain_name
 from fleetx.comm.notices import say_once
 from fleetx.data import Loader, imagenet_train, imagenet_val, load_imagenet_from_file
-from fleetx.data.checks import check_choice, check_fraction, check_int
+from fleetx.data.checks import check_choice, check_fraction, check_int, optional
 from fleetx.data.images import LAYOUTS, ImageOptions
 from fleetx.errors import UsageError
 from fleetx.optim import parameter_names
@@ -140,7 +140,7 @@ class Resnet50(ImageClassifier):
         super().__init__(data_layout, image_size, num_classes, unknown)
         check_int(hidden=hidden)
         _check_stages(layers)
-        transformers = self._transformers()
+        transformers = optional("transformers", f"{type(self).__name__} needs transformers")
         config = transformers.ResNetConfig(
             num_channels=CHANNELS,
             embedding_size=hidden,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fleetx.data import rng
-from fleetx.data.checks import check_names
+from fleetx.data.checks import check_names, optional
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.images import shuffle_by_default
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions, record_order
@@ -81,11 +81,7 @@ def load_digits(
     """
     shuffle = shuffle_by_default(phase, shuffle)
     _check(options)
-    try:
-        from sklearn import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise UsageError("load_digits needs scikit-learn: pip install fleetx[applications]") from error
-    digits = datasets.load_digits()
+    digits = optional("sklearn.datasets", "load_digits needs scikit-learn").load_digits()
     # The file has runs of digits by the same writer, so the split is random, but always the same.
     order = rng.permutation(rng.key(0, 0, "digits"), len(digits.target))
     part = order[:_TRAIN_DIGITS] if phase == "train" else order[_TRAIN_DIGITS:]

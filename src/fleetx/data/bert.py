@@ -19,8 +19,7 @@ import torch
 
 from fleetx.data import bert_lines, cache, rng
 from fleetx.data.bert_lines import FIELDS, Corpus
-from fleetx.data.checks import check_choice, check_int, check_names
-from fleetx.data.errors import RecordErrors
+from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions
 from fleetx.data.masking import mask

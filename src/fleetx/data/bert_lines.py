@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetx.data.errors import RecordErrors
+from fleetx.data.checks import RecordErrors
 from fleetx.data.vocabulary import Vocabulary
 from fleetx.errors import DataError
 

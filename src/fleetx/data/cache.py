@@ -12,7 +12,7 @@ import numpy as np
 
 from fleetx.base.files import atomic_folder
 from fleetx.data.bert_lines import Corpus
-from fleetx.data.errors import RecordErrors
+from fleetx.data.checks import RecordErrors
 
 _VERSION = 3  # of the format
 

@@ -1,12 +1,15 @@
-"""Checks for the options of loaders and applications."""
+"""Checks for the options of loaders and applications, and for the records that a loader reads."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fleetx.base.suggest import did_you_mean
-from fleetx.errors import UsageError
+from fleetx.errors import DataError, UsageError
+
+ON_ERROR = ("raise", "skip")  # what to do about invalid records
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
@@ -33,3 +36,25 @@ def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> Non
         if name not in known:
             hint = did_you_mean(name, known, otherwise=f"its options are {', '.join(known)}")
             raise UsageError(f"{owner} has no option {name!r}: {hint}")
+
+
+class RecordErrors:
+    """Raises an error for the first invalid record, or collects messages if on_error is "skip"."""
+
+    def __init__(self, on_error: str):
+        check_choice("on_error", on_error, ON_ERROR)
+        self.skip = on_error == "skip"
+        self.messages: list[str] = []
+
+    def add(self, *messages: str) -> None:
+        if messages and not self.skip:
+            raise DataError(f'{messages[0]}. To leave out invalid records, pass on_error="skip"')
+        self.messages += messages
+
+
+def optional(module: str, who_needs_what: str) -> Any:
+    """Import a module that is not installed with fleetx alone."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{who_needs_what}: pip install fleetx[applications]") from error

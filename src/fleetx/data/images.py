@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from fleetx.data import augment, rng
-from fleetx.data.checks import check_choice, check_int, check_names
-from fleetx.data.errors import RecordErrors
+from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names, optional
 from fleetx.data.fingerprint import array_bytes, fingerprint
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions, record_order
 from fleetx.data.sharding_plan import MaxSamples
-from fleetx.errors import DataError, UsageError
+from fleetx.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,7 +82,7 @@ class ImageSource:
     """The images of a list."""
 
     def __init__(self, filelist: Path, phase: str, layout: str, size: int, classes: int | None, on_error: str):
-        _check_pillow()
+        optional("PIL", "image loaders need pillow")
         self._list, self._root = filelist, _root(filelist, phase)
         self._random, self._layout, self._size = phase == "train", layout, size
         errors = RecordErrors(on_error)
@@ -177,10 +176,3 @@ def _read(filelist: Path) -> bytes:
         return filelist.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read the image list {filelist}: {error.strerror}") from error
-
-
-def _check_pillow() -> None:
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise UsageError("image loaders need pillow: pip install fleetx[applications]") from error

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 
 from fleetx.base.trees import map_tensors
 from fleetx.data import rank_share, rng
-from fleetx.data.checks import check_choice, check_int
-from fleetx.data.errors import ON_ERROR, RecordErrors
+from fleetx.data.checks import ON_ERROR, RecordErrors, check_choice, check_int
 from fleetx.data.fingerprint import fingerprint
 from fleetx.data.sharding_plan import BatchLimit, batch_bounds
 from fleetx.errors import DataError, UsageError

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from fleetx.data import rng
-from fleetx.data.checks import check_int, check_names
-from fleetx.data.errors import RecordErrors
+from fleetx.data.checks import RecordErrors, check_int, check_names
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions
 from fleetx.data.sharding_plan import MaxTokens
