@@ -41,12 +41,8 @@ class PaddleOptimizer:
         for theirs, ours in self.also.items():
             if theirs in kwargs and ours in self.arguments and ours not in kwargs:
                 kwargs[ours] = kwargs.pop(theirs)
-        try:
-            bound = inspect.signature(type(self)).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{type(self).__name__}: {error}") from None
-        bound.apply_defaults()
-        given = self.given = {FLUID_NAMES.get(name, name): value for name, value in bound.arguments.items()}
+        bound = rates.arguments_of(type(self), args, kwargs)
+        given = self.given = {FLUID_NAMES.get(name, name): value for name, value in bound.items()}
         self.rate, self.name = rates.checked(given["learning_rate"]), given["name"]
         self.parameters, self.decay = training.as_list(given["parameters"]), _decay(given.get("weight_decay"))
         self.clip: Clip | None = given["grad_clip"]

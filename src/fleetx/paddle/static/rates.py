@@ -6,8 +6,9 @@ each run of the program. Both are evaluated before each run.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
@@ -24,23 +25,23 @@ class ByRun:
 
     formula: Callable[[int], float]
 
+    def __post_init__(self) -> None:
+        self.formula(0)  # checks its arguments
+
     def __call__(self, runs: int) -> float:
         return self.formula(runs)
 
 
 class LRScheduler:
-    """A rate that depends on the number of calls of step(); subclasses define `formula` or `get_lr`."""
+    """A rate that depends on the number of calls of step(); subclasses define `get_lr`."""
 
     def __init__(self, learning_rate: float, last_epoch: int = -1, verbose: bool = False):
         self.base_lr = self.last_lr = _number("learning_rate", learning_rate)
         self.last_epoch, self._verbose = last_epoch, verbose
         self.step()
 
-    def formula(self, t: int) -> float:
-        raise NotImplementedError
-
     def get_lr(self) -> float:
-        return self.formula(self.last_epoch)
+        raise NotImplementedError
 
     def __call__(self) -> float:
         return self.last_lr
@@ -83,6 +84,16 @@ def at(rate: Rate, runs: int) -> float:
     return float(rate(runs) if callable(rate) else rate)
 
 
+def arguments_of(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class that has a __signature__ was called with, by name, with the defaults."""
+    try:
+        bound = inspect.signature(kind).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{kind.__name__}: {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise UsageError(f"{name} = {value!r}: must be a number of at least 0, or a schedule")
@@ -101,25 +112,26 @@ def check_rising(name: str, steps: Sequence[int]) -> None:
         raise UsageError(f"{name} = {list(steps)!r}: each number must be larger than the one before")
 
 
-# --- formulas of both APIs ------------------------------------------------------------------------
+# --- formulas of both APIs, with Paddle 2's names of their arguments --------------------------------
 def piecewise(t: int, boundaries: Sequence[int], values: Sequence[float]) -> float:
-    return values[sum(t >= boundary for boundary in boundaries)]
-
-
-def check_pieces(boundaries: Sequence[int], values: Sequence[float]) -> None:
     if len(values) != len(boundaries) + 1:
         raise UsageError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}")
     check_rising("boundaries", boundaries)
+    return values[sum(t >= boundary for boundary in boundaries)]
 
 
-def noam(t: int, peak: float, d_model: float, warmup_steps: float) -> float:
+def noam(t: int, d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> float:
+    check_positive(d_model=d_model, warmup_steps=warmup_steps)
     rising, falling = warmup_steps**-1.5 * t, float(t) ** -0.5 if t else 1.0
-    return peak * d_model**-0.5 * min(rising, falling)
+    return learning_rate * d_model**-0.5 * min(rising, falling)
 
 
-def polynomial(t: int, start: float, decay_steps: int, end: float, power: float, cycle: bool) -> float:
+def polynomial(
+    t: int, learning_rate: float, decay_steps: int, end_lr: float = 0.0001, power: float = 1.0, cycle: bool = False
+) -> float:
+    check_positive(decay_steps=decay_steps)
     steps = decay_steps * max(1, math.ceil(t / decay_steps)) if cycle else decay_steps
-    return (start - end) * (1 - min(t, steps) / steps) ** power + end
+    return (learning_rate - end_lr) * (1 - min(t, steps) / steps) ** power + end_lr
 
 
 def warmup(t: int, warmup_steps: int, start: float, end: float) -> float:
@@ -128,22 +140,18 @@ def warmup(t: int, warmup_steps: int, start: float, end: float) -> float:
 
 # --- fluid.layers: these change with each run of the program ---------------------------------------
 def noam_decay(d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> ByRun:
-    check_positive(d_model=d_model, warmup_steps=warmup_steps)
-    return ByRun(lambda t: noam(t + 1, learning_rate, d_model, warmup_steps))  # Paddle counts from 1 here
+    return ByRun(lambda t: noam(t + 1, d_model, warmup_steps, learning_rate))  # Paddle counts from 1 here
 
 
 def exponential_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
-    check_positive(decay_steps=decay_steps)
     return ByRun(lambda t: learning_rate * decay_rate ** _epochs(t, decay_steps, staircase))
 
 
 def natural_exp_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
-    check_positive(decay_steps=decay_steps)
     return ByRun(lambda t: learning_rate * math.exp(-decay_rate * _epochs(t, decay_steps, staircase)))
 
 
 def inverse_time_decay(learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> ByRun:
-    check_positive(decay_steps=decay_steps)
     return ByRun(lambda t: learning_rate / (1 + decay_rate * _epochs(t, decay_steps, staircase)))
 
 
@@ -154,12 +162,10 @@ def polynomial_decay(
     power: float = 1.0,
     cycle: bool = False,
 ) -> ByRun:
-    check_positive(decay_steps=decay_steps)
     return ByRun(lambda t: polynomial(t, learning_rate, decay_steps, end_learning_rate, power, cycle))
 
 
 def piecewise_decay(boundaries: Sequence[int], values: Sequence[float]) -> ByRun:
-    check_pieces(boundaries, values)
     return ByRun(lambda t: piecewise(t, boundaries, values))
 
 
@@ -175,4 +181,5 @@ def linear_lr_warmup(learning_rate: float | ByRun, warmup_steps: int, start_lr: 
 
 
 def _epochs(t: int, decay_steps: int, staircase: bool) -> float:
+    check_positive(decay_steps=decay_steps)
     return t // decay_steps if staircase else t / decay_steps

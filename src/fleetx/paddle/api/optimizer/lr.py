@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from fleetx.paddle.static import rates
 from fleetx.paddle.static.rates import LRScheduler
@@ -24,66 +26,89 @@ __all__ = [
 ]
 
 
-class NoamDecay(LRScheduler):
-    def __init__(
-        self, d_model: int, warmup_steps: int, learning_rate: float = 1.0, last_epoch: int = -1, verbose: bool = False
-    ):
-        rates.check_positive(d_model=d_model, warmup_steps=warmup_steps)
-        self.d_model, self.warmup_steps = d_model, warmup_steps
-        super().__init__(learning_rate, last_epoch, verbose)
+class _Formula(LRScheduler):
+    """A rate that is a formula of the step. Its arguments are those of the formula, then last_epoch and verbose."""
 
-    def formula(self, t: int) -> float:
-        return rates.noam(t, self.base_lr, self.d_model, self.warmup_steps)
+    formula: ClassVar[Callable[..., float]]
+
+    def __init_subclass__(cls) -> None:
+        _, *own = inspect.signature(cls.formula).parameters.values()
+        _, *common = inspect.signature(LRScheduler).parameters.values()
+        cls.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        given = rates.arguments_of(type(self), args, kwargs)
+        common = [given.pop(name) for name in ("learning_rate", "last_epoch", "verbose")]
+        self._names = list(given)
+        vars(self).update(given)
+        super().__init__(*common)
+
+    def get_lr(self) -> float:
+        given = {name: getattr(self, name) for name in self._names}
+        return self.formula(self.last_epoch, learning_rate=self.base_lr, **given)
+
+
+class NoamDecay(_Formula):
+    formula = staticmethod(rates.noam)
+
+
+class NaturalExpDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, gamma: float) -> float:
+        return learning_rate * math.exp(-gamma * t)
+
+
+class InverseTimeDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, gamma: float) -> float:
+        return learning_rate / (1 + gamma * t)
+
+
+class ExponentialDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, gamma: float) -> float:
+        return learning_rate * gamma**t
+
+
+class PolynomialDecay(_Formula):
+    formula = staticmethod(rates.polynomial)
+
+
+class MultiStepDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, milestones: Sequence[int], gamma: float = 0.1) -> float:
+        rates.check_rising("milestones", milestones)
+        return learning_rate * gamma ** sum(t >= milestone for milestone in milestones)
+
+
+class StepDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, step_size: int, gamma: float = 0.1) -> float:
+        rates.check_positive(step_size=step_size)
+        return learning_rate * gamma ** (t // step_size)
+
+
+class LambdaDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, lr_lambda: Callable[[int], float]) -> float:
+        return learning_rate * lr_lambda(t)
+
+
+class CosineAnnealingDecay(_Formula):
+    @staticmethod
+    def formula(t: int, learning_rate: float, T_max: int, eta_min: float = 0.0) -> float:  # noqa: N803
+        rates.check_positive(T_max=T_max)
+        return eta_min + (learning_rate - eta_min) * (1 + math.cos(math.pi * t / T_max)) / 2
 
 
 class PiecewiseDecay(LRScheduler):
     def __init__(self, boundaries: Sequence[int], values: Sequence[float], last_epoch: int = -1, verbose: bool = False):
-        rates.check_pieces(boundaries, values)
+        rates.piecewise(0, boundaries, values)  # checks them
         self.boundaries, self.values = list(boundaries), list(values)
         super().__init__(values[0], last_epoch, verbose)
 
-    def formula(self, t: int) -> float:
-        return rates.piecewise(t, self.boundaries, self.values)
-
-
-class _Gamma(LRScheduler):
-    def __init__(self, learning_rate: float, gamma: float, last_epoch: int = -1, verbose: bool = False):
-        self.gamma = gamma
-        super().__init__(learning_rate, last_epoch, verbose)
-
-
-class NaturalExpDecay(_Gamma):
-    def formula(self, t: int) -> float:
-        return self.base_lr * math.exp(-self.gamma * t)
-
-
-class InverseTimeDecay(_Gamma):
-    def formula(self, t: int) -> float:
-        return self.base_lr / (1 + self.gamma * t)
-
-
-class ExponentialDecay(_Gamma):
-    def formula(self, t: int) -> float:
-        return self.base_lr * self.gamma**t
-
-
-class PolynomialDecay(LRScheduler):
-    def __init__(
-        self,
-        learning_rate: float,
-        decay_steps: int,
-        end_lr: float = 0.0001,
-        power: float = 1.0,
-        cycle: bool = False,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ):
-        rates.check_positive(decay_steps=decay_steps)
-        self.decay_steps, self.end_lr, self.power, self.cycle = decay_steps, end_lr, power, cycle
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def formula(self, t: int) -> float:
-        return rates.polynomial(t, self.base_lr, self.decay_steps, self.end_lr, self.power, self.cycle)
+    def get_lr(self) -> float:
+        return rates.piecewise(self.last_epoch, self.boundaries, self.values)
 
 
 class LinearWarmup(LRScheduler):
@@ -101,67 +126,11 @@ class LinearWarmup(LRScheduler):
         self.after, self.warmup_steps, self.start_lr, self.end_lr = learning_rate, warmup_steps, start_lr, end_lr
         super().__init__(end_lr, last_epoch, verbose)
 
-    def formula(self, t: int) -> float:
+    def get_lr(self) -> float:
+        t = self.last_epoch
         if t < self.warmup_steps:
             return rates.warmup(t, self.warmup_steps, self.start_lr, self.end_lr)
         if isinstance(self.after, LRScheduler):
             self.after.step(t - self.warmup_steps)
             return self.after()
         return self.after
-
-
-class MultiStepDecay(LRScheduler):
-    def __init__(
-        self,
-        learning_rate: float,
-        milestones: Sequence[int],
-        gamma: float = 0.1,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ):
-        rates.check_rising("milestones", milestones)
-        self.milestones, self.gamma = list(milestones), gamma
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def formula(self, t: int) -> float:
-        return self.base_lr * self.gamma ** sum(t >= milestone for milestone in self.milestones)
-
-
-class StepDecay(LRScheduler):
-    def __init__(
-        self, learning_rate: float, step_size: int, gamma: float = 0.1, last_epoch: int = -1, verbose: bool = False
-    ):
-        rates.check_positive(step_size=step_size)
-        self.step_size, self.gamma = step_size, gamma
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def formula(self, t: int) -> float:
-        return self.base_lr * self.gamma ** (t // self.step_size)
-
-
-class LambdaDecay(LRScheduler):
-    def __init__(
-        self, learning_rate: float, lr_lambda: Callable[[int], float], last_epoch: int = -1, verbose: bool = False
-    ):
-        self.lr_lambda = lr_lambda
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def formula(self, t: int) -> float:
-        return self.base_lr * self.lr_lambda(t)
-
-
-class CosineAnnealingDecay(LRScheduler):
-    def __init__(
-        self,
-        learning_rate: float,
-        T_max: int,  # noqa: N803
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ):
-        rates.check_positive(T_max=T_max)
-        self.T_max, self.eta_min = T_max, eta_min
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def formula(self, t: int) -> float:
-        return self.eta_min + (self.base_lr - self.eta_min) * (1 + math.cos(math.pi * t / self.T_max)) / 2
