@@ -15,7 +15,7 @@ import pytest
 from file_server import tar
 
 from fleetx import UsageError, fleet
-from fleetx.paddle.download import Downloader, DownloadError, node, records
+from fleetx.paddle.download import Downloader, DownloadError, node
 from fleetx.paddle.download.node import with_all_workers
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
@@ -274,14 +274,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 # --- what counts as an outcome ------------------------------------------------------------------------
 def test_nobody_works_without_the_lock_when_an_outcome_cannot_be_read(tmp_path, monkeypatch):
-    records.write(tmp_path / "outcomes/k.json", {"id": "old", "pid": 1, "error": "", "failed": []})
+    node.write_record(tmp_path / "outcomes/k.json", {"id": "old", "pid": 1, "error": "", "failed": []})
     reads, works = [], []
 
-    def unreadable_once(path, read=records.read):
+    def unreadable_once(path, read=node.read_record):
         reads.append(path)
         return {} if len(reads) == 3 else read(path)
 
-    monkeypatch.setattr(records, "read", unreadable_once)
+    monkeypatch.setattr(node, "read_record", unreadable_once)
     holder = (tmp_path / "lock").open("a+")
     node.fcntl.flock(holder, node.fcntl.LOCK_EX)
     threading.Timer(0.5, holder.close).start()

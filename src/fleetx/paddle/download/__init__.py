@@ -6,8 +6,8 @@ listing      filelist.txt, meta.txt, shards, names that must stay inside the fol
 remote       files of a remote folder: http(s) with urllib, everything else with fsspec
 fetch        one file: resumed, retried, its md5 checked
 unpack       one tar: into a temporary folder, then renamed into place
-folder       all files, in threads; records: what the local folder remembers
-node         one process per node does the work, the others wait for its outcome, and for each other's shards
+folder       all files, in threads
+node         one process per node does the work, the others wait for its outcome; what the local folder remembers
 progress     a bar or a line now and then
 """
 

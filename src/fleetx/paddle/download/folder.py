@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeVar
 
 from fleetx.base.jobs import run_jobs
 from fleetx.errors import DownloadError
-from fleetx.paddle.download import listing, records
+from fleetx.paddle.download import listing
 from fleetx.paddle.download.fetch import AbortedError, Fetcher, Patience, check_disk, md5_of
 from fleetx.paddle.download.listing import FILELIST, META, RECORDS, ListedFile
+from fleetx.paddle.download.node import read_record, write_record
 from fleetx.paddle.download.progress import Progress, say
 from fleetx.paddle.download.remote import Remote
 from fleetx.paddle.download.unpack import is_intact, publish, unpack
@@ -103,7 +104,7 @@ class Folder:
     def _check(self, file: ListedFile) -> Task:
         """Find out what is left to do. A tar that was deleted after it was unpacked is not downloaded again."""
         target, path = self._target(file.name), self._record(file)
-        record = records.read(path) if file.is_tar else {}
+        record = read_record(path) if file.is_tar else {}
         unpacked = record.get("md5") == file.md5 and is_intact(self._local, record["members"])
         if unpacked:
             self._owners |= dict.fromkeys(record["members"], file.name)
@@ -112,7 +113,7 @@ class Folder:
         else:
             download = md5_of(target, self._stop) != file.md5
             if unpacked and not download:  # only its time stamp changed
-                records.write(path, {**record, "stat": _stat(target)})
+                write_record(path, {**record, "stat": _stat(target)})
         return Task(file, download, unpack=file.is_tar and (download or not unpacked))
 
     def _run(self, task: Task) -> None:
@@ -137,7 +138,7 @@ class Folder:
                 publish(temporary, members, self._local, owner=file.name, owners=self._owners)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        records.write(record, {"md5": file.md5, "stat": _stat(target), "members": members})
+        write_record(record, {"md5": file.md5, "stat": _stat(target), "members": members})
 
     def _check_disk(self, tasks: Sequence[Task]) -> int | None:
         """Raise an error if the disk is too small. Return the bytes to download, if the server tells all lengths."""

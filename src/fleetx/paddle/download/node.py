@@ -8,6 +8,7 @@ one that its own run wrote before it started.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sys
 import time
@@ -17,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from fleetx.base.files import write_atomic
 from fleetx.comm import roles
 from fleetx.errors import DownloadError, UsageError
-from fleetx.paddle.download import records
 from fleetx.paddle.download.progress import say
 
 _POLL = 0.05
@@ -43,7 +44,7 @@ def once_per_node(work: Callable[[], None], folder: Path, *, key: str, task: str
     The lock and the outcomes are in `folder`.
     """
     path = folder / "outcomes" / f"{key}.json"
-    before = records.read(path).get("id")
+    before = read_record(path).get("id")
     _calls[path] += 1
     run, call = _run_id(), _calls[path]
 
@@ -66,9 +67,9 @@ def once_per_node(work: Callable[[], None], folder: Path, *, key: str, task: str
             work()
         except Exception as error:  # an interruption leaves no outcome, so that another process takes over
             failed = list(getattr(error, "failed", ()))
-            records.write(path, {**record, "error": str(error) or type(error).__name__, "failed": failed})
+            write_record(path, {**record, "error": str(error) or type(error).__name__, "failed": failed})
             raise
-        records.write(path, record)
+        write_record(path, record)
 
 
 def _run_id() -> str | None:
@@ -86,7 +87,7 @@ def _wait(
     while True:
         now = time.monotonic()
         locked = now >= start and _try_lock(lock)
-        outcome = records.read(path)  # after the lock, because its last holder wrote it before releasing the lock
+        outcome = read_record(path)  # after the lock, because its last holder wrote it before releasing the lock
         if is_ours(outcome):
             return outcome
         if locked:
@@ -107,6 +108,21 @@ def _try_lock(lock: IO[str]) -> bool:
             f"{lock.name}: this file system does not support locks ({error.strerror}); use another local_path"
         ) from None
     return True
+
+
+# --- records: small json files in `.fleetx-download`, fleetx's own folder inside the local one ----------
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record; an empty one if there is none or it is damaged."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(record))
 
 
 # --- all workers: a list names files of each shard ------------------------------------------------
