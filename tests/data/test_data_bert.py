@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from fleetx.data import DataError, digital_train, digital_val, load_digital_dataset_from_file
 from fleetx.data.bert_lines import parse
-from fleetx.data.masking import mask
-from fleetx.data.vocabulary import Vocabulary, read_vocabulary
+from fleetx.data.vocabulary import Vocabulary, mask, read_vocabulary
 from fleetx.errors import UsageError
 
 WORDS = Vocabulary(VOCABULARY, PAD, CLS, SEP, MASK)

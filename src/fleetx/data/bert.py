@@ -22,9 +22,8 @@ from fleetx.data.bert_lines import FIELDS, Corpus
 from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions
-from fleetx.data.masking import mask
 from fleetx.data.sharding_plan import MaxSamples, MaxTokens
-from fleetx.data.vocabulary import Vocabulary, read_vocabulary
+from fleetx.data.vocabulary import Vocabulary, mask, read_vocabulary
 from fleetx.errors import DataError, UsageError
 
 log = logging.getLogger(__name__)

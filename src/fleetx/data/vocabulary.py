@@ -1,4 +1,8 @@
-"""vocab.txt: one token per line. Its id is the line number, or the number after a tab."""
+"""BERT's words: the vocabulary, vocab.txt, and masking.
+
+vocab.txt has one token per line. Its id is the line number, or the number after a tab. Of 15 % of the words, 80 % are
+masked as [MASK], 10 % become a random word, and 10 % stay.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fleetx.data import rng
 from fleetx.errors import DataError
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+SELECTED, MASKED, REPLACED = 0.15, 0.15 * 0.8, 0.15 * 0.9  # thresholds for one uniform number per word
 _LARGEST = 1 << 24  # more words than any model has: a larger id is a mistake that would take gigabytes
 
 
@@ -57,3 +63,33 @@ def read_vocabulary(path: Path, max_size: int | None = None) -> Vocabulary:
     if not len(vocabulary.ordinary):
         raise DataError(f"the vocabulary {path} has only special tokens")
     return vocabulary
+
+
+def mask(
+    words: np.ndarray,  # (batch, width), changed in place
+    present: np.ndarray,  # (batch, width), False for padding
+    samples: np.ndarray,  # (batch,)
+    vocabulary: Vocabulary,
+    seed: int,
+    epoch: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mask words; return row, column and original of each, in row order.
+
+    [CLS] and [SEP] are never selected, and every row gets at least one masked word. The result for a word depends on
+    seed, epoch, sample and column, not on the rest of the batch.
+    """
+    columns = np.arange(words.shape[1])
+    draws = rng.uniform(rng.key(seed, epoch, "mask"), samples[:, None], columns)
+    draws[~present | (words == vocabulary.cls) | (words == vocabulary.sep)] = 2.0
+    empty = np.flatnonzero(draws.min(1) > SELECTED)  # rows without a selected word: mask the one with the lowest draw
+    lowest = draws[empty].argmin(1)
+    possible = draws[empty, lowest] < 1.0
+    draws[empty[possible], lowest[possible]] = 0.0
+    row, column = np.nonzero(draws <= SELECTED)
+    selected, originals = draws[row, column], words[row, column]
+    substitutes = rng.uniform(rng.key(seed, epoch, "substitute"), samples[row], column)
+    others = vocabulary.ordinary[(substitutes * len(vocabulary.ordinary)).astype(np.int64)]
+    words[row, column] = np.where(
+        selected <= MASKED, vocabulary.mask, np.where(selected <= REPLACED, others, originals)
+    )
+    return row, column, originals
