@@ -18,7 +18,7 @@ from fleetx.data import rng
 from fleetx.data.checks import check_names, optional
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.images import shuffle_by_default
-from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions, record_order
+from fleetx.data.loader import Batch, Loader, LoaderOptions, RecordSource
 from fleetx.data.sharding_plan import MaxSamples
 from fleetx.errors import DataError, UsageError
 
@@ -105,7 +105,7 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=begin).reshape(shape)
 
 
-class ArraySource:
+class ArraySource(RecordSource):
     """Images and labels in memory; images are normalized as (pixel - mean) / deviation."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, deviation: float):
@@ -118,9 +118,6 @@ class ArraySource:
 
     def fingerprint(self) -> str:
         return fingerprint(array_bytes(self._labels), sampled_bytes(self._images))
-
-    def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
-        return record_order(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
         indices = rows[:, 0]

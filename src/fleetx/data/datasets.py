@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from fleetx.data import rng
 from fleetx.data.checks import check_names
 from fleetx.data.fingerprint import fingerprint
-from fleetx.data.loader import EpochOrder, Loader, LoaderOptions, record_order
+from fleetx.data.loader import Loader, LoaderOptions, RecordSource
 from fleetx.data.sharding_plan import MaxSamples
 from fleetx.errors import DataError, UsageError
 
@@ -64,7 +64,7 @@ def _check(dataset: Any, options: LoaderOptions) -> None:
         raise UsageError('on_error="skip" is not supported here: an error of a dataset does not say what is invalid')
 
 
-class DatasetSource:
+class DatasetSource(RecordSource):
     """Samples by number. A batch is what collate_fn returns."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]):
@@ -78,9 +78,6 @@ class DatasetSource:
         """Not of its content, which only the dataset knows how to read, and which may be random."""
         kind = type(self._dataset)
         return fingerprint(kind.__module__, kind.__qualname__, len(self))
-
-    def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
-        return record_order(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Any, list[str]]:
         numbers = rows[:, 0].tolist()

@@ -12,7 +12,7 @@ import torch
 from fleetx.data import augment, rng
 from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names, optional
 from fleetx.data.fingerprint import array_bytes, fingerprint
-from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions, record_order
+from fleetx.data.loader import Batch, Loader, LoaderOptions, RecordSource
 from fleetx.data.sharding_plan import MaxSamples
 from fleetx.errors import DataError
 
@@ -78,7 +78,7 @@ def imagenet_val(
     return load_imagenet_from_file(Path(local_path) / "val.txt", batch_size, "val", shuffle, **options)
 
 
-class ImageSource:
+class ImageSource(RecordSource):
     """The images of a list."""
 
     def __init__(self, filelist: Path, phase: str, layout: str, size: int, classes: int | None, on_error: str):
@@ -107,9 +107,6 @@ class ImageSource:
 
     def fingerprint(self) -> str:
         return fingerprint(self._names, array_bytes(self._ends), array_bytes(self._labels))
-
-    def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
-        return record_order(len(self), seed, epoch, shuffle=shuffle)
 
     def read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Batch, list[str]]:
         indices, size = rows[:, 0], self._size

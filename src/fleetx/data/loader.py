@@ -11,7 +11,7 @@ epoch it is the start of the next epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypedDict
@@ -43,12 +43,6 @@ class EpochOrder:
     lengths: np.ndarray  # (samples,): tokens in each sample, or 1
 
 
-def record_order(records: int, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
-    """The order of a source whose records are its samples."""
-    order = rng.permutation(rng.key(seed, epoch, "order"), records) if shuffle else np.arange(records)
-    return EpochOrder(order[:, None], np.ones(records, np.int64))
-
-
 class Source(Protocol):
     """What a loader reads from. It is copied to the workers."""
 
@@ -67,6 +61,14 @@ class Source(Protocol):
 
         A batch without valid records is empty.
         """
+
+
+class RecordSource(Sized):
+    """A source whose records are its samples."""
+
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
+        order = rng.permutation(rng.key(seed, epoch, "order"), len(self)) if shuffle else np.arange(len(self))
+        return EpochOrder(order[:, None], np.ones(len(self), np.int64))
 
 
 class LoaderOptions(TypedDict, total=False):
