@@ -17,7 +17,7 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from fleetx.data import bert_lines, cache, rng
+from fleetx.data import bert_lines, rng
 from fleetx.data.bert_lines import FIELDS, Corpus
 from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
@@ -174,7 +174,7 @@ def _load(
         corpus = read(errors)
     else:
         settings = (vocabulary, lang, max_seq_len, negatives)
-        corpus = cache.load_or_create(Path(cache_dir), paths, settings, errors, read)
+        corpus = bert_lines.load_or_create(Path(cache_dir), paths, settings, errors, read)
     source = BertSource(
         corpus, vocabulary, max_seq_len, errors.messages, negatives=negatives,
         premasked=lang == "en", by_rows=masked == "row", same_masks=same_masks,

@@ -7,25 +7,31 @@ Semicolons separate fields, single spaces separate numbers.
 
 All text is parsed once, up front: a .gz file has no random access, and batches cannot be formed before the lengths of
 all lines are known. As small integers the data takes half the space of the text, later epochs need no parsing, and
-invalid lines are found before training starts.
+invalid lines are found before training starts. Parsed data can be kept on disk; it is memory-mapped then, so that all
+processes of a machine share one copy.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gzip
+import hashlib
+import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from fleetx.base.files import atomic_folder
 from fleetx.data.checks import RecordErrors
 from fleetx.data.vocabulary import Vocabulary
 from fleetx.errors import DataError
 
 FIELDS = {"ch": 4, "en": 7}
+_CACHE_VERSION = 3  # of its format
 _BLOCK = 128  # lines checked at once; larger blocks do not fit into the CPU cache
 _NONE = np.empty(0, np.uint8)
 
@@ -228,3 +234,31 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, text
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path} after line {number}: {error}") from error
+
+
+# --- on disk ---------------------------------------------------------------------------------------
+def load_or_create(folder: Path, paths: list[Path], settings: tuple[object, ...], errors: RecordErrors,
+                   read: Callable[[RecordErrors], Corpus]) -> Corpus:  # fmt: skip
+    """Return the result of `read` for these files and settings, from the cache if it is there.
+
+    Only one process reads; the others wait for it. The cache may be in the data folder, because loaders ignore folders
+    and hidden files.
+    """
+    files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    name = hashlib.sha256(repr((_CACHE_VERSION, files, settings)).encode()).hexdigest()[:32]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f".{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even if the process dies
+        entry = folder / name
+        if not entry.is_dir():
+            skipped = RecordErrors("skip")  # other loaders may skip what this one raises
+            _write(read(skipped), skipped.messages, entry)
+    errors.add(*json.loads((entry / "invalid.json").read_text()))
+    return Corpus(*(np.load(entry / f"{name}.npy", mmap_mode="r") for name in Corpus._fields))
+
+
+def _write(corpus: Corpus, invalid: list[str], entry: Path) -> None:
+    with atomic_folder(entry) as temporary:
+        for name, values in corpus._asdict().items():
+            np.save(temporary / f"{name}.npy", values, allow_pickle=False)
+        (temporary / "invalid.json").write_text(json.dumps(invalid))
