@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fleetx.errors import LaunchError
 from fleetx.launch.nodes import local_addresses
 
@@ -109,11 +111,8 @@ def _port() -> Finding:
 
 
 def _memory() -> Finding:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        return Finding("memory", f"{_size(free)} free", "end other programs" if free < MEMORY else "")
-    return Finding("memory", "unknown")
+    free = psutil.virtual_memory().available
+    return Finding("memory", f"{_size(free)} free", "end other programs" if free < MEMORY else "")
 
 
 def _shared_memory() -> Finding:
