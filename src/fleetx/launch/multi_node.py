@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -30,6 +30,7 @@ from fleetx.launch.sockets import listen, port_of
 POLL_EVERY = 0.05  # seconds
 TICK_EVERY = 1.0  # seconds between signs of life while this node does something else
 QUIET_WAIT = 5.0  # seconds of waiting before we print what for
+Found = TypeVar("Found")
 
 
 class NodeFailedError(Exception):
@@ -116,41 +117,30 @@ class MultiNodeRendezvous(FleetrunRendezvous):
 
     def _start(self) -> dict[str, Any]:
         """On node 0: wait for the others, then start the next attempt."""
-        assert self._meeting is not None
-
-        def awaiting() -> str:
-            missing = ", ".join(str(node) for node in self._look()["missing"])
-            return f"node {missing} to join at {self._host}:{self._port}"
-
-        self._wait_until(lambda: self._meeting.ready() is not None, awaiting=awaiting)  # type: ignore[union-attr]
-        members = self._meeting.ready()
-        if members is None:  # somebody was lost just now
-            return self._start()
+        meeting = self._meeting
+        assert meeting is not None
+        members = self._wait_until(meeting.ready, awaiting=self._others)
         listener = listen(self._host)
         port = port_of(listener)
         self._store = host_store(listener, host=self._host)
         run_id = self.attempt.run_id if hasattr(self, "attempt") else os.urandom(6).hex()
-        self._meeting.publish(members, port=port, run_id=run_id)
+        meeting.publish(members, port=port, run_id=run_id)
         plan: dict[str, Any] = self._look()["plan"]
         return plan
 
     def _wait_for_plan(self) -> dict[str, Any]:
-        found: list[dict[str, Any]] = []
-
-        def ready() -> bool:
+        def plan() -> dict[str, Any] | None:
             state = self._look(self._number + 1)
-            if state["plan"]:
-                found.append(state["plan"])
-            elif state["done"] and not hasattr(self, "attempt"):
+            if state["done"] and not state["plan"] and not hasattr(self, "attempt"):
                 raise JobFinishedError
-            return bool(found)
+            return state["plan"]
 
-        def awaiting() -> str:
-            missing = ", ".join(str(node) for node in self._look()["missing"]) or "0"
-            return f"node {missing} to join at {self._host}:{self._port}"
+        return self._wait_until(plan, awaiting=self._others)
 
-        self._wait_until(ready, awaiting=awaiting)
-        return found[0]
+    def _others(self) -> str:
+        """What this node waits for; if nobody is missing, node 0 has yet to start the attempt."""
+        missing = ", ".join(str(node) for node in self._look()["missing"]) or "0"
+        return f"node {missing} to join at {self._host}:{self._port}"
 
     # ------------------------------------------------------------------ while the workers run
 
@@ -177,16 +167,16 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         Without --elastic, a lost node stops the job; then this raises.
         """
 
-        def known() -> bool:
+        def restart() -> str | None:
             state = self._look()
             self._raise_if_stopped(state)
-            return bool(state["restart"])
+            return state["restart"]
 
-        self._poll(known, seconds=LOST_AFTER + GONE_AFTER)
-        if (why := self._look()["restart"]) in ("loss", "resize"):
-            self._say_change(why)
-            return True
-        return False
+        why = self._poll(restart, seconds=LOST_AFTER + GONE_AFTER)
+        if why is None or why == "failure":
+            return False
+        self._say_change(why)
+        return True
 
     def all_nodes_done(self) -> bool:
         if self._reported_done < self._number:
@@ -287,21 +277,25 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         if stop := state["stop"]:
             raise NodeFailedError(stop["reason"], signal=stop["signal"])
 
-    def _wait_until(self, ready: Callable[[], bool], *, awaiting: Callable[[], str]) -> None:
+    def _wait_until(self, ready: Callable[[], Found | None], *, awaiting: Callable[[], str]) -> Found:
         """Wait for at most --join_timeout seconds, and after a while print what for."""
         quiet = min(QUIET_WAIT, self._job.join_timeout)
-        if self._poll(ready, seconds=quiet):
-            return
+        if found := self._poll(ready, seconds=quiet):
+            return found
         self._print_status(f"waiting for {awaiting()}")
-        if not self._poll(ready, seconds=self._job.join_timeout - quiet):
-            raise LaunchError(f"timed out after {self._job.join_timeout} s waiting for {awaiting()}")
+        if found := self._poll(ready, seconds=self._job.join_timeout - quiet):
+            return found
+        raise LaunchError(f"timed out after {self._job.join_timeout} s waiting for {awaiting()}")
 
-    def _poll(self, ready: Callable[[], bool], *, seconds: float, raise_if_stopped: bool = True) -> bool:
+    def _poll(
+        self, ready: Callable[[], Found | None], *, seconds: float, raise_if_stopped: bool = True
+    ) -> Found | None:
+        """What `ready` returns, once that is something or after `seconds`."""
         deadline = time.monotonic() + seconds
-        while not ready():
+        while not (found := ready()):
             if raise_if_stopped and self._joined:
                 self._raise_if_stopped(self._look())
             if time.monotonic() > deadline:
-                return False
+                break
             time.sleep(POLL_EVERY)
-        return True
+        return found
