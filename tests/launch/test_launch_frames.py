@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -13,17 +16,21 @@ from launching import until
 
 from fleetx.errors import LaunchError
 from fleetx.launch import meeting_server
+from fleetx.launch.fork_server import read_exactly
 from fleetx.launch.frames import (
-    ANSWER,
     HEADER,
+    HELLO,
     LARGEST,
     MAC,
+    MAGIC,
+    NONCE,
+    YES,
     Channel,
-    ClientHandshake,
     FrameError,
-    ServerHandshake,
     WrongSecretError,
-)  # fmt: skip
+    enter,
+    let_in,
+)
 from fleetx.launch.meeting import Meeting, MeetingError
 from fleetx.launch.meeting_client import MeetingClient, NoMeetingError
 from fleetx.launch.meeting_server import MeetingServer
@@ -35,15 +42,32 @@ SETTINGS = {"address": "a"}
 
 
 def shake_hands(server_secret=SECRET, client_secret=SECRET) -> tuple[Channel, Channel]:
-    server = ServerHandshake(server_secret)
-    client = ClientHandshake(client_secret, server.hello)
-    channel, welcome = server.accept(client.answer)
-    return channel, client.finish(welcome)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        server = pool.submit(let_in, server_secret, ours.sendall, partial(read_exactly, ours))
+        client = enter(client_secret, theirs.sendall, partial(read_exactly, theirs))
+        return server.result(), client
+
+
+def enter_where(server_says: bytes) -> bytes:
+    """What a client answers to a server's nonce, which then says this."""
+    sent = []
+    hello = MAGIC + os.urandom(NONCE)
+    with pytest.raises(WrongSecretError):
+        enter(SECRET, sent.append, io.BytesIO(hello + server_says).read)
+    return sent[0]
+
+
+def let_in_who(answers: bytes) -> list[bytes]:
+    """What a server says before and after this answer."""
+    sent = []
+    with pytest.raises(FrameError):
+        let_in(SECRET, sent.append, lambda size: answers)
+    return sent
 
 
 def opened(channel: Channel, frame: bytes):
-    assert channel.size(frame[:HEADER]) == len(frame) - HEADER
-    return channel.unpack(frame[HEADER:])
+    return channel.receive(io.BytesIO(frame).read)
 
 
 JSON = st.recursive(
@@ -67,10 +91,8 @@ def test_junk_is_never_accepted(data):
     for channel in (server, client):
         with pytest.raises(FrameError):
             channel.unpack(data)
-    with pytest.raises(FrameError):
-        ServerHandshake(SECRET).accept(data)
-    with pytest.raises(FrameError):
-        ClientHandshake(SECRET, ServerHandshake(SECRET).hello).finish(data)
+    let_in_who(data)
+    enter_where(server_says=data)
 
 
 @given(st.data())
@@ -95,25 +117,20 @@ def test_a_frame_is_accepted_once_in_order_in_its_direction_and_in_its_connectio
 
 
 def test_a_handshake_cannot_be_replayed():
-    answer = ClientHandshake(SECRET, ServerHandshake(SECRET).hello).answer
-    with pytest.raises(WrongSecretError):
-        ServerHandshake(SECRET).accept(answer)
+    hello, refusal = let_in_who(enter_where(server_says=b""))
+    assert (len(hello), refusal) == (HELLO, b"N")
 
 
 def test_both_ends_must_know_the_secret():
     with pytest.raises(WrongSecretError):
         shake_hands(client_secret=b"another secret of a job")
-    server = ServerHandshake(SECRET)
-    client = ClientHandshake(SECRET, server.hello)
-    _, welcome = server.accept(client.answer)
-    with pytest.raises(WrongSecretError):
-        client.finish(welcome[:1] + os.urandom(MAC))
+    enter_where(server_says=YES + os.urandom(MAC))
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
     server, client = shake_hands()
     with pytest.raises(FrameError, match="too long"):
-        server.size(struct.pack("!I", LARGEST + 1))
+        server.receive(io.BytesIO(struct.pack("!I", LARGEST + 1)).read)
     with pytest.raises(FrameError, match="too long"):
         client.pack({"x": "x" * LARGEST})
 
@@ -163,13 +180,14 @@ def test_a_node_with_another_secret_is_told_so_and_so_is_node_0(server):
             LaunchError, match=r"node 0 at 127.0.0.1:\d+ has another job secret: give all nodes the same"
         ):
             MeetingClient("127.0.0.1", server.port, secret=secret)
+    until(lambda: server.said, what="node 0 to be told")
     assert server.said == ["refused a connection from 127.0.0.1: it has another job secret"]  # once
     join(server).close()
 
 
 JUNK = [
-    b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 1000, b"\xff" * ANSWER, b"fleetrun meets 1", b'{"call": "stop"}',
-    os.urandom(ANSWER), b"x" * (1 << 20),
+    b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 1000, b"\xff" * (HELLO + MAC), b"fleetrun meets 1",
+    b'{"call": "stop"}', os.urandom(HELLO + MAC), b"x" * (1 << 20),
 ]  # fmt: skip
 
 

@@ -6,7 +6,8 @@
 
 then frames in both directions: length (4 bytes), HMAC (32 bytes), JSON. The HMAC covers the direction and the number of
 the frame, under keys made from both nonces: a frame that is replayed, reordered, changed or sent in another connection
-is not accepted. Nothing is encrypted. Everything here is without sockets, so that it can be tested without them.
+is not accepted. Nothing is encrypted. Everything here is without sockets, so that it can be tested without them: it
+sends and reads through two functions, of which `read` returns exactly so many bytes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import hmac
 import json
 import os
 import struct
+from collections.abc import Callable
 from typing import Any
 
 MAGIC = b"fleetrun meets 1"
 NONCE, MAC, HEADER = 32, 32, 4  # bytes
-HELLO = len(MAGIC) + NONCE  # bytes that a server sends first
-ANSWER = len(MAGIC) + NONCE + MAC  # bytes that a client answers
-WELCOME = 1 + MAC  # bytes of a server that accepts
+HELLO = len(MAGIC) + NONCE  # bytes that each end sends first
 YES, NO = b"Y", b"N"
 LARGEST = 1 << 20  # bytes of one frame
+
+Send = Callable[[bytes], object]
+Read = Callable[[int], bytes]
 
 
 class FrameError(Exception):
@@ -45,33 +48,29 @@ def _nonce_of(data: bytes) -> bytes:
     return data[len(MAGIC) : HELLO]
 
 
-class ServerHandshake:
-    def __init__(self, secret: bytes):
-        self._secret = secret
-        self._nonce = os.urandom(NONCE)
-        self.hello = MAGIC + self._nonce
-
-    def accept(self, answer: bytes) -> tuple[Channel, bytes]:
-        """The channel, and what to send. Raises FrameError or WrongSecretError."""
-        theirs = _nonce_of(answer)
-        both = self._nonce + theirs
-        if not hmac.compare_digest(answer[HELLO:], _mac(self._secret, b"client", both)):
-            raise WrongSecretError
-        return Channel(self._secret, both, server=True), YES + _mac(self._secret, b"server", both)
+def let_in(secret: bytes, send: Send, read: Read) -> Channel:
+    """The server's end of the handshake. Raises FrameError or WrongSecretError."""
+    own = os.urandom(NONCE)
+    send(MAGIC + own)
+    answer = read(len(MAGIC) + NONCE + MAC)
+    both = own + _nonce_of(answer)
+    if not hmac.compare_digest(answer[HELLO:], _mac(secret, b"client", both)):
+        send(NO)
+        raise WrongSecretError
+    send(YES + _mac(secret, b"server", both))
+    return Channel(secret, both, server=True)
 
 
-class ClientHandshake:
-    def __init__(self, secret: bytes, hello: bytes):
-        self._secret = secret
-        own = os.urandom(NONCE)
-        self._both = _nonce_of(hello) + own
-        self.answer = MAGIC + own + _mac(secret, b"client", self._both)
-
-    def finish(self, welcome: bytes) -> Channel:
-        """Raises WrongSecretError if the server does not know the secret either."""
-        if not hmac.compare_digest(welcome, YES + _mac(self._secret, b"server", self._both)):
-            raise WrongSecretError
-        return Channel(self._secret, self._both, server=False)
+def enter(secret: bytes, send: Send, read: Read) -> Channel:
+    """The client's end. Raises WrongSecretError if either of the two does not know the secret."""
+    hello, own = read(HELLO), os.urandom(NONCE)
+    both = _nonce_of(hello) + own
+    send(MAGIC + own + _mac(secret, b"client", both))
+    if (first := read(1)) == NO:
+        raise WrongSecretError
+    if not hmac.compare_digest(first + read(MAC), YES + _mac(secret, b"server", both)):
+        raise WrongSecretError
+    return Channel(secret, both, server=False)
 
 
 class Channel:
@@ -90,13 +89,12 @@ class Channel:
         self._sent += 1
         return struct.pack("!I", len(body)) + mac + body
 
-    @staticmethod
-    def size(header: bytes) -> int:
-        """Bytes that follow the header."""
-        (length,) = struct.unpack("!I", header)
+    def receive(self, read: Read) -> dict[str, Any]:
+        """The message in the next frame."""
+        (length,) = struct.unpack("!I", read(HEADER))
         if length > LARGEST:
             raise FrameError(f"a frame of {length} bytes is too long")
-        return int(length) + MAC
+        return self.unpack(read(MAC + length))
 
     def unpack(self, frame: bytes) -> dict[str, Any]:
         """The message in what follows a header."""

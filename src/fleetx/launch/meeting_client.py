@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from typing import Any
 
 from fleetx.errors import LaunchError
 from fleetx.launch.fork_server import read_exactly
-from fleetx.launch.frames import HEADER, HELLO, NO, WELCOME, Channel, ClientHandshake, FrameError, WrongSecretError
+from fleetx.launch.frames import FrameError, WrongSecretError, enter
 from fleetx.launch.meeting import MeetingError
 
 CONNECT_TIMEOUT = 5.0  # seconds for one try
@@ -29,7 +30,8 @@ class MeetingClient:
             raise NoMeetingError(str(error)) from None
         try:
             self._peer.settimeout(ANSWER_TIMEOUT)
-            self._channel = self._shake_hands(secret)
+            self._read = functools.partial(read_exactly, self._peer)
+            self._channel = enter(secret, self._peer.sendall, self._read)
         except WrongSecretError:
             self.close()
             raise LaunchError(
@@ -44,18 +46,10 @@ class MeetingClient:
             raise
         self.address = str(self._peer.getsockname()[0])  # of this node, as node 0 sees it without NAT
 
-    def _shake_hands(self, secret: bytes) -> Channel:
-        handshake = ClientHandshake(secret, self._read(HELLO))
-        self._peer.sendall(handshake.answer)
-        first = self._read(1)
-        if first == NO:
-            raise WrongSecretError
-        return handshake.finish(first + self._read(WELCOME - 1))
-
     def call(self, name: str, node: int, **arguments: Any) -> Any:
         try:
             self._peer.sendall(self._channel.pack({"call": name, "node": node, "arguments": arguments}))
-            answer = self._channel.unpack(self._read(self._channel.size(self._read(HEADER))))
+            answer = self._channel.receive(self._read)
         except FrameError as error:
             raise OSError(str(error)) from None
         if "refused" in answer:
@@ -65,6 +59,3 @@ class MeetingClient:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._peer.close()
-
-    def _read(self, size: int) -> bytes:
-        return read_exactly(self._peer, size)

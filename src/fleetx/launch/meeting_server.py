@@ -7,6 +7,7 @@ most PENDING of them, and no byte of theirs is parsed before the proof has been 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleetx.launch.fork_server import read_exactly
-from fleetx.launch.frames import ANSWER, HEADER, NO, Channel, FrameError, ServerHandshake, WrongSecretError
+from fleetx.launch.frames import FrameError, WrongSecretError, let_in
 from fleetx.launch.meeting import Meeting, MeetingError
 
 HANDSHAKE = 5.0  # seconds
@@ -52,32 +53,26 @@ class MeetingServer:
 
     def _serve(self, peer: socket.socket, address: str) -> None:
         joined: tuple[int, str] | None = None
-        with contextlib.suppress(OSError, EOFError, FrameError), peer:
-            channel = self._shake_hands(peer, address)
-            self._connections[peer] = None
-            while True:
-                request = channel.unpack(read_exactly(peer, channel.size(read_exactly(peer, HEADER))))
-                answer = self._answer(request)
-                if request.get("call") == "join" and "result" in answer:
-                    joined = int(request["node"]), request["arguments"]["token"]
-                peer.sendall(channel.pack(answer))
-        self._connections.pop(peer, None)
-        if joined:
-            self._meeting.disconnected(*joined)
-
-    def _shake_hands(self, peer: socket.socket, address: str) -> Channel:
-        handshake = ServerHandshake(self._secret)
-        peer.sendall(handshake.hello)
+        read = functools.partial(read_exactly, peer)
         try:
-            channel, welcome = handshake.accept(read_exactly(peer, ANSWER))
+            with peer:
+                channel = let_in(self._secret, peer.sendall, read)
+                self._connections[peer] = None
+                while True:
+                    request = channel.receive(read)
+                    answer = self._answer(request)
+                    if request.get("call") == "join" and "result" in answer:
+                        joined = int(request["node"]), request["arguments"]["token"]
+                    peer.sendall(channel.pack(answer))
         except WrongSecretError:
             if address not in self._refused and len(self._refused) < PENDING:
                 self._refused.add(address)
                 self._print_status(f"refused a connection from {address}: it has another job secret")
-            peer.sendall(NO)
-            raise
-        peer.sendall(welcome)
-        return channel
+        except (OSError, EOFError, FrameError):
+            pass  # it is gone, or never was a node
+        self._connections.pop(peer, None)
+        if joined:
+            self._meeting.disconnected(*joined)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
