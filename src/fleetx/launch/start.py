@@ -86,7 +86,7 @@ class Launch:
         """Start the workers of an attempt. On a single node, those of the first attempt are already running."""
         if self.workers is None or self.workers.attempt != attempt:
             self.workers = LocalWorkers(
-                self.job,
+                job=self.job,
                 attempt=attempt,
                 logs=self.logs,
                 killer=self.killer,
@@ -168,10 +168,8 @@ class Launch:
                 cluster.depart(f"stopped by {sigval.name}", signal=int(sigval))
             elif cluster:
                 cluster.abort(str(error))
-            if sigval:
-                self._stop(sigval, tick=rendezvous.tick)
-            else:
-                self._stop(signal.SIGTERM, seconds=job.stop_timeout, tick=rendezvous.tick)
+            seconds = None if sigval else job.stop_timeout
+            self._stop(sigval or signal.SIGTERM, seconds=seconds, tick=rendezvous.tick)
             rendezvous.leave(failed=False)
             raise
         if failed and not stopped_by and cluster:

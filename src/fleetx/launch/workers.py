@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleetx.errors import LaunchError
@@ -66,29 +67,23 @@ class Worker:
         return self.exit_code is not None
 
 
+@dataclass(kw_only=True, eq=False)
 class LocalWorkers:
     """All workers of one attempt on this node."""
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        attempt: Attempt,
-        logs: Logs,
-        killer: OrphanKiller,
-        environ: Mapping[str, str],
-        helpers: set[int],
-        server: ForkServer | None,
-    ):
-        self.job = job
-        self.attempt = attempt
-        self.warm = server is not None and server.ready()
-        self._server = server
-        self._helpers = helpers  # processes of fleetrun itself: neither workers nor left by workers
-        self.stopped_at: float | None = None  # when we began to stop them: a later exit is not the cause
-        self.killed = 0  # workers that did not exit in time
+    job: Job
+    attempt: Attempt
+    logs: Logs
+    killer: OrphanKiller
+    environ: Mapping[str, str]
+    helpers: set[int]  # processes of fleetrun itself: neither workers nor left by workers
+    server: ForkServer | None
+    stopped_at: float | None = None  # when we began to stop them: a later exit is not the cause
+    killed: int = 0  # workers that did not exit in time
+
+    def __post_init__(self) -> None:
+        self.warm = self.server is not None and self.server.ready()
         self._workers: list[Worker] = []
-        self._logs, self._killer, self._environ = logs, killer, environ
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
@@ -98,23 +93,23 @@ class LocalWorkers:
         number = self.attempt.number
         if number:
             size = f", {len(self.attempt.endpoints)} workers" if self.job.elastic else ""
-            self._logs.write_separator(f"restart {self.attempt.restarts} of {self.job.max_restarts}{size}")
+            self.logs.write_separator(f"restart {self.attempt.restarts} of {self.job.max_restarts}{size}")
         for local_rank in range(len(self.attempt.slots)):
-            error_file = self._killer.directory / f"{number}-{local_rank}.json"
+            error_file = self.killer.directory / f"{number}-{local_rank}.json"
             variables = worker_environment(
-                self.job, attempt=self.attempt, local_rank=local_rank, error_file=error_file, environ=self._environ
+                self.job, attempt=self.attempt, local_rank=local_rank, error_file=error_file, environ=self.environ
             )
-            log = str(self._logs.path(local_rank).resolve())
+            log = str(self.logs.path(local_rank).resolve())
             kind = "module" if self.job.module else "script"
             command = [str(os.getpid()), log, kind, self.job.target, *self.job.arguments]
             process = self._fork(command, variables) or self._popen(command, variables)
-            self._killer.register([process.pid])
+            self.killer.register([process.pid])
             self._workers.append(Worker(process, local_rank=local_rank, error_file=error_file))
 
     def _fork(self, command: list[str], variables: Mapping[str, str]) -> Forked | None:
-        if not self.warm or self._server is None:
+        if not self.warm or self.server is None:
             return None
-        forked = self._server.fork(command, environ=variables)
+        forked = self.server.fork(command, environ=variables)
         if forked is None:
             self.warm = False
             self._kill_others()  # it may have forked without an answer
@@ -173,7 +168,7 @@ class LocalWorkers:
             worker.close(signal.SIGKILL)
         self._wait_for_all(KILL_TIMEOUT)
         self._kill_others()
-        self._killer.unregister(worker.proc.pid for worker in self)
+        self.killer.unregister(worker.proc.pid for worker in self)
 
     def _wait_for_all(self, seconds: float, *, tick: Callable[[], None] = lambda: None) -> None:
         deadline = time.monotonic() + seconds
@@ -191,11 +186,11 @@ class LocalWorkers:
 
     def _kill_others(self) -> None:
         """Kill all processes below this one that are neither running workers nor our own helpers."""
-        kill_descendants(exclude={*self._helpers, *(worker.proc.pid for worker in self.alive())})
+        kill_descendants(exclude={*self.helpers, *(worker.proc.pid for worker in self.alive())})
 
     def _reap_adopted(self) -> None:
         """Wait for adopted orphans that have exited, which would otherwise stay zombies."""
-        ours = {worker.proc.pid for worker in self} | self._helpers
+        ours = {worker.proc.pid for worker in self} | self.helpers
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in ours:
                 os.waitpid(child.si_pid, 0)
