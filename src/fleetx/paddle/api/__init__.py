@@ -73,6 +73,7 @@ class EOFException(Exception):  # noqa: N818  Paddle's name
 
 # --- modules that only hold names -----------------------------------------------------------------
 def _module(name: str, **names: Any) -> ModuleType:
+    """Make a module that is imported like one with a file. Messages list its names, classes before functions."""
     module = ModuleType(f"{__name__}.{name}")
     module.__spec__ = ModuleSpec(module.__name__, None)
     vars(module).update(names, __all__=sorted(names, key=lambda each: (not each.isupper(), each.islower(), each)))
