@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -82,6 +83,7 @@ class FleetrunRendezvous(RendezvousHandler):
         return True
 
 
+@dataclass(eq=False)
 class SingleNodeRendezvous(FleetrunRendezvous):
     """A single node need not wait for others: its first workers start before torch is imported.
 
@@ -89,36 +91,28 @@ class SingleNodeRendezvous(FleetrunRendezvous):
     come back after a while.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        attempt: Attempt,
-        listener: socket.socket,
-        print_status: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._job = job
-        self.attempt = attempt
-        self._listener: socket.socket | None = listener
-        self._print_status = print_status
-        self._clock = clock
-        self._failed: set[int] | None = None  # slots, if the attempt failed
-        self._grow_at = 0.0
+    job: Job
+    _: KW_ONLY
+    attempt: Attempt
+    listener: socket.socket | None  # of the next store; None if it has yet to be opened
+    print_status: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    _failed: set[int] | None = field(default=None, init=False)  # slots, if the attempt failed
+    _grow_at: float = field(default=0.0, init=False)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._listener is None:
+        if self.listener is None:
             last = self.attempt
-            self.attempt, self._listener = single_node_attempt(
-                self._job,
+            self.attempt, self.listener = single_node_attempt(
+                self.job,
                 slots=self._next_slots(),
                 number=last.number + 1,
                 restarts=last.restarts + (self._failed is not None),
                 run_id=last.run_id,
             )
             self._failed = None
-        store = host_store(self._listener, host=LOOPBACK)
-        self._listener = None
+        store = host_store(self.listener, host=LOOPBACK)
+        self.listener = None
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.attempt.master_port))
 
     def add_failures(self, failures: Sequence[Failure]) -> None:
@@ -127,18 +121,18 @@ class SingleNodeRendezvous(FleetrunRendezvous):
 
     def num_nodes_waiting(self) -> int:
         """Not 0 when workers that were left out are to come back."""
-        self.resizing = len(self.attempt.slots) < self._job.workers and self._clock() >= self._grow_at
+        self.resizing = len(self.attempt.slots) < self.job.workers and self.clock() >= self._grow_at
         if self.resizing:
-            self._print_status(f"back to {self._job.workers} workers")
+            self.print_status(f"back to {self.job.workers} workers")
         return int(self.resizing)
 
     def _next_slots(self) -> tuple[int, ...]:
-        everyone = tuple(range(self._job.workers))
-        if self._job.elastic is None or self._failed is None:
+        everyone = tuple(range(self.job.workers))
+        if self.job.elastic is None or self._failed is None:
             return everyone
         remaining = tuple(slot for slot in self.attempt.slots if slot not in self._failed)
-        if not self._job.elastic <= len(remaining) < len(everyone):
+        if not self.job.elastic <= len(remaining) < len(everyone):
             return everyone
-        self._grow_at = self._clock() + self._job.regrow_after
-        self._print_status(f"continuing with {len(remaining)} of {len(everyone)} workers")
+        self._grow_at = self.clock() + self.job.regrow_after
+        self.print_status(f"continuing with {len(remaining)} of {len(everyone)} workers")
         return remaining
