@@ -13,7 +13,6 @@ from fleetx.engine.context import SetupContext, StepContext
 from fleetx.errors import NOT_BUILT
 from fleetx.parts._blocks import row_bytes
 from fleetx.parts.sharding import fsdp
-from fleetx.parts.sharding.optimizers import unsupported as unsupported_optimizers
 from fleetx.parts.sharding.unshard import Unsharded
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
@@ -132,8 +131,7 @@ class Sharding(Part):
                 f"{world.size // degree} replicas: remove dp_degree"
             )
         if world.size > 1:
-            yield from fsdp.incompatibilities(model, self.segment_anchors)
-            yield from unsupported_optimizers(optimizer)
+            yield from fsdp.incompatibilities(model, optimizer, self.segment_anchors)
 
     def shards(self, world: World) -> int:
         return self._degree(world.size)

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from fleetx.parts.sharding.segment import Segments
 
 _READS_CHILDREN = (nn.MultiheadAttention,)  # uses the parameters of its modules without calling them
+_NEEDS_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 _SMALL = 1 / 8  # of the segment size: smaller modules are gathered with the rest of the model
 
 
-def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]:
+def incompatibilities(model: nn.Module, optimizer: Optimizer, anchors: Iterable[str]) -> Iterator[str]:
     modules = dict(named_modules(model))
     for pattern in anchors:
         names = matches(pattern, modules)
@@ -44,6 +47,12 @@ def incompatibilities(model: nn.Module, anchors: Iterable[str]) -> Iterator[str]
             yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
         if seams.hooks(p):
             yield HOOKED.format(f"parameter {plain_name(name)!r}")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _NEEDS_WHOLE_TENSORS):
+        yield f"{name} on shards {NOT_BUILT} in torch: use another optimizer, such as AdamW, or turn sharding off"
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        yield f"{name}(fused=True) on shards {NOT_BUILT} in torch: remove fused=True, or turn sharding off"
 
 
 def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:
