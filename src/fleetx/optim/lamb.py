@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fleetx.base import seams
-from fleetx.optim.adam import adamw_update
 from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.foreach import LambStep
-from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
+from fleetx.optim.layerwise import Group, Layerwise, accumulated, adamw_update, check_number, gradients
 
 
 class Lamb(Layerwise):

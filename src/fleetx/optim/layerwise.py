@@ -1,4 +1,7 @@
-"""The base class of Lars, Lamb and Muon: checks, excluded parameters, step() around the formula, checkpoints."""
+"""The base class of Lars, Lamb and Muon: checks, excluded parameters, step() around the formula, checkpoints.
+
+And AdamW for the parameters that such an optimizer leaves to it: the same bits as from torch.optim.AdamW.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from fleetx.optim.dispatch import KernelCall
 from fleetx.optim.foreach import Reduce
@@ -172,3 +176,29 @@ def check_number(group: Group, name: str, *, below: float | None = None) -> None
     if not (0.0 <= value < (float("inf") if below is None else below)):
         bound = "finite and at least 0" if below is None else f"in [0, {below:g})"
         raise ValueError(f"{name} must be {bound}, not {value}")
+
+
+# --- AdamW ----------------------------------------------------------------------------------------
+def adamw_update(optimizer: Optimizer, group: Group, params: list[Tensor], decays: list[float]) -> None:
+    beta1, beta2 = group["betas"]
+    for p in params:
+        _complete(optimizer.state[p], p, fused=bool(group.get("fused")))
+    for decay in dict.fromkeys(decays):
+        chosen = [p for p, d in zip(params, decays, strict=True) if d == decay]
+        states = [optimizer.state[p] for p in chosen]
+        adamw(
+            chosen, gradients(chosen), [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
+            [s["step"] for s in states], foreach=group.get("foreach"), fused=group.get("fused"), amsgrad=False,
+            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=decay, eps=group["eps"],
+            maximize=group["maximize"],
+        )  # fmt: skip
+
+
+def _complete(state: dict[str, Any], p: Tensor, *, fused: bool) -> None:
+    if "step" not in state:
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device=p.device if fused else None)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        elif state[name].dtype is not p.dtype:
+            state[name] = state[name].to(p.dtype)

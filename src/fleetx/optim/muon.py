@@ -10,8 +10,7 @@ from torch import Size, Tensor, nn
 
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
-from fleetx.optim.adam import adamw_update
-from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
+from fleetx.optim.layerwise import Group, Layerwise, accumulated, adamw_update, check_number, gradients
 from fleetx.optim.orthogonal import Sharing, blocks, orthogonalized, sides
 
 
