@@ -17,8 +17,7 @@ from torch import nn
 from fleetx import fleet
 from fleetx.base.triton_kernels import TritonKernels
 from fleetx.optim import Lamb, Lars, dispatch, foreach, gpu, native
-from fleetx.parts.dgc import codec
-from fleetx.parts.dgc import gpu as dgc_gpu
+from fleetx.parts.dgc import codec, selection
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -96,7 +95,7 @@ def test_kernels_that_compute_something_else_are_not_used(interpreted, monkeypat
 
 @with_triton
 def test_a_selection_that_differs_is_not_used(interpreted, monkeypatch):
-    wrong = TritonKernels("fleetx.parts.dgc.triton_kernels", dgc_gpu._check)
+    wrong = TritonKernels("fleetx.parts.dgc.triton_kernels", selection._check)
     right = wrong.loaded().select
     monkeypatch.setattr(wrong.loaded(), "select", lambda update: (right(update)[0].flip(0), right(update)[1]))
     with pytest.raises(RuntimeError, match="the Triton kernel of dgc selects other values than torch on cpu"):

@@ -14,7 +14,7 @@ import covering
 from fleetx import fleet
 from fleetx.comm import session
 from fleetx.comm.paths import Network
-from fleetx.parts.dgc import codec, gpu, native, on_device, payload, plain, selection
+from fleetx.parts.dgc import codec, native, on_device, payload, plain, selection
 from fleetx.parts.dgc.payload import Update
 
 ON_CPU = plain if unbuilt else native
@@ -29,7 +29,9 @@ PAIRS = [(n, k) for n, ks in SIZES.items() for k in ks]
 def _chosen(request, monkeypatch):
     """Triton's kernels, in its interpreter, where a test asks for them."""
     asked = request.node.callspec.params.get("by") if hasattr(request.node, "callspec") else None
-    monkeypatch.setattr(gpu, "selector", lambda update: gpu.loaded().select if asked == "triton" else selection.select)
+    monkeypatch.setattr(
+        selection, "selector", lambda update: selection.loaded().select if asked == "triton" else selection.select
+    )
 
 
 def updates(g, u, v, k, half, *, momentum=0.0, factor=1.0, decay=0.0, p=None, norm_limit=None):

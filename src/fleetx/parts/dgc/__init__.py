@@ -6,7 +6,7 @@ payload.py            the format of a payload
 native.py             the compiled codec (codec.c, decode.c, wire.h)
 plain.py, rice.py     the same with torch and numpy
 on_device.py          messages of fixed length, for accelerators
-selection.py, gpu.py  which values are sent there: in torch, or in Triton (triton_kernels.py)
+selection.py          which values are sent there: in torch, or in Triton (triton_kernels.py)
 optimizer.py          SGD for gradients that already include momentum
 """
 

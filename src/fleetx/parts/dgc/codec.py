@@ -3,11 +3,6 @@
 u = momentum * u + factor * g (+ decay * p)    v = v + u
 The k largest |v| are sent. Where a value was sent, v keeps only what was rounded off, and u is zero (momentum factor
 masking).
-
-payload.py   the format of a payload
-native.py    the compiled codec (codec.c, decode.c, wire.h)
-plain.py     the same in torch and numpy; rice.py codes the indices
-on_device.py messages of fixed length, for accelerators; selection.py and triton_kernels.py choose what is sent
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fleetx.parts.dgc import gpu, native, on_device, plain
+from fleetx.parts.dgc import native, on_device, plain, selection
 from fleetx.parts.dgc.payload import Header, Update, flat, header, header_for, wanted
 
 __all__ = ["Header", "decode_add", "encode", "header"]
@@ -98,5 +93,5 @@ def _backend(tensor: Tensor) -> ModuleType:
 
 def kernels_remark(device: torch.device) -> str:
     """What selects on this device, and why nothing faster, for `explain`."""
-    name, reason = ("compiled codec", native.reason()) if device.type == "cpu" else ("Triton", gpu.reason(device))
+    name, reason = ("compiled codec", native.reason()) if device.type == "cpu" else ("Triton", selection.reason(device))
     return f"selection on {device}: torch ({reason})" if reason else f"selection on {device}: {name}"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleetx.parts.dgc import gpu, selection
+from fleetx.parts.dgc import selection
 from fleetx.parts.dgc.payload import Update
 
 _NOT_FINITE = 0x7F800000  # the bits of infinity
@@ -61,7 +61,7 @@ def encode(update: Update) -> Tensor:
         top = selection.advance(update)
         values, update.v_out[:] = _rounded(update.v_out, update.half, top)
         return torch.cat([_padded(values), _padded(top.view(1))])
-    indices, top = gpu.selector(update)(update)
+    indices, top = selection.selector(update)(update)
     chosen = update.v_out.index_select(0, indices)
     values, rest = _rounded(chosen, update.half, top)
     sent = selection.magnitudes(chosen) >= _lowest(update.half, top)

@@ -1,14 +1,23 @@
-"""The update of u and v and the selection of the k largest, in torch, for any device. Nothing here waits for it."""
+"""The update of u and v and the selection of the k largest, in torch, for any device. Nothing here waits for it.
+
+`selector` chooses between this and the Triton kernels, which are compared with it first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from fleetx.base.triton_kernels import TritonKernels
 from fleetx.parts.dgc.payload import Update
 
+Select = Callable[[Update], tuple[Tensor, Tensor]]
+_MOST = 2**31 - 1  # elements that the Triton kernels can count
 _PIECE = 1 << 22  # elements processed at a time: no temporary is as large as a large tensor
 _INDEX = 0xFFFFFFFF
 
@@ -59,3 +68,32 @@ def magnitudes(x: Tensor) -> Tensor:
 
 def _pieces(n: int) -> Iterator[slice]:
     return (slice(start, min(start + _PIECE, n)) for start in range(0, n, _PIECE))
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+def selector(update: Update) -> Select:
+    """The fastest selection for these tensors."""
+    ordinary = all(type(t) in (Tensor, Parameter) for t in (update.g, update.u, update.v, update.u_out, update.v_out))
+    if ordinary and update.n <= _MOST and available(update.g.device):
+        chosen: Select = loaded().select
+        return chosen
+    return select
+
+
+def _check(kernels: ModuleType, device: torch.device) -> str:
+    """Compare with the selection in torch, once: CI has no GPU on which it could have done this."""
+    source = torch.Generator().manual_seed(0)
+    n = 2 * kernels.BLOCK + 77
+    g, u, v = (torch.randint(-50, 50, (n,), generator=source).float().to(device) for _ in range(3))  # many are equal
+    update = Update(g, u, v, u, v, momentum=0.5, factor=1.0, decay=0.0, norm_limit=None, half=False, k=n // 10)
+    results = []
+    for selects in (kernels.select, select):
+        own = replace(update, u_out=torch.empty_like(u), v_out=torch.empty_like(v))
+        indices, top = selects(own)
+        results.append(torch.cat([indices.double(), top.double().view(1), own.u_out.double(), own.v_out.double()]))
+    same = torch.equal(*results)
+    return "" if same else f"the Triton kernel of dgc selects other values than torch on {device}: please report this"
+
+
+_kernels = TritonKernels("fleetx.parts.dgc.triton_kernels", _check)
+available, reason, loaded = _kernels.available, _kernels.reason, _kernels.loaded
