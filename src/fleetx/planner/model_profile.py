@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fleetx.parts.pipeline.partition import partition
+from fleetx.parts.pipeline.cut_points import partition
 from fleetx.strategy.part import Part
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, fleet
-from fleetx.parts.pipeline.partition import partition
+from fleetx.parts.pipeline.cut_points import partition
 from training import sgd
 
 numbers = st.lists(st.integers(1, 9), min_size=4, max_size=9)

@@ -3,13 +3,11 @@
 schedules.py      the schedules by name, and how many stages, ranks and micro-batches each supports
 device_guard.py   stages that the user declares while building the model
 trace.py          which modules a forward calls in which stage, and what crosses the boundaries
-cut_points.py     the modules with which a stage may begin
-partition.py      where to cut so that stages take equally long
-stage_params.py   what a rank holds after the cut
+cut_points.py     the modules with which a stage may begin, and where to cut so that stages take equally long
+stage_params.py   what a rank holds after the cut, and the whole model on every rank again
 runtime.py        the pipeline as one rank sees it
 microbatch.py     splits a batch
 stages.py         runs the stages of this rank in one of torch's schedules
-gather.py         the whole model on every rank again
 timeline.py       draws a schedule as text
 """
 

@@ -1,4 +1,6 @@
-"""Finds the modules with which a stage may begin: those that are passed everything that is read later.
+"""Finds the modules with which a stage may begin, and where to cut so that stages take equally long.
+
+A stage may begin with a module that is passed everything that is read later.
 
 A forward on tensors without data records every module call and autograd's graph, whose operations are numbered in
 order. An edge from an operation after the start of a call to one before it would cross the stage boundary. That works
@@ -9,20 +11,67 @@ it can be replaced by the received tensor. Code between modules would read the o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from fleetx.base import seams
 from fleetx.base.trees import tensors_of
+from fleetx.engine.context import Context, StepInput
+from fleetx.errors import StrategyError
 from fleetx.measure.block_profile import BlockProfile, Edge, ModuleCall, profile, split, walk
 from fleetx.measure.fake_step import TrainingStep
 
 LEAF = 1 << 63  # autograd gives the nodes that accumulate gradients higher numbers than any operation
 
 
+# --- balanced stages ------------------------------------------------------------------------------
+def balanced_starts(ctx: Context, batch: StepInput, stages: int) -> list[str]:
+    """The first modules of all stages but the first. The modules are timed one at a time."""
+    args, kwargs = batch.arguments
+    step = TrainingStep(
+        ctx.model, ctx.optimizer, args, kwargs, batch.loss_fn, batch.target,
+        parts=[part for part in ctx.plan.parts if part.changes_forward],
+    )  # fmt: skip
+    profile, starts = find_cut_points(step)
+    if len(starts) < stages - 1:
+        raise StrategyError(
+            f"pipeline: the model can be cut into at most {len(starts) + 1} stages, not {stages}: use fewer ranks, or "
+            "set pipeline_configs['stages'] or use device_guard"
+        )
+    times = [block.forward + block.backward for block in profile.blocks]
+    sizes = [float(block.saved + block.input_saved) for block in profile.blocks]
+    return [starts[i] for i in partition(times, sizes, stages, list(starts))]
+
+
+def partition(times: Sequence[float], sizes: Sequence[float], stages: int, allowed: Sequence[int]) -> list[int]:
+    """Where all stages but the first begin. Minimizes the longest stage, then the largest."""
+    count = len(times)
+
+    def cost(low: int, high: int) -> tuple[float, float]:
+        return sum(times[low:high]), sum(sizes[low:high])
+
+    @cache
+    def best(low: int, stages: int) -> tuple[tuple[float, float], tuple[int, ...]] | None:
+        if stages == 1:
+            return cost(low, count), ()
+        options = []
+        for high in allowed:
+            if high > low and (rest := best(high, stages - 1)) is not None:
+                (time, size), ends = rest
+                mine = cost(low, high)
+                options.append(((max(mine[0], time), max(mine[1], size)), (high, *ends)))
+        return min(options, default=None)
+
+    chosen = best(0, stages)
+    assert chosen is not None
+    return list(chosen[1])
+
+
+# --- possible starts ------------------------------------------------------------------------------
 def find_cut_points(step: TrainingStep, *, timed: bool = True) -> tuple[BlockProfile, dict[int, str]]:
     """The model, split wherever a stage may begin; and for each such block the outermost module that begins there."""
     starts: dict[int, str] = {}

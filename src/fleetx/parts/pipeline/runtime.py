@@ -21,9 +21,8 @@ from fleetx.engine.context import SetupContext, StepContext, StepInput
 from fleetx.errors import StrategyError, UsageError
 from fleetx.measure.step_key import constants_of, shapes_of
 from fleetx.parts.pipeline import device_guard, memory, microbatch, schedules, timeline
-from fleetx.parts.pipeline.gather import gather
-from fleetx.parts.pipeline.partition import balanced_starts
-from fleetx.parts.pipeline.stage_params import StageParams, absent_names, copied_buffers
+from fleetx.parts.pipeline.cut_points import balanced_starts
+from fleetx.parts.pipeline.stage_params import StageParams, absent_names, copied_buffers, gather
 from fleetx.parts.pipeline.stages import ScheduleRunner
 from fleetx.parts.pipeline.trace import Interceptor, StageMap, Trace, check_placement, map_stages, trace
 
