@@ -6,8 +6,7 @@
     cost.py              adds up the terms of a plan: predicted seconds and bytes
     search.py trial.py   rank all candidates, try the best in child processes (children.py), choose the winner
     report.py            which plans were considered, and why the winner won
-    strategy_file.py     the winner as YAML
-    cache.py             earlier results, and profiles
+    cache.py             earlier results, the winner as YAML, and profiles
     whatif.py            predictions for another cluster, from a stored profile
     command.py           `fleetx plan`
     branches.py          `fleetx batch`: trainings that branch from one checkpoint, with other batches
@@ -33,7 +32,7 @@ from fleetx.comm.world import World
 from fleetx.engine.checks import check
 from fleetx.errors import UsageError
 from fleetx.measure.fake_step import preserve_rng
-from fleetx.planner import cache, profile, report, strategy_file
+from fleetx.planner import cache, profile, report
 from fleetx.planner.candidates import Candidate, declared, offered
 from fleetx.planner.children import on_rank_0
 from fleetx.planner.search import Search, compatible, forward_variants
@@ -76,7 +75,7 @@ def choose(
     check(strategy.plan(), model, optimizer, world)
     output = Path(settings["output"]) if settings["output"] else None
     if output is not None:
-        on_rank_0(world, lambda: strategy_file.check(output))
+        on_rank_0(world, lambda: cache.check_output(output))
     workload = Workload.of(model, optimizer, sample, loss_fn).with_sample_of_rank_0(world)
     name = cache.key(workload, strategy, world, world.hosts())
     known = on_rank_0(world, lambda: cache.load(name) if settings["cache"] else None)
@@ -90,7 +89,7 @@ def choose(
         if world.rank == 0 and settings["cache"]:
             cache.save(name, chosen.declared(), text)
     if output is not None:
-        on_rank_0(world, lambda: strategy_file.write(output, chosen))
+        on_rank_0(world, lambda: cache.write_output(output, chosen))
         lines.append(f'written to {output}: DistributedStrategy.load("{output}") repeats this run without a search')
     if any(part.divides and part.span(model, world) > 1 for part in chosen.plan().parts):
         lines.append(PIPELINE)

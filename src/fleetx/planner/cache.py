@@ -1,4 +1,5 @@
-"""Stored results: plans that were chosen for the same model, batch, strategy and world; and profiles for what-if."""
+"""Stored results: plans that were chosen for the same model, batch, strategy and world, also as a file that the user
+asked for, with which the run can be repeated without a search; and profiles for what-if."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 
 from fleetx import __version__
 from fleetx.base import cache
+from fleetx.base.files import write_atomic
 from fleetx.base.trees import tensors_of
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
@@ -24,6 +27,7 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.cost_model import Cluster
 
 PROFILE = "FLEETX_PLAN_PROFILE"  # an environment variable: a file to which the profile is written too
+MARK = "# chosen by fleetx: strategy.auto"  # the first line of a strategy file
 _KIND, _LAST = "auto", "last_profile"
 _VERSION = 3  # of the format of both
 
@@ -55,6 +59,23 @@ def load(name: str) -> dict[str, Any] | None:
 
 def save(name: str, declared: dict[str, Any], text: str) -> None:
     cache.save(_KIND, name, {"declared": declared, "text": text})
+
+
+# --- the user's file ------------------------------------------------------------------------------
+def check_output(path: Path) -> None:
+    """Raise UsageError before the search if the file cannot be written, or is not a result of auto."""
+    if not path.parent.is_dir():
+        raise UsageError(f"auto_configs['output'] = {str(path)!r}: the folder does not exist: create it first")
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(MARK.encode())):
+        raise UsageError(
+            f"auto_configs['output'] = {str(path)!r}: the file exists, and auto did not write it: choose another name"
+        )
+
+
+def write_output(path: Path, strategy: DistributedStrategy) -> None:
+    declared = strategy.declared()
+    declared["batch"] = declared.pop("batch_configs")
+    write_atomic(path, f"{MARK}\n{yaml.safe_dump(declared, sort_keys=False, default_flow_style=None, width=120)}")
 
 
 # --- profiles -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import yaml
 from fleetx.base.sizes import parse_bytes
 from fleetx.errors import UsageError
 from fleetx.parts.auto import PLAN
-from fleetx.planner import cache, strategy_file, whatif
+from fleetx.planner import cache, whatif
 
 _PASSED = ("global_batch", "objective", "allow", "trials")
 
@@ -22,7 +22,7 @@ _PASSED = ("global_batch", "objective", "allow", "trials")
 def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetrun: Callable[[list[str]], int]) -> int:
     """Start the script with fleetrun; it exits once the plan is made. Returns the exit code."""
     output = Path(given["output"]).absolute()
-    strategy_file.check(output)
+    cache.check_output(output)
     settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False, "output": str(output)}
     if given["memory"] is not None:
         parse_bytes(given["memory"])  # raises an error before anything is started
