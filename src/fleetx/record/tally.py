@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,10 +14,32 @@ from torch.optim import Optimizer
 from fleetx.base.trees import samples_of, tensors_of
 from fleetx.engine.dtensors import local
 from fleetx.record.schema import TIMES
-from fleetx.record.stopwatch import Mark, Stopwatch
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 LANE = {"communication": "wait"}  # of a span in a trace; the others are computed
+
+
+Mark = Any  # seconds on the host, or an event on the device
+
+
+class Stopwatch:
+    """Seconds between two marks. On CUDA they are measured on the device and known when it gets there: nobody waits."""
+
+    def __init__(self, device: torch.device):
+        self._device = device if device.type == "cuda" else None
+
+    def mark(self) -> Mark:
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def seconds(start: Mark, end: Mark) -> float:
+        if isinstance(start, float):
+            return float(end - start)
+        return float(start.elapsed_time(end)) / 1000
 
 
 class Span(NamedTuple):
