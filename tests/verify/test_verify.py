@@ -19,8 +19,15 @@ from fleetx.errors import NOT_BUILT, NumbersError, StrategyError, UsageError
 from fleetx.parts.recompute.chain import Chain
 from fleetx.strategy.part import claims, defaults_of, every
 from fleetx.strategy.stage import Stage
-from fleetx.verify import oracle, report, runs, unbuilt
-from fleetx.verify.combinations import combinations, declared, refusals, switches
+from fleetx.verify import oracle, report, runs
+from fleetx.verify.combinations import (
+    combinations,
+    declared,
+    refusals,
+    switches,
+    unbuilt_beside_others,
+    unbuilt_messages,
+)
 from fleetx.verify.judge import Judge, Verdict, distance, observed, ranks_for
 from fleetx.verify.observe import sent_since
 from fleetx.verify.ranks import RankError
@@ -118,7 +125,7 @@ def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be(chosen):
 
 
 def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
-    pairs, single = list(unbuilt.beside_others()), list(unbuilt.messages())
+    pairs, single = list(unbuilt_beside_others()), list(unbuilt_messages())
     assert [text.partition(": ")[0] for text in pairs] == [
         "recompute with memory_budget='min' + pipeline",
         "recompute with memory_budget='min' + sharding",
@@ -131,7 +138,7 @@ def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
 def test_the_page_in_the_docs_lists_every_error_as_it_is_now():
     page = (Path(__file__).parent.parent.parent / "docs/results/verify.md").read_text()
     pairs = [f"{' + '.join(c)}: {'; '.join(refusals(declared(c)))}" for c in PAIRS if refusals(declared(c))]
-    for text in (*pairs, *unbuilt.beside_others(), *unbuilt.messages()):
+    for text in (*pairs, *unbuilt_beside_others(), *unbuilt_messages()):
         assert f"- {text}\n" in page, "run fleetx verify --all --output docs/results/verify.md"
 
 

@@ -1,7 +1,7 @@
 """`fleetx verify`: run every combination of strategies, compare its numbers with one plain process, and observe that
 each strategy acts.
 
-    combinations.py   which there are: refused with a reason, or to be run
+    combinations.py   which there are: refused with a reason, or to be run; and what is not built yet
     ranks.py          processes that run one combination after another
     runs.py           one training run on the ranks, under a strategy
     observe.py        what is counted meanwhile
@@ -10,5 +10,4 @@ each strategy acts.
     own_model.py      the same for the user's model and strategy
     command.py        what the command line asks for
     report.py         the matrix as text, HTML and JSON
-    unbuilt.py        what is not built yet, from the errors themselves
 """

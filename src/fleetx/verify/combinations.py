@@ -1,9 +1,13 @@
-"""Which combinations of strategies there are, and how each is declared."""
+"""Which combinations of strategies there are, how each is declared, and what is not built yet, as the errors say it."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import itertools
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fleetx.errors import NOT_BUILT, StrategyError
@@ -11,6 +15,7 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import Part, claims, defaults_of, every
 
 Switches = tuple[str, ...]
+_SOURCES = ("fleetx.parts", "fleetx.strategy", "fleetx.optim", "fleetx.base")  # of errors
 
 
 def switches() -> list[str]:
@@ -57,3 +62,47 @@ def refusals(strategy: dict[str, Any]) -> list[str]:
 def kind_of(problems: Sequence[str]) -> str:
     """Are these strategies a contradiction, or only not built yet?"""
     return "unbuilt" if all(NOT_BUILT in problem for problem in problems) else "refused"
+
+
+# --- what is not built yet ------------------------------------------------------------------------
+def unbuilt_beside_others() -> Iterator[str]:
+    """Settings that raise an error together with another strategy, where the switch alone does not."""
+    for switch, part in every().items():
+        for settings in part.other_examples:
+            mine = dict(settings) if part.always else {switch: dict(settings)}
+            text = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+            for other in switches():
+                usual = {} if part.always else declared((switch,))
+                if other != switch and not refusals(declared((other,)) | usual):
+                    for problem in refusals(declared((other,)) | mine):
+                        yield f"{'' if part.always else f'{switch} with '}{text} + {other}: {problem}"
+
+
+def unbuilt_messages() -> Iterator[str]:
+    """Every message in the sources that says so, with <...> for what it inserts."""
+    found = set()
+    for place in _SOURCES:
+        spec = importlib.util.find_spec(place)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for path in (p for p in Path(folder).rglob("*.py") if p.name != "compose.py"):  # pairs, listed above
+                found |= {
+                    " ".join(_text(node).split())
+                    for node in ast.walk(ast.parse(path.read_text()))
+                    if isinstance(node, ast.JoinedStr) and _names(node)
+                }
+    return iter(sorted(found))
+
+
+def _names(node: ast.JoinedStr) -> bool:
+    return any(isinstance(v, ast.FormattedValue) and ast.unparse(v.value) == "NOT_BUILT" for v in node.values)
+
+
+def _text(node: ast.JoinedStr) -> str:
+    out = ""
+    for value in node.values:
+        if isinstance(value, ast.FormattedValue):
+            name = ast.unparse(value.value)
+            out += NOT_BUILT if name == "NOT_BUILT" else f"`<{re.findall('[a-z_]+', name)[-1].strip('_')}>`"
+        elif isinstance(value, ast.Constant):
+            out += str(value.value)
+    return out

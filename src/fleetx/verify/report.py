@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fleetx import __version__
-from fleetx.verify import unbuilt
+from fleetx.verify.combinations import unbuilt_beside_others, unbuilt_messages
 from fleetx.verify.judge import Verdict
 
 SIGNS = {"equal": "=", "lossy": "~", "refused": "x", "unbuilt": "o", "failed": "!"}
@@ -101,9 +101,9 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     for kind, title in (("refused", "Contradictions"), ("unbuilt", "Not built yet")):
         lines += ["", f"## {title}", ""]
         lines += [f"- {_name(v)}: {v.reason}" for v in verdicts if v.kind == kind and len(v.switches) == 2]
-    lines += [f"- {problem}" for problem in unbuilt.beside_others()]
+    lines += [f"- {problem}" for problem in unbuilt_beside_others()]
     lines += ["", "Settings and models, whatever they are combined with:", ""]
-    lines += [f"- {text}" for text in unbuilt.messages()]
+    lines += [f"- {text}" for text in unbuilt_messages()]
     return "\n".join(lines) + "\n"
 
 
