@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from fleetx.base.module_names import sparse_problem
 from fleetx.comm.averaging import average, completed
 from fleetx.comm.paths import Network, inside_hosts
 from fleetx.comm.world import World
@@ -52,6 +51,7 @@ class LocalUpdates(Part):
     allow_single: bool = False
     """Allow a single rank, for debugging."""
 
+    dense: ClassVar[bool] = True
     decides: ClassVar[str] = "in which rounds the parameters are averaged"
     own_per_parameter: ClassVar[tuple[str, ...]] = ("anchor", "outer")
 
@@ -66,13 +66,7 @@ class LocalUpdates(Part):
             yield "overlap_share has no effect without overlap: turn overlap on, or remove it"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        if world.size == 1 and not self.allow_single:
-            name = name_of(type(self))
-            yield (
-                f"{name}: there is only one worker, so there is nothing to communicate: start more with fleetrun, or "
-                f"set strategy.{name}_configs['allow_single'] = True for debugging"
-            )
-        yield from sparse_problem(name_of(type(self)), model)
+        yield from super().incompatibilities(model, optimizer, world)
         if world.size > 1 and self._has_islands:
             yield from self._misfits(self._island_size(world), world.size)
 

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from fleetx.base import seams
-from fleetx.base.module_names import sparse_modules
-from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
-from fleetx.errors import NOT_BUILT
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
@@ -28,14 +23,11 @@ class Clip(Part):
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """Maximum norm of the gradient."""
 
+    dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, float]] = {"clip_norm": float("inf")}
     effect: ClassVar[Effect] = less("gradient_norm", "the gradient is shorter")
     example: ClassVar[dict[str, float]] = {"clip_norm": 0.01}
     costs: ClassVar[str] = "time: two passes over the gradients, for the norm and for the scaling"
-
-    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        if sparse := sparse_modules(model):
-            yield f"clip with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
     @at(
         Stage.GRADIENT,

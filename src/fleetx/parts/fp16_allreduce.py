@@ -4,12 +4,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
-from torch.optim import Optimizer
 
-from fleetx.base.module_names import sparse_problem
-from fleetx.comm.world import World
 from fleetx.engine.context import Outgoing, StepContext
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
@@ -29,6 +26,7 @@ class FP16AllReduce(Part):
     dtype: Half = "float16"
     """The type on the wire. bfloat16 has the range of float32 but fewer digits."""
 
+    dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, str]] = {}
     effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, in_part=0.97)
     rounding: ClassVar[float] = 5e-3
@@ -39,9 +37,6 @@ class FP16AllReduce(Part):
         if cluster.ranks > 1:
             yield Offer({"dtype": "bfloat16"}, "bf16")
             yield Offer({"dtype": "float16"}, "lossy")
-
-    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from sparse_problem("fp16_allreduce", model)
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and ctx.network.world.size == 1:

@@ -5,13 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.module_names import sparse_modules
-from fleetx.comm.world import World
 from fleetx.engine.context import StepContext
-from fleetx.errors import NOT_BUILT
 from fleetx.optim.schedule import batch_ratio
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
@@ -61,6 +57,7 @@ class GradientMerge(Part):
     rampup_lr: Literal["none", "linear", "sqrt"] = "none"
     """How the rate follows: an update of k merged steps uses lr * (k / k_steps), or lr * sqrt(k / k_steps)."""
 
+    dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, int]] = {"k_steps": 1}
     effect: ClassVar[Effect] = less("updates", "fewer steps update", than=0.7)
     example: ClassVar[dict[str, int]] = {"k_steps": 2}
@@ -78,10 +75,6 @@ class GradientMerge(Part):
             yield "rampup_unit = 'samples' needs rampup_feed, the number of samples that a replica is fed in one step"
         elif not _counts_samples(self) and self.rampup_feed is not None:
             yield "rampup_feed has no effect with rampup_unit = 'rounds': remove it, or count samples"
-
-    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        if sparse := sparse_modules(model):
-            yield f"gradient_merge with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:

@@ -7,13 +7,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from fleetx.base.module_names import sparse_modules
 from fleetx.base.trees import samples_in
-from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
-from fleetx.errors import NOT_BUILT
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.effect import Effect, more
 from fleetx.strategy.part import Part, settings
@@ -33,14 +29,11 @@ class NoiseScale(Part):
     window: Annotated[int, Field(ge=8)] = 256
     """How many measurements are kept: the last ones."""
 
+    dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, int]] = {}
     effect: ClassVar[Effect] = more("measured", "norms are measured")
     example: ClassVar[dict[str, int]] = {"every": 1}
     costs: ClassVar[str] = "time: two norms of the gradients, in every so many rounds"
-
-    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        if sparse := sparse_modules(model):
-            yield f"noise_scale with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"count": 0, "steps": [], "squares": None}

@@ -101,10 +101,21 @@ class Part:
     own_per_parameter: ClassVar[tuple[str, ...]] = ()
     # Does the part divide the model between ranks, so that state_dict() has only what this rank holds?
     divides: ClassVar[bool] = False
+    # Does the part need dense gradients?
+    dense: ClassVar[bool] = False
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         """Why this part cannot work with this model and optimizer, one sentence each. Must not change anything."""
-        return iter(())
+        from fleetx.base.module_names import sparse_problem  # imports torch
+
+        switch = switch_of(type(self))
+        if world.size == 1 and not getattr(self, "allow_single", True):  # a setting of parts that need other ranks
+            yield (
+                f"{switch}: there is only one worker, so there is nothing to communicate: start more with fleetrun, or "
+                f"set strategy.{switch}_configs['allow_single'] = True for debugging"
+            )
+        if self.dense:
+            yield from sparse_problem(switch, model)
 
     def span(self, model: nn.Module, world: World) -> int:
         """How many consecutive ranks hold the stages of one copy of the model."""

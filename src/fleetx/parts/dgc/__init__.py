@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
-from fleetx.base.module_names import sparse_modules
 from fleetx.comm.world import World
 from fleetx.engine.context import Context, Outgoing, SetupContext, StepContext
 from fleetx.engine.dtensors import local
@@ -71,6 +70,7 @@ class DGC(Part):
     allow_single: bool = False
     """Allow a single rank, for debugging."""
 
+    dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
     per_rank_state: ClassVar[bool] = True
     own_per_parameter: ClassVar[tuple[str, ...]] = ("u", "v")
@@ -97,18 +97,12 @@ class DGC(Part):
         return self
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        if world.size == 1 and not self.allow_single:
-            yield (
-                "dgc: there is only one worker, so there is nothing to communicate: start more with fleetrun, or set "
-                "strategy.dgc_configs['allow_single'] = True for debugging"
-            )
+        yield from super().incompatibilities(model, optimizer, world)
         if self.momentum_correction is not False:
             yield from self._momentum_problems(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if missing := [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
             yield f"dgc: {', '.join(missing[:3])} require a gradient but are not in the optimizer: freeze them"
-        if sparse := sparse_modules(model):
-            yield f"dgc with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 
     def _momentum_problems(self, optimizer: Optimizer) -> Iterator[str]:
         instead = "or set dgc_configs['momentum_correction'] = False"
