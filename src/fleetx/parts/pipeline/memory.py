@@ -39,40 +39,36 @@ def running(
 
     order: what this rank does. forward: computes the loss. merged: gradients of earlier steps are there.
     """
+
+    def run(scratch: OpScratch) -> int:
+        # The mode is not entered: tensors of earlier stages and of the code between modules belong to other modes.
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, Tensor] = {}
+        mine = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]  # not of other ranks' stages
+        with without_data(model, mode, device, fakes), Tracker(scratch) as tracker:
+            held = [fakes[id(t)] for t in mine]
+            for t in (*held, *tensors_of([(b.inputs, b.target) for b in batches])):
+                tracker.see(t)
+            if merged:
+                for t in held:
+                    t.grad = torch.zeros_like(t) if t.requires_grad else None
+            arriving = {
+                (stage, number): (_likes(trace, stage - 1, mode, device), _likes(trace, stage, mode, device))
+                for stage in {stage for _, stage, _ in order}
+                for number in range(len(batches))
+            }
+            kept: dict[tuple[int, int], Any] = {}
+            for kind, stage, number in order:
+                inputs, grads = arriving[stage, number]
+                if kind == "F":
+                    running = _WithoutData(params, trace, stage, inputs)
+                    kept[stage, number] = running.run(partial(forward, batches[number]), seed=0)
+                elif kind in "BI":  # W of a split backward only frees what I has left
+                    _backward(kept.pop((stage, number)), grads)
+            return tracker.peak
+
     with preserve_rng(), torch.enable_grad():
-        run = partial(_run, model, params, trace, order, batches, forward, device, merged)
         return with_scratch(device, run)
-
-
-def _run(
-    model: nn.Module, params: StageParams, trace: Trace, order: Sequence[Action], batches: list[StepInput],
-    forward: Forward, device: torch.device, merged: bool, scratch: OpScratch,
-) -> int:  # fmt: skip
-    # The mode is not entered: tensors of earlier stages and of the code between modules belong to other modes.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, Tensor] = {}
-    mine = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]  # not of other ranks' stages
-    with without_data(model, mode, device, fakes), Tracker(scratch) as tracker:
-        held = [fakes[id(t)] for t in mine]
-        for t in (*held, *tensors_of([(b.inputs, b.target) for b in batches])):
-            tracker.see(t)
-        if merged:
-            for t in held:
-                t.grad = torch.zeros_like(t) if t.requires_grad else None
-        arriving = {
-            (stage, number): (_likes(trace, stage - 1, mode, device), _likes(trace, stage, mode, device))
-            for stage in {stage for _, stage, _ in order}
-            for number in range(len(batches))
-        }
-        kept: dict[tuple[int, int], Any] = {}
-        for kind, stage, number in order:
-            inputs, grads = arriving[stage, number]
-            if kind == "F":
-                running = _WithoutData(params, trace, stage, inputs)
-                kept[stage, number] = running.run(partial(forward, batches[number]), seed=0)
-            elif kind in "BI":  # W of a split backward only frees what I has left
-                _backward(kept.pop((stage, number)), grads)
-        return tracker.peak
 
 
 def _backward(out: Any, grads: list[Tensor]) -> None:

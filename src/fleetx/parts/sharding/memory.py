@@ -33,23 +33,23 @@ def running(step: TrainingStep, names: list[str], part: Any, ranks: int, install
 
     names: of the modules that are segments, besides the root. ranks: among which the parameters are divided.
     """
+
+    def run(scratch: OpScratch) -> int:
+        fake = FakeStep(step)
+        with fake.mode, Tracker(scratch) as tracker:
+            for p in fake.model.parameters():
+                tracker.ignore(p)  # what is gathered is counted instead
+            for t in (*fake.model.buffers(), *tensors_of((fake.args, fake.kwargs, fake.targets))):
+                tracker.see(t)
+            forward_context = fake.engine.forward_context  # creating the engine also installs its hooks
+            gathering = Gathering(fake.model, names, part, ranks, merged=step.kept_gradients)
+            forward: Any = install(fake.model, forward_context) if install is not None else torch.enable_grad
+            fake.run(forward)
+            gathering.end()
+        return tracker.peak
+
     with preserve_rng(), torch.enable_grad():
-        return with_scratch(step.device, partial(_run, step, names, part, ranks, install))
-
-
-def _run(step: TrainingStep, names: list[str], part: Any, ranks: int, install: Any, scratch: OpScratch) -> int:
-    fake = FakeStep(step)
-    with fake.mode, Tracker(scratch) as tracker:
-        for p in fake.model.parameters():
-            tracker.ignore(p)  # what is gathered is counted instead
-        for t in (*fake.model.buffers(), *tensors_of((fake.args, fake.kwargs, fake.targets))):
-            tracker.see(t)
-        forward_context = fake.engine.forward_context  # creating the engine also installs its hooks
-        gathering = Gathering(fake.model, names, part, ranks, merged=step.kept_gradients)
-        forward: Any = install(fake.model, forward_context) if install is not None else gathering.forward
-        fake.run(forward)
-        gathering.end()
-    return tracker.peak
+        return with_scratch(step.device, run)
 
 
 class Gathering:
@@ -74,9 +74,6 @@ class Gathering:
             wrap(module, Layer.STAGE, partial(self._call, segment))
             self._all.append(segment)
         self._merged = merged
-
-    def forward(self) -> Any:
-        return torch.enable_grad()
 
     def _call(self, segment: _Segment, module: nn.Module, inner: Any, args: Any, kwargs: Any) -> Any:
         self._gather(segment)
