@@ -146,26 +146,23 @@ class Segments:
     ):
         """ctx: with it, the groups of `degree` ranks that share a copy exchange gradients with each other."""
         self._model: Any = model
-        states = [seams.fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
-        self._groups: list[Any] = [group for state in states for group in seams.param_groups(state)]
-        owners = [state for state in states for _ in seams.param_groups(state)]
-        for group, state in zip(self._groups, owners, strict=True):
-            group.__class__, group._state, group._world, group._finds_unused = Segment, state, world, finds_unused
-        for number, group in enumerate(self._groups if ctx is not None else ()):
-            group._ctx, group._number, group._group_size = ctx, number, degree
-        for module in model.modules() if ctx is not None else ():
-            if isinstance(module, FSDPModule) and (mine := seams.param_groups(seams.fsdp_state(module))):
+        divided = {m: seams.fsdp_state(m) for m in model.modules() if isinstance(m, FSDPModule)}
+        self._groups: list[tuple[Any, Any]] = [  # with the module of each
+            (module, group) for module, state in divided.items() for group in seams.param_groups(state)
+        ]
+        for number, (module, group) in enumerate(self._groups):
+            group.__class__, group._state, group._world = Segment, divided[module], world
+            group._finds_unused, group._ctx, group._number, group._group_size = finds_unused, ctx, number, degree
+            if ctx is not None:
                 # FSDP's own mean would come in part after the hook, in some types.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-                module.set_all_reduce_hook(mine[0].exchange)
+                module.set_all_reduce_hook(group.exchange)
 
     def code(self, bits: int, block: int, ctx: SetupContext) -> None:
         """Reduce-scatter gradients in few bits from now on."""
-        modules = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
-        for number, module in enumerate(m for m in modules if seams.param_groups(seams.fsdp_state(m))):
-            coded: Any = CodedReduceScatter(bits, block, partial(_seed, ctx, number))
-            module.set_custom_reduce_scatter(coded)
+        for number, (module, _) in enumerate(self._groups):
+            module.set_custom_reduce_scatter(CodedReduceScatter(bits, block, partial(_seed, ctx, number)))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -174,12 +171,12 @@ class Segments:
         _explain(sys.exception())
         if seams.training_state(seams.fsdp_state(self._model)) == TrainingState.FORWARD:  # it raised
             self._model.reset_iter_state()
-        for group in self._groups:
+        for _, group in self._groups:
             group.settle()
 
     def leaves(self) -> Iterator[Tensor]:
         """The full parameters, in which backward accumulates. They exist once they have been gathered."""
-        params = (p for group in self._groups for p in group.fsdp_params)
+        params = (p for _, group in self._groups for p in group.fsdp_params)
         return (seams.unsharded(p) for p in params if hasattr(p, seams.UNSHARDED))
 
 
