@@ -159,11 +159,11 @@ class AMP(Part):
         kind = ctx.device.type
         for name in self.custom_black_list:
             if name in modules:
-                wrap(modules[name], Layer.PRECISION, functools.partial(_in_float32, kind))
+                wrap(modules[name], Layer.PRECISION, functools.partial(_in_precision, kind, torch.float32))
         for name in self.custom_white_list:
             # Only leaves are wrapped, so that recompute's segments stay outside the casts.
             for leaf in _leaves(modules[name]) if name in modules else ():
-                wrap(leaf, Layer.PRECISION, functools.partial(_in_half, kind, self._half))
+                wrap(leaf, Layer.PRECISION, functools.partial(_in_precision, kind, self._half))
         for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
             ctx.notes[key] = {operation for n in names if n not in modules for operation in op_lists.torch_names(n)}
         op_lists.override(ctx.notes["white"] | ctx.notes["black"], ctx.device)
@@ -227,22 +227,16 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if not list(m.children())]
 
 
-# Layers around listed modules, as `wrap` calls them.
-def _in_float32(device: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not torch.is_autocast_enabled(device):
-        return inner(*args, **kwargs)
-    args, kwargs = op_lists.to_dtype((args, kwargs), torch.float32)
-    with torch.autocast(device, enabled=False):
-        return inner(*args, **kwargs)
-
-
-def _in_half(
-    device: str, half: torch.dtype, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any
+def _in_precision(
+    device: str, dtype: torch.dtype, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
+    """The layer around a listed module, as `wrap` calls it."""
     if not torch.is_autocast_enabled(device):
         return inner(*args, **kwargs)
-    args, kwargs = op_lists.to_dtype((args, kwargs), half)
-    # BatchNorm accepts half-precision inputs together with float32 parameters and statistics.
-    params = {} if isinstance(module, BatchNormBase) else {name: p.to(half) for name, p in module.named_parameters()}
-    with torch.autocast(device, enabled=False), reparametrize_module(module, params):
-        return inner(*args, **kwargs)
+    args, kwargs = op_lists.to_dtype((args, kwargs), dtype)
+    with torch.autocast(device, enabled=False):
+        # BatchNorm accepts half-precision inputs together with float32 parameters and statistics.
+        if dtype is torch.float32 or isinstance(module, BatchNormBase):
+            return inner(*args, **kwargs)
+        with reparametrize_module(module, {name: p.to(dtype) for name, p in module.named_parameters()}):
+            return inner(*args, **kwargs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,14 +42,7 @@ AMBIGUOUS = {"mul": "is a matrix product in Paddle but elementwise in PyTorch: u
 UPDATES_BUFFERS = {"batch_norm", "native_batch_norm", "instance_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
-@dataclass(frozen=True)
-class _Lists:
-    white: frozenset[str]
-    black: frozenset[str]
-    half: torch.dtype
-
-
-_active: list[_Lists] = []  # innermost last
+_active: list[dict[str, torch.dtype]] = []  # what to cast to, by operation; innermost last
 _overridden: set[tuple[str, str]] = set()  # (operation, dispatch key); never undone, because other models may use it
 _library: torch.library.Library | None = None
 
@@ -97,7 +89,7 @@ def _full_name(op: Any) -> str:
 @contextmanager
 def active(white: Collection[str], black: Collection[str], half: torch.dtype) -> Iterator[None]:
     """Run white operations in `half` and black ones in float32 wherever autocast is enabled."""
-    _active.append(_Lists(frozenset(white), frozenset(black), half))
+    _active.append(dict.fromkeys(black, torch.float32) | dict.fromkeys(white, half))
     try:
         yield
     finally:
@@ -121,9 +113,8 @@ def _override(op: Any, name: str, key: str) -> None:
     below = seams.DispatchKeySet(getattr(seams.DispatchKey, key))
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        lists = _active[-1] if _active else None
-        if lists is not None and name in lists.white | lists.black:
-            dtype = lists.half if name in lists.white else torch.float32
+        dtype = _active[-1].get(name) if _active else None
+        if dtype is not None:
             args, kwargs = to_dtype((args, kwargs), dtype)
         elif before is not None:
             return before(keys, *args, **kwargs)
