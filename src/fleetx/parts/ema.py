@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -102,22 +102,18 @@ class EMA(Part):
         """The parameters are the average inside. Where ranks train apart, it is the mean of theirs: a collective."""
         kept = ctx.state["average"]
         apart = ctx.apart and ctx.replica_group.size > 1
-        undo: list[tuple[Tensor, Tensor, bool]] = []
-        try:
-            with torch.no_grad():
-                for name, p in ctx.trained.items():
-                    if name in kept:
-                        undo.append(_exchange(p, kept[name], keep=apart))
-                if apart:
-                    average([p for p, _, _ in undo], ctx.network)
+        followed = {name: p for name, p in ctx.trained.items() if name in kept}
+        with ExitStack() as undo:
+            for name, p in followed.items():
+                if kept[name].dtype is p.dtype and not apart:  # it can hold the parameter meanwhile: no other copy
+                    _swap(p, kept[name])
+                    undo.callback(_swap, p, kept[name])
+                else:
+                    undo.callback(p.copy_, p.clone())
+                    p.copy_(kept[name])
+            if apart:
+                average(list(followed.values()), ctx.network)
             yield
-        finally:
-            with torch.no_grad():
-                for p, other, swapped in undo:
-                    if swapped:
-                        _swap(p, other)
-                    else:
-                        p.copy_(other)
 
 
 def _kept_in(p: Tensor) -> torch.dtype:
@@ -127,16 +123,6 @@ def _kept_in(p: Tensor) -> torch.dtype:
 
 def _copy(p: Tensor) -> Tensor:
     return p.to(_kept_in(p), copy=True)
-
-
-def _exchange(p: Tensor, a: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, bool]:
-    """Write the average into the parameter. Where it can hold the parameter meanwhile, no other copy is needed."""
-    if a.dtype is p.dtype and not keep:
-        _swap(p, a)
-        return p, a, True
-    before = p.clone()
-    p.copy_(a)
-    return p, before, False
 
 
 def _swap(p: Tensor, a: Tensor) -> None:
