@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from fleetx.parts.dgc import selection
-from fleetx.parts.dgc.payload import Update
+from fleetx.parts.dgc.payload import INFINITY_BITS, MAX_HALF, Update
 
-_NOT_FINITE = 0x7F800000  # the bits of infinity
 _AT_ONCE = 1 << 22  # values that are decoded at a time
-_MAX_HALF = 32752.0  # just below 2**15: see codec.c
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def encode(update: Update) -> Tensor:
     """As codec.encode, but returns a message."""
     layout = MessageLayout(update.n, update.k, update.half)
     if update.k == update.n:
-        top = selection.advance(update)
+        top = selection.largest(update)
         values, update.v_out[:] = _rounded(update.v_out, update.half, top)
         return torch.cat([_padded(values), _padded(top.view(1))])
     indices, top = selection.selector(update)(update)
@@ -84,7 +82,7 @@ def _add_rows(messages: Tensor, out: Tensor, scale: float, layout: MessageLayout
     # In float64, where the product of two floats is exact: see decode.c.
     factor = float(np.float32(scale)) * (_power(_exponent(tops)).double() if layout.half else 1.0)
     added = values.double() * factor
-    added.masked_fill_(tops >= _NOT_FINITE, float("nan"))  # makes the overflow visible on every rank
+    added.masked_fill_(tops >= INFINITY_BITS, float("nan"))  # makes the overflow visible on every rank
     if layout.k == layout.n:
         for row in added:
             out.copy_(out.double().add_(row))
@@ -114,7 +112,7 @@ def _rounded(x: Tensor, half: bool, top: Tensor) -> tuple[Tensor, Tensor]:
     if not half:
         return x.clone(), torch.zeros_like(x)
     exponent = _exponent(top)
-    halves = x.mul(_power(-exponent)).clamp_(-_MAX_HALF, _MAX_HALF).half()
+    halves = x.mul(_power(-exponent)).clamp_(-MAX_HALF, MAX_HALF).half()
     return halves, x - halves.float().mul_(_power(exponent))
 
 

@@ -26,6 +26,8 @@ _EXPONENTS = range(-112, 114)
 
 HEADER_BYTES = _LAYOUT.size
 MAX_SHIFT = 31
+MAX_HALF = 32752.0  # just below 2**15: see codec.c
+INFINITY_BITS = 0x7F800000
 
 SHORT = "the payload is truncated: it has fewer indices than values"
 LONG = "the payload is too long: it continues after the last index"

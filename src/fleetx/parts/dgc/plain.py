@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,19 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fleetx.parts.dgc import rice
-from fleetx.parts.dgc.payload import HEADER_BYTES, NOT_FINITE, Header, Update
+from fleetx.parts.dgc.payload import HEADER_BYTES, INFINITY_BITS, MAX_HALF, NOT_FINITE, Header, Update
+from fleetx.parts.dgc.selection import advance, magnitudes, pieces
 
 _CHUNK = 64  # elements that share a top, which is their largest magnitude
 _PIECE = 1 << 16  # elements processed at a time; a multiple of _CHUNK
-_NOT_FINITE = 0x7F800000  # the bits of infinity
-_MAX_HALF = 32752.0  # just below 2**15: see codec.c
+_pieces = partial(pieces, size=_PIECE)
 
 
 def encode(update: Update) -> Tensor:
     n, k, half = update.n, update.k, update.half
-    tops = _advance(update)
+    tops = _tops(update)
     top = int(tops.max()) if n else 0
-    if top >= _NOT_FINITE:
+    if top >= INFINITY_BITS:
         return _join(Header(n, half, dense=False, finite=False))
     # As in codec.c: scaled so that the largest is in [2**14, 2**15).
     exponent = max((top >> 23) - 127 - 14, -112) if half else 0
@@ -68,33 +69,18 @@ def decode_add(head: Header, data: Tensor, out: Tensor, scale: float) -> None:
         out[where] = (out[where].double() + added).float()
 
 
-def _pieces(n: int) -> Iterator[slice]:
-    return (slice(start, min(start + _PIECE, n)) for start in range(0, n, _PIECE))
-
-
-def _magnitudes(x: Tensor) -> Tensor:
-    """The bits without the sign, which order like the magnitudes; infinity and nan are largest."""
-    return x.view(torch.int32) & 0x7FFFFFFF
-
-
 def _bits_of(x: float) -> int:
     return int(np.float32(x).view(np.int32))
 
 
-def _advance(update: Update) -> Tensor:
+def _tops(update: Update) -> Tensor:
     """Update u and v. Returns the top of each chunk of v."""
     factor, limit = update.factor, update.norm_limit
     if limit is not None:
         norm = abs(factor) * math.sqrt(sum(float(update.g[s].double().square().sum()) for s in _pieces(update.n)))
         factor *= limit / norm if limit < norm < math.inf else 1.0
     tops = torch.zeros(-(-update.n // _CHUNK), dtype=torch.int32)
-    for s in _pieces(update.n):
-        x = update.u[s].mul(update.momentum).add_(update.g[s], alpha=factor)
-        if update.p is not None:
-            x.add_(update.p[s], alpha=update.decay)
-        y = update.v[s].add(x)
-        update.u_out[s], update.v_out[s] = x, y
-        bits = _magnitudes(y)
+    for s, bits in advance(update, factor, _PIECE):
         whole = len(bits) // _CHUNK * _CHUNK
         first = s.start // _CHUNK
         tops[first : first + whole // _CHUNK] = bits[:whole].view(-1, _CHUNK).amax(1)
@@ -115,19 +101,19 @@ def _largest(update: Update, tops: Tensor, lowest: int) -> NDArray[np.uint32]:
     for s in _pieces(update.n):
         if int(tops[s.start // _CHUNK : -(-s.stop // _CHUNK)].amax()) < low:
             continue
-        bits = _magnitudes(update.v_out[s])
+        bits = magnitudes(update.v_out[s])
         where = (bits >= low).nonzero().view(-1)
         sizes.append(bits[where].numpy())
         found.append((where.numpy() + s.start).astype(np.uint32))
     if not found:
         return np.zeros(0, np.uint32)
-    indices, magnitudes = np.concatenate(found), np.concatenate(sizes)
+    indices, largest = np.concatenate(found), np.concatenate(sizes)
     if len(indices) <= k:
         return indices
-    low = int(np.partition(magnitudes, len(indices) - k)[len(indices) - k])
-    ties = k - int((magnitudes > low).sum())
-    chosen = magnitudes > low
-    chosen[np.flatnonzero(magnitudes == low)[:ties]] = True
+    low = int(np.partition(largest, len(indices) - k)[len(indices) - k])
+    ties = k - int((largest > low).sum())
+    chosen = largest > low
+    chosen[np.flatnonzero(largest == low)[:ties]] = True
     return indices[chosen]
 
 
@@ -137,7 +123,7 @@ def _kth_largest(v: Tensor, k: int) -> int:
     for shift, width in ((15, 16), (0, 15)):
         bins = torch.zeros(1 << width, dtype=torch.int64)
         for s in _pieces(len(v)):
-            number = (_magnitudes(v[s]) - first) >> shift
+            number = (magnitudes(v[s]) - first) >> shift
             bins += number[(number >= 0) & (number < len(bins))].bincount(minlength=len(bins))
         above = bins.flip(0).cumsum(0)
         at = int((above < k).sum())  # number of bins above the one with the k-th
@@ -152,7 +138,7 @@ def _extract(x: Tensor, half: bool, exponent: int) -> NDArray[np.uint8]:
         sent = x.numpy().astype("<f4")
         x.zero_()
     else:
-        halves = x.mul(2.0**-exponent).clamp_(-_MAX_HALF, _MAX_HALF).half()
+        halves = x.mul(2.0**-exponent).clamp_(-MAX_HALF, MAX_HALF).half()
         x.sub_(halves.float().mul_(2.0**exponent))
         sent = halves.numpy().astype("<f2")
     return sent.view(np.uint8)

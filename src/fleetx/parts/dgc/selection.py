@@ -27,29 +27,31 @@ def select(update: Update) -> tuple[Tensor, Tensor]:
 
     Magnitudes are bits, as in codec.c. A key is a magnitude followed by the index counted down, so no two are equal.
     """
-    top = advance(update)
+    top = largest(update)
     keys = []
-    for s in _pieces(update.n):
+    for s in pieces(update.n, _PIECE):
         down = torch.arange(_INDEX - s.start, _INDEX - s.stop, -1, device=top.device)
         piece = (magnitudes(update.v_out[s]).long() << 32) + down
         keys.append(piece.topk(min(update.k, len(piece)), sorted=False).values)
-    largest = torch.cat(keys).topk(update.k, sorted=False).values
-    return (_INDEX - (largest & _INDEX)).sort().values, top
+    chosen = torch.cat(keys).topk(update.k, sorted=False).values
+    return (_INDEX - (chosen & _INDEX)).sort().values, top
 
 
-def advance(update: Update) -> Tensor:
+def largest(update: Update) -> Tensor:
     """Update u and v. Returns the largest |v|."""
-    factor = limited(update)
-    tops = []
-    for s in _pieces(update.n):
+    return torch.stack([bits.amax() for _, bits in advance(update, limited(update), _PIECE)]).amax()
+
+
+def advance(update: Update, factor: Tensor | float, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Update u and v in pieces of this size. Yields where each piece is, and the magnitudes of its v."""
+    for s in pieces(update.n, size):
         x = update.u[s].mul(update.momentum)
         x = x.addcmul_(update.g[s], factor) if isinstance(factor, Tensor) else x.add_(update.g[s], alpha=factor)
         if update.p is not None:
             x.add_(update.p[s], alpha=update.decay)
         y = update.v[s].add(x)
         update.u_out[s], update.v_out[s] = x, y
-        tops.append(magnitudes(y).amax())
-    return torch.stack(tops).amax()
+        yield s, magnitudes(y)
 
 
 def limited(update: Update) -> Tensor | float:
@@ -66,8 +68,8 @@ def magnitudes(x: Tensor) -> Tensor:
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
-def _pieces(n: int) -> Iterator[slice]:
-    return (slice(start, min(start + _PIECE, n)) for start in range(0, n, _PIECE))
+def pieces(n: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
 # --- Triton ---------------------------------------------------------------------------------------
