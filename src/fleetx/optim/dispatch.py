@@ -40,7 +40,7 @@ def kernel_calls(*lists: list[Tensor]) -> Iterator[KernelCall]:
         chosen = list(lists) if len(groups) == 1 else [[values[i] for i in positions] for values in lists]
         reduce = None
         if mesh is not None:
-            chosen = [[_local(t, placements) for t in values] for values in chosen]
+            chosen = [[local(t, placements) for t in values] for values in chosen]
             flat = flat and not hasattr(chosen[0][0], "fake_mode")  # has no memory
             reduce = _reducer(mesh, placements)
         kernels = flat_kernels(device) if flat else foreach
@@ -104,8 +104,11 @@ def _dense(t: Tensor) -> bool:
 
 
 # --- shards -----------------------------------------------------------------------------------------
-def _local(t: Any, placements: Any) -> Tensor:
-    if t.placements != placements:
+def local(t: Any, placements: Any = None) -> Tensor:
+    """What this rank holds of a tensor, divided in this way."""
+    if not hasattr(t, "device_mesh"):
+        return t
+    if placements is not None and t.placements != placements:
         t = t.redistribute(placements=placements)
     return t.to_local()
 

@@ -10,6 +10,7 @@ from torch import Size, Tensor, nn
 
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
+from fleetx.optim.dispatch import local
 from fleetx.optim.layerwise import Group, Layerwise, accumulated, adamw_update, check_number, gradients
 from fleetx.optim.orthogonal import Sharing, blocks, orthogonalized, sides
 
@@ -100,8 +101,9 @@ class Muon(Layerwise):
 
     def _step_together(self, group: Group, params: list[Tensor], sharing: Sharing | None) -> None:
         momentum, lr = float(group["momentum"]), float(group["lr"])
-        moments = [_local(self._moment(p)) for p in params]
-        grads = [_local(g, like=p).to(m.dtype) for g, p, m in zip(gradients(params), params, moments, strict=True)]
+        moments = [local(self._moment(p)) for p in params]
+        grads = [local(g, getattr(p, "placements", None)) for g, p in zip(gradients(params), params, strict=True)]
+        grads = [g.to(m.dtype) for g, m in zip(grads, moments, strict=True)]
         if group["maximize"]:
             grads = [-g for g in grads]
         seams.foreach_lerp_(moments, grads, 1 - momentum)
@@ -114,7 +116,7 @@ class Muon(Layerwise):
             direction, shapes, steps=group["ns_steps"], bf16=group["bf16"], like=moments[0], sharing=sharing
         )
         for p, update in zip(params, updates, strict=True):
-            own = _local(p)
+            own = local(p)
             value = own if own.dtype is update.dtype else own.to(update.dtype)  # 16 bits round only the result
             value.mul_(1 - lr * float(group["weight_decay"])).add_(update, alpha=-lr * scale_of(p.shape, group["rms"]))
             if value is not own:
@@ -162,13 +164,3 @@ def _kept(model: nn.Module) -> Iterator[nn.Parameter]:
                 yield p
     if last is not None:
         yield last
-
-
-def _local(t: Any, like: Any = None) -> Tensor:
-    """What this rank holds of a tensor, divided as `like` is."""
-    if not hasattr(t, "device_mesh"):
-        return t
-    if like is not None and t.placements != like.placements:
-        t = t.redistribute(placements=like.placements)
-    local: Tensor = t.to_local()
-    return local
