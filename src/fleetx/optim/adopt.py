@@ -49,7 +49,7 @@ def adoption_problems(
                 yield f"{part}: {error}"
         if other := {p.dtype for group in groups for p in group["params"] if not p.is_floating_point()}:
             yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
-    for option in ("differentiable", "capturable"):
+    for option in ("differentiable", "capturable", "amsgrad"):
         if any(group.get(option) for group in groups):
             yield f"{part} with {option} {NOT_BUILT}: pass {option}=False to {name}"
     patched = vars(optimizer).get("step")

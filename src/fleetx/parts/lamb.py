@@ -11,7 +11,6 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
-from fleetx.errors import NOT_BUILT
 from fleetx.optim import Lamb, exclusion
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.dispatch import kernels_remark
@@ -41,8 +40,6 @@ class LAMB(Part):
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         wanted = "torch.optim.Adam or AdamW"
         yield from adoption_problems("lamb", optimizer, (Adam, AdamW), wanted, Lamb, self._own_options)
-        if type(optimizer) in (Adam, AdamW) and any(group["amsgrad"] for group in optimizer.param_groups):
-            yield f"lamb with amsgrad {NOT_BUILT}: pass amsgrad=False to the optimizer"
         yield from exclusion.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
 
     @at(

@@ -11,7 +11,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
-from fleetx.errors import NOT_BUILT
 from fleetx.optim import Muon, adamw_names, exclusion
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.muon import is_matrix
@@ -58,8 +57,6 @@ class MUON(Part):
         yield from adoption_problems("muon", optimizer, (Adam, AdamW), wanted, Muon, self._own_options, decays=False)
         if type(optimizer) is Adam and any(group["weight_decay"] for group in optimizer.param_groups):
             yield "muon decays weights as AdamW does, not as Adam: pass torch.optim.AdamW"
-        if type(optimizer) in (Adam, AdamW) and any(group["amsgrad"] for group in optimizer.param_groups):
-            yield f"muon with amsgrad {NOT_BUILT}: pass amsgrad=False to the optimizer"
         for key in ("adamw", "muon"):
             for problem in exclusion.problems("muon", model, optimizer, getattr(self, key)):
                 yield problem.replace("exclude_from_weight_decay", f"muon_configs['{key}']")
