@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,10 +32,6 @@ __all__ = ["large_batch", "linear_scaling", "linear_warmup_decay", "noise_scalin
 Decay = Literal["polynomial", "linear", "cosine", "none"]
 Scaling = Literal["linear", "sqrt", "noise"]
 By = Literal["steps", "updates", "samples"]
-
-_DECAYS = ("polynomial", "linear", "cosine", "none")
-_SCALINGS = ("linear", "sqrt", "noise")
-_BY = ("steps", "updates", "samples")
 
 
 # --- scaling by the batch size --------------------------------------------------------------------
@@ -67,7 +63,7 @@ def batch_ratio(
     if scaling is None:
         problems.append("batch and base_batch need a scaling rule: add scaling='linear' or scaling='sqrt'")
     else:
-        problems += _unknown("scaling", scaling, _SCALINGS)
+        problems += _unknown("scaling", scaling, get_args(Scaling))
     for name, value in (("batch", batch), ("base_batch", base_batch)):
         if value is None:
             problems.append(f"{name} is missing: scaling needs the batch of this run and the base_batch of lr")
@@ -220,7 +216,7 @@ def large_batch(
     """
     problems = _bad_count("updates", updates, least=1)
     problems += _bad_warmup(warmup, None if problems else updates)
-    problems += _unknown("decay", decay, _DECAYS) + _unknown("by", by, _BY)
+    problems += _unknown("decay", decay, get_args(Decay)) + _unknown("by", by, get_args(By))
     if power is not None and decay != "polynomial":
         problems.append(f"power has no effect with decay={decay!r}: remove it or use decay='polynomial'")
     elif power is not None and (not _is_real(power) or power <= 0):
