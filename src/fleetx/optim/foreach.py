@@ -54,9 +54,7 @@ class LambStep:
     maximize: bool
 
 
-def lars(
-    params: list[Tensor], grads: list[Tensor], velocities: list[Tensor], step: LarsStep, reduce: Reduce | None = None
-) -> None:
+def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
     blocks = _Blocks(params, grads, velocities)
 
     def first(positions: range, ps: Tensors, gs: Tensors, vs: Tensors) -> tuple[Tensor, None]:
@@ -91,12 +89,7 @@ def lars(
 
 
 def lamb(
-    params: list[Tensor],
-    grads: list[Tensor],
-    firsts: list[Tensor],
-    seconds: list[Tensor],
-    step: LambStep,
-    reduce: Reduce | None = None,
+    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
 ) -> None:
     blocks = _Blocks(params, grads, firsts, seconds)
     beta1, beta2, decays, steps = step.beta1, step.beta2, step.decays, step.steps
@@ -148,7 +141,7 @@ def lamb(
 class _Blocks:
     """The tensors of a step in blocks, and memory for their temporaries."""
 
-    def __init__(self, *lists: list[Tensor]):
+    def __init__(self, *lists: Tensors):
         self.plain = all(is_plain(tensors) and tensors[0].dim() == 1 for tensors in zip(*lists, strict=True))
         self._lists = lists
         self._limit = _CPU_BLOCK if lists[0] and lists[0][0].device.type == "cpu" else _BLOCK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.compiled import Library
-from fleetx.optim.foreach import LambStep, LarsStep, Reduce
+from fleetx.optim.foreach import LambStep, LarsStep, Reduce, Tensors
 
 _FIRST, _SECOND = 1, 2  # passes
 _SMALL = 1 << 16  # elements of scratch that are always affordable
@@ -26,13 +26,7 @@ _library = Library(
 available, reason = _library.available, _library.reason
 
 
-def lars(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    velocities: Sequence[Tensor],
-    step: LarsStep,
-    reduce: Reduce | None = None,
-) -> None:
+def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
     """One step of LARS. The tensors at each index must be fp32 and have the same shape and the same dense layout.
 
     If the tensors are this rank's shards, `reduce` must sum the (n, 2) squares of |p| and |g| over the ranks, in place.
@@ -46,12 +40,7 @@ def lars(
 
 
 def lamb(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    step: LambStep,
-    reduce: Reduce | None = None,
+    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
 ) -> None:
     """One step of LAMB. Tensors and `reduce` (here for |p| and |u|) are as in `lars`."""
     beta1, beta2, steps = step.beta1, step.beta2, np.array(step.steps, np.float64)
@@ -72,7 +61,7 @@ def _run(
     function: Callable[..., int],
     arrays: list[NDArray],
     numbers: tuple[float, ...],
-    params: Sequence[Tensor],
+    params: Tensors,
     reduce: Reduce | None,
 ) -> None:
     n, threads = len(params), torch.get_num_threads()
@@ -109,9 +98,9 @@ def _scratch(elements: int) -> tuple[Tensor, int]:
     return _local.scratch, _local.scratch.numel() // torch.get_num_threads()
 
 
-def _counts(tensors: Sequence[Tensor]) -> NDArray:
+def _counts(tensors: Tensors) -> NDArray:
     return np.fromiter((tensor.numel() for tensor in tensors), np.int64, len(tensors))
 
 
-def _pointers(tensors: Sequence[Tensor]) -> NDArray:
+def _pointers(tensors: Tensors) -> NDArray:
     return np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))

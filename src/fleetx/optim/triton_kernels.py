@@ -13,7 +13,6 @@ The host waits for nothing: norms stay on the device, and tables are sent from p
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.triton_kernels import OPTIONS, on, send
-from fleetx.optim.foreach import LambStep, LarsStep, Reduce
+from fleetx.optim.foreach import LambStep, LarsStep, Reduce, Tensors
 
 CHUNK = 8192  # elements per program
 BLOCK = 1024  # of these, at a time
@@ -167,25 +166,14 @@ def lamb_kernel(chunks, counts, addresses, numbers, norms, n, chunk: tl.constexp
 
 
 # --- host -------------------------------------------------------------------------------------------
-def lars(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    velocities: Sequence[Tensor],
-    step: LarsStep,
-    reduce: Reduce | None = None,
-) -> None:
+def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
     """As native.lars, for tensors on a GPU."""
     numbers = [step.lr, step.coeff, step.epsilon, step.momentum, -1.0 if step.maximize else 1.0, *step.decays]
     _run(lars_squares_kernel, lars_kernel, [params, grads, velocities], numbers, reduce, nesterov=bool(step.nesterov))
 
 
 def lamb(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    step: LambStep,
-    reduce: Reduce | None = None,
+    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
 ) -> None:
     """As native.lamb, for tensors on a GPU."""
     beta1, beta2, sign = step.beta1, step.beta2, -1 if step.maximize else 1
@@ -195,7 +183,7 @@ def lamb(
 
 
 def _run(
-    first: Any, second: Any, lists: list[Sequence[Tensor]], numbers: list[float], reduce: Reduce | None, **options: bool
+    first: Any, second: Any, lists: list[Tensors], numbers: list[float], reduce: Reduce | None, **options: bool
 ) -> None:
     params = lists[0]
     if not params:
