@@ -17,7 +17,7 @@ and s itself is sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class OuterOptimizer:
         for bucket in _bucketed(params, ctx):
             if len(pending) == 2:
                 self._step(*pending.popleft(), ctx)
-            pending.append((bucket, self._send(bucket, bucket.packed(), ctx, ctx.network)))
+            pending.append((bucket, self._send(bucket, pack(bucket.tensors), ctx, ctx.network)))
         while pending:
             self._step(*pending.popleft(), ctx)
 
@@ -97,7 +97,7 @@ class Delayed:
             if previous:
                 sent, mean = previous[bucket.number]
                 self._step._step(bucket, mean, ctx, sent)
-            sent = bucket.packed()
+            sent = pack(bucket.tensors)
             self._pending.append((sent, self._step._send(bucket, sent.clone(), ctx, self._network)))
 
     def finish(self, params: Sequence[Tensor], ctx: StepContext) -> None:
@@ -121,11 +121,8 @@ class _Bucket:
     tensors: list[Tensor]
     names: list[str]
 
-    def packed(self) -> Tensor:
-        return pack(self.tensors)
 
-
-def _bucketed(params: Sequence[Tensor], ctx: StepContext) -> Any:
+def _bucketed(params: Sequence[Tensor], ctx: StepContext) -> Iterator[_Bucket]:
     names: Any = ctx.names
     held = [local(p).detach() for p in params]
     for number, bucket in enumerate(buckets(held)):
