@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fleetx.parts.dgc import native, on_device, plain, selection
-from fleetx.parts.dgc.payload import Header, Update, flat, header, header_for, wanted
+from fleetx.parts.dgc.payload import Header, Update, flat, header, wanted
 
 __all__ = ["Header", "decode_add", "encode", "header"]
 
@@ -81,8 +81,14 @@ def decode_add(
 
     Raises ValueError, without changing `out`, for a payload that `encode` cannot have made for a tensor of this size.
     """
-    head = header_for(payload, out, head)
-    (backend or _backend(out)).decode_add(head, payload, out.detach().view(-1), scale)
+    head, values = head or header(payload), flat(out, "out")
+    if head.n != out.numel():
+        raise ValueError(f"the payload is for a tensor of {head.n} elements, not {out.numel()}")
+    if head.length != payload.numel():
+        raise ValueError(f"the payload should have {head.length} bytes, but has {payload.numel()}")
+    if not head.finite:
+        raise ValueError("the gradient in the payload was not finite: there is nothing to add, so skip the step")
+    (backend or _backend(out)).decode_add(head, payload, values, scale)
 
 
 def _backend(tensor: Tensor) -> ModuleType:

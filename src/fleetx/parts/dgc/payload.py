@@ -83,19 +83,6 @@ def header(payload: Tensor) -> Header:
     return head
 
 
-def header_for(payload: Tensor, out: Tensor, head: Header | None = None) -> Header:
-    """The header of a payload that is to be added to `out`; `head`, if it has been read already."""
-    head = head or header(payload)
-    flat(out, "out")
-    if head.n != out.numel():
-        raise ValueError(f"the payload is for a tensor of {head.n} elements, not {out.numel()}")
-    if head.length != payload.numel():
-        raise ValueError(f"the payload should have {head.length} bytes, but has {payload.numel()}")
-    if not head.finite:
-        raise ValueError("the gradient in the payload was not finite: there is nothing to add, so skip the step")
-    return head
-
-
 def wanted(n: int, sparsity: float) -> int:
     """Maximum number of values to send."""
     if not 0 <= sparsity < 1:
