@@ -13,7 +13,6 @@ from fleetx.engine.context import SetupContext, StepContext
 from fleetx.errors import NOT_BUILT
 from fleetx.parts._blocks import row_bytes
 from fleetx.parts.sharding import fsdp
-from fleetx.parts.sharding.unshard import Unsharded
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Names, Part, settings
@@ -168,7 +167,6 @@ class Sharding(Part):
             # Ranks that use different modules would gather different segments.
             names = [] if ctx.finds_unused else fsdp.segments(model, self.segment_anchors, self._segment)
             ctx.notes["segments"] = names
-            unsharded = Unsharded(model)
             group, gathered = fsdp.shard(
                 model, names, self._degree(ctx.world.size),
                 reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu", ctx=ctx,
@@ -177,7 +175,6 @@ class Sharding(Part):
                 gathered.code(self.gradient_bits, self.gradient_block, ctx)
             ctx.notes["forward"] = gathered.forward
             ctx.divide(group, reduced=True, leaves=gathered.leaves)
-            ctx.on_release(lambda: unsharded.restore(ctx.optimizer))
         return model
 
     @at(Stage.FORWARD, replay=False)

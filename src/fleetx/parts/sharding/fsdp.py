@@ -130,10 +130,11 @@ def shard(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    from fleetx.parts.sharding import copies  # torch's FSDP takes a second to import
-    from fleetx.parts.sharding.segment import Segments
+    from fleetx.parts.sharding.segment import Segments  # torch's FSDP takes a second to import
+    from fleetx.parts.sharding.unshard import Unsharded, allow_copies
 
-    world = ctx.world
+    world, plain = ctx.world, Unsharded(model)
+    ctx.on_release(lambda: plain.restore(ctx.optimizer))
     for p in model.parameters():
         p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
     world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
@@ -145,7 +146,7 @@ def shard(
         fully_shard(modules[name], mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     group = world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
-    copies.allow(model)
+    allow_copies(model)
     alike = group if ctx.apart else world  # ranks that must use the same parameters
     between = ctx if replicas > 1 else None
     return group, Segments(model, alike, finds_unused=ctx.finds_unused, ctx=between, degree=degree)
