@@ -25,8 +25,8 @@ from benchmarks.auto.models import MODELS
 from fleetx import DistributedStrategy, fleet
 from fleetx.planner import profile
 from fleetx.planner.cache import StoredProfile
-from fleetx.planner.candidates import Candidate, offered
-from fleetx.planner.search import Search, compatible, forward_variants
+from fleetx.planner.candidates import Candidate, forward_variants, offered
+from fleetx.planner.search import Search, compatible
 from fleetx.planner.trial import try_out
 from fleetx.planner.workload import Workload
 

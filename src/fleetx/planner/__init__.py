@@ -33,9 +33,9 @@ from fleetx.engine.checks import check
 from fleetx.errors import UsageError
 from fleetx.measure.fake_step import preserve_rng
 from fleetx.planner import cache, profile, report
-from fleetx.planner.candidates import Candidate, declared, offered
+from fleetx.planner.candidates import Candidate, declared, forward_variants, offered
 from fleetx.planner.children import on_rank_0
-from fleetx.planner.search import Search, compatible, forward_variants
+from fleetx.planner.search import Search, compatible
 from fleetx.planner.workload import Workload
 from fleetx.strategy import DistributedStrategy
 

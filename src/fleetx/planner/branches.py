@@ -8,9 +8,10 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fleetx.base.branch_order import BRANCH, Order
 from fleetx.base.files import write_atomic
@@ -68,11 +69,8 @@ def _run(
     options.append(f"--log_dir={Path(given['output']).with_suffix('.log')}")  # not where the training has its own
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "branch.json"
-        os.environ[BRANCH] = Order(order.merge, order.rate, order.steps, str(result)).json()
-        try:
+        with patch.dict(os.environ, {BRANCH: replace(order, output=str(result)).json()}):
             code = fleetrun([*options, script, *arguments])
-        finally:
-            del os.environ[BRANCH]
         if code:
             raise UsageError(f"{script} ended with exit code {code}: see its error above")
         if not result.exists():

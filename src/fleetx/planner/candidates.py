@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,21 +74,34 @@ def declared(strategy: DistributedStrategy) -> dict[str, Any]:
     return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in skipped}
 
 
+def _offers(strategy: DistributedStrategy, cluster: Cluster, allow: str) -> dict[str, list[tuple[Offer, Part]]]:
+    """What the parts offer that the user did not declare, by switch."""
+    given = {key.removesuffix("_configs") for key in declared(strategy)}
+    free = {s: p for s, p in every().items() if not p.always and given.isdisjoint((s, *p.flat))}
+    return {
+        switch: [(offer, part(**offer.settings)) for offer in part.offers(cluster) if offer.needs in ALLOWED[allow]]
+        for switch, part in free.items()
+    }
+
+
+def forward_variants(
+    strategy: DistributedStrategy, cluster: Cluster, base: Sequence[Part], allow: str
+) -> list[Sequence[Part]]:
+    """The user's parts plus each offered part that changes the forward."""
+    offers = itertools.chain.from_iterable(_offers(strategy, cluster, allow).values())
+    return [[*base, part] for _, part in offers if part.changes_forward]
+
+
 def offered(
     strategy: DistributedStrategy, cluster: Cluster, profile: ModelProfile, params: Iterable[Tensor], *,
     allow: str, budgets: bool = True,
 ) -> Iterator[Candidate]:  # fmt: skip
     """Every candidate with its predicted cost. budgets: recomputation may be chosen too."""
     params, mine = list(params), declared(strategy)
-    given = {key.removesuffix("_configs") for key in mine}
-    free: dict[str, list[tuple[Offer, Part] | None]] = {}
-    for switch, part in every().items():
-        if part.always or not given.isdisjoint((switch, *part.flat)) or (part.segments and not budgets):
-            continue
-        if offers := [offer for offer in part.offers(cluster) if offer.needs in ALLOWED[allow]]:
-            free[switch] = [None, *((offer, part(**offer.settings)) for offer in offers)]
+    offers = _offers(strategy, cluster, allow)
+    free = {switch: some for switch, some in offers.items() if budgets or not every()[switch].segments}
     base = DistributedStrategy(**mine).plan().parts
-    for combination in itertools.product(*free.values()):
+    for combination in itertools.product(*([None, *some] for some in free.values())):
         taken = {switch: one for switch, one in zip(free, combination, strict=True) if one is not None}
         parts = [*base, *(part for _, part in taken.values())]
         terms = terms_of(parts, cluster, profile)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
@@ -31,11 +32,8 @@ def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetr
     options = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
-        os.environ[PLAN], os.environ[cache.PROFILE] = yaml.safe_dump(settings), str(profile)
-        try:
+        with patch.dict(os.environ, {PLAN: yaml.safe_dump(settings), cache.PROFILE: str(profile)}):
             code = fleetrun([*options, script, *arguments])
-        finally:
-            del os.environ[PLAN], os.environ[cache.PROFILE]
         if not code and not profile.exists():
             raise UsageError(
                 f"{script} ended without calling fleet.distribute(model, optimizer, ..., sample=...): pass sample=... "

@@ -104,11 +104,10 @@ def _fit(points: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
 def recommended(found: Study) -> Reached:
     """The largest batch that reached the target and is not above the critical one; the smallest if none is."""
     fine = [row for row in found.rows if row.steps is not None]
-    limit = math.inf if found.critical is None else found.critical * 1.01
     if found.critical is None:  # no fit: at most twice the fewest samples, which is what the critical batch costs
         fewest = min(row.samples or 0 for row in fine)
         return [row for row in fine if (row.samples or 0) <= 2 * fewest][-1]
-    return ([row for row in fine if row.branch.batch <= limit] or fine[:1])[-1]
+    return ([row for row in fine if row.branch.batch <= found.critical * 1.01] or fine[:1])[-1]
 
 
 def text(found: Study) -> str:

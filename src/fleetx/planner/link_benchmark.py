@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,13 +96,16 @@ def _point_to_point(world: World, first: int, second: int) -> Link:
 def bandwidth(world: World) -> float:
     """Bytes per second that elementwise operations read and write while all ranks do so at once."""
     a, b = torch.zeros(1 << 24, device=world.device), torch.ones(1 << 24, device=world.device)  # larger than any cache
-    times = []
-    for _ in range(6):
-        world.barrier()
-        start = now(world.device)
-        a.add_(b)
-        times.append(now(world.device) - start)
+    times = [_timed(world, lambda: a.add_(b)) for _ in range(6)]
     return 3 * a.nbytes / slowest(world, sorted(times)[len(times) // 2])
+
+
+def _timed(world: World, call: Callable[[], Any]) -> float:
+    """Seconds on this rank, if all of them begin together."""
+    world.barrier()
+    start = now(world.device)
+    call()
+    return now(world.device) - start
 
 
 def _measure(world: World, call: Callable[[int], Any]) -> Link:
@@ -111,12 +115,7 @@ def _measure(world: World, call: Callable[[int], Any]) -> Link:
     points: list[tuple[int, float]] = []
     for size in SIZES:
         call(size)
-        times: list[float] = []
-        for _ in range(3):
-            world.barrier()
-            start = now(world.device)
-            call(size)
-            times.append(now(world.device) - start)
+        times = [_timed(world, partial(call, size)) for _ in range(3)]
         points.append((size, slowest(world, min(times))))
         if points[-1][1] > LONG:
             break

@@ -13,15 +13,13 @@ from fleetx.engine.checks import check
 from fleetx.errors import StrategyError
 from fleetx.measure.fake_step import bucket_bytes
 from fleetx.parts.recompute import budget
-from fleetx.planner.candidates import Candidate, budget_of, declared, kept_bytes
+from fleetx.planner.candidates import Candidate, budget_of, kept_bytes
 from fleetx.planner.children import count_on_rank_0, on_rank_0
 from fleetx.planner.cost import StepCost, step_cost
 from fleetx.planner.model_profile import ModelProfile
 from fleetx.planner.trial import try_out
 from fleetx.planner.workload import Workload
-from fleetx.strategy import DistributedStrategy
-from fleetx.strategy.cost_model import ALLOWED, Cluster
-from fleetx.strategy.part import Part, every
+from fleetx.strategy.cost_model import Cluster
 
 log = logging.getLogger(__name__)
 LAST_RESORT = 3  # guessed plans that are counted exactly if nothing else fits
@@ -232,15 +230,3 @@ def compatible(candidates: Iterable[Candidate], workload: Workload, world: World
                 known[key] = False
         if known[key]:
             yield candidate
-
-
-def forward_variants(
-    strategy: DistributedStrategy, cluster: Cluster, base: Sequence[Part], allow: str
-) -> list[Sequence[Part]]:
-    """The user's parts plus each offered part that changes the forward."""
-    given = {key.removesuffix("_configs") for key in declared(strategy)}
-    kinds = [part for switch, part in every().items() if part.changes_forward and switch not in given]
-    return [
-        [*base, kind(**offer.settings)]
-        for kind in kinds for offer in kind.offers(cluster) if offer.needs in ALLOWED[allow]
-    ]  # fmt: skip
