@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -60,9 +59,6 @@ class Verdict:
     def ran(self) -> bool:
         return self.kind not in ("refused", "unbuilt")
 
-    def json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 class Judge:
     """Runs combinations on pools of two and four ranks, each run once."""
@@ -110,8 +106,8 @@ class Judge:
         wanted = oracle.train(
             model,
             partial(runs.optimizer_for, switches=chosen),
-            all_settings(chosen),
-            rounded(dtype),
+            {switch: settings_of(part) for switch, part in parts(chosen, lossless=True).items()},
+            [(x.to(dtype), y.to(dtype)) for x, y in runs.batches()],
             mse_loss,
             replicas,
         )
@@ -210,18 +206,10 @@ def dtype_for(chosen: Switches) -> torch.dtype:
     return torch.float32 if set(_FLOAT32) & set(chosen) else torch.float64
 
 
-def all_settings(chosen: Switches) -> dict[str, dict[str, Any]]:
-    return {switch: settings_of(part) for switch, part in parts(chosen, lossless=True).items()}
-
-
 def rounding(chosen: Iterable[str]) -> float:
     """How far off the rounding of these strategies may lead together."""
     found = [every()[switch] for switch in chosen]
     return max((p.rounding for p in found), default=0.0) * max((p.amplifies for p in found), default=1.0)
-
-
-def rounded(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    return [(x.to(dtype), y.to(dtype)) for x, y in runs.batches()]
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:

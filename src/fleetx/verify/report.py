@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -74,7 +75,7 @@ def _name(verdict: Verdict) -> str:
 
 def as_json(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     head = {"fleetx": __version__, "torch": torch.__version__, "device": device, "seconds": round(seconds, 1)}
-    return json.dumps(head | {"combinations": [v.json() for v in verdicts]}, indent=1) + "\n"
+    return json.dumps(head | {"combinations": [asdict(v) for v in verdicts]}, indent=1) + "\n"
 
 
 def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
