@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.foreach import LarsStep
-from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients
+from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients, sgd_update
 
 
 class Lars(Layerwise):
@@ -101,18 +100,12 @@ class Lars(Layerwise):
     def _sgd(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
         for decay in dict.fromkeys(decays):
             chosen = [p for p, d in zip(params, decays, strict=True) if d == decay]
-            buffers = [self._momentum_buffer(p, float(group["lr"])) for p in chosen]
-            sgd(
-                chosen, gradients(chosen), buffers, foreach=group.get("foreach"), fused=group.get("fused"),
-                weight_decay=decay, momentum=group["momentum"], lr=group["lr"], dampening=0.0,
-                nesterov=group["nesterov"], maximize=group["maximize"],
-            )  # fmt: skip
-            if group["momentum"]:
-                for p, buffer in zip(chosen, buffers, strict=True):
-                    self.state[p]["momentum_buffer"] = buffer
+            for p in chosen:
+                self._convert_velocity(p, float(group["lr"]))
+            sgd_update(self, group, chosen, group["momentum"], decay)
 
-    def _momentum_buffer(self, p: Tensor, lr: float) -> Tensor | None:
+    def _convert_velocity(self, p: Tensor, lr: float) -> None:
+        """Into SGD's momentum buffer, which does not include the rate."""
         state = self.state.get(p, {})
         if lr and "momentum_buffer" not in state and (velocity := state.pop("velocity", None)) is not None:
             state["momentum_buffer"] = (velocity / lr).to(p.dtype)
-        return state.get("momentum_buffer")

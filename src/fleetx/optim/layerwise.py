@@ -1,6 +1,6 @@
 """The base class of Lars, Lamb and Muon: checks, excluded parameters, step() around the formula, checkpoints.
 
-And AdamW for the parameters that such an optimizer leaves to it: the same bits as from torch.optim.AdamW.
+And SGD and AdamW for the parameters that such an optimizer leaves to them: the same bits as from torch's own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from fleetx.optim.dispatch import KernelCall
 from fleetx.optim.foreach import Reduce
@@ -178,7 +179,19 @@ def check_number(group: Group, name: str, *, below: float | None = None) -> None
         raise ValueError(f"{name} must be {bound}, not {value}")
 
 
-# --- AdamW ----------------------------------------------------------------------------------------
+# --- plain updates --------------------------------------------------------------------------------
+def sgd_update(optimizer: Optimizer, group: Group, params: list[Tensor], momentum: float, decay: float) -> None:
+    buffers = [optimizer.state[p].get("momentum_buffer") if momentum else None for p in params]
+    sgd(
+        params, gradients(params), buffers, foreach=group.get("foreach"), fused=group.get("fused"), weight_decay=decay,
+        momentum=momentum, lr=group["lr"], dampening=group.get("dampening", 0.0), nesterov=group["nesterov"],
+        maximize=group["maximize"],
+    )  # fmt: skip
+    if momentum:
+        for p, buffer in zip(params, buffers, strict=True):
+            optimizer.state[p]["momentum_buffer"] = buffer
+
+
 def adamw_update(optimizer: Optimizer, group: Group, params: list[Tensor], decays: list[float]) -> None:
     beta1, beta2 = group["betas"]
     for p in params:

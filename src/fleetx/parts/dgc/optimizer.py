@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from torch.optim.sgd import sgd
+
+from fleetx.optim.layerwise import sgd_update
 
 
 class MomentumInGrad(SGD):
@@ -27,19 +28,8 @@ class MomentumInGrad(SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     split[self.in_grad is not None and self.in_grad(p)].append(p)
-            self._update(group, split[False], group["momentum"], group["weight_decay"])
-            self._update(group, split[True], 0.0, 0.0)
+            if split[False]:
+                sgd_update(self, group, split[False], group["momentum"], group["weight_decay"])
+            if split[True]:
+                sgd_update(self, group, split[True], 0.0, 0.0)
         return loss
-
-    def _update(self, group: dict[str, Any], params: list[Tensor], momentum: float, decay: float) -> None:
-        if not params:
-            return
-        buffers = [self.state[p].get("momentum_buffer") if momentum else None for p in params]
-        sgd(
-            params, [p.grad for p in params if p.grad is not None], buffers, foreach=group["foreach"],
-            fused=group["fused"], weight_decay=decay, momentum=momentum, lr=group["lr"],
-            dampening=group["dampening"], nesterov=group["nesterov"], maximize=group["maximize"],
-        )  # fmt: skip
-        if momentum:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
