@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from covering import cases
-from fleetx.optim import foreach, gpu, native
+from fleetx.optim import foreach, native
+from fleetx.optim.dispatch import gpu
 
 BLOCK, GROUP = 16384, 512 * 1024  # as in kernels.c
 SHAPES = {

@@ -16,7 +16,8 @@ from torch import nn
 
 from fleetx import fleet
 from fleetx.base.triton_kernels import TritonKernels
-from fleetx.optim import Lamb, Lars, dispatch, foreach, gpu, native
+from fleetx.optim import Lamb, Lars, dispatch, foreach, native
+from fleetx.optim.dispatch import gpu
 from fleetx.parts.dgc import codec, selection
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

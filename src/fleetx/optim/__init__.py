@@ -5,7 +5,7 @@
 For Lars and Lamb, `dispatch` chooses, per tensor, one of three implementations of the same formulas:
 
     native.py          compiled kernels (kernels.c): fp32 on the CPU
-    triton_kernels.py  Triton: fp32 on a CUDA device; gpu.py says whether they run there
+    triton_kernels.py  Triton: fp32 on a CUDA device, if they run there
     foreach.py         torch's foreach functions: every other device, dtype and layout, and where those are missing
 """
 
