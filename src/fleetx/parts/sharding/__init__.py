@@ -167,10 +167,7 @@ class Sharding(Part):
             # Ranks that use different modules would gather different segments.
             names = [] if ctx.finds_unused else fsdp.segments(model, self.segment_anchors, self._segment)
             ctx.notes["segments"] = names
-            group, gathered = fsdp.shard(
-                model, names, self._degree(ctx.world.size),
-                reshard=self.stage == 3, offload=self.offload and ctx.world.device.type != "cpu", ctx=ctx,
-            )  # fmt: skip
+            group, gathered = fsdp.shard(self, model, names, ctx)
             if self.gradient_bits < 32:
                 gathered.code(self.gradient_bits, self.gradient_block, ctx)
             ctx.notes["forward"] = gathered.forward

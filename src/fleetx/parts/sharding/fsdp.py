@@ -21,6 +21,7 @@ from fleetx.errors import NOT_BUILT
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fleetx.parts.sharding import Sharding
     from fleetx.parts.sharding.segment import Segments
 
 _READS_CHILDREN = (nn.MultiheadAttention,)  # uses the parameters of its modules without calling them
@@ -115,15 +116,7 @@ def _mesh(world: World, degree: int) -> DeviceMesh:
     return made[kind, degree]
 
 
-def shard(
-    model: nn.Module,
-    names: Sequence[str],
-    degree: int,
-    *,
-    reshard: bool,
-    offload: bool,
-    ctx: SetupContext,
-) -> tuple[World, Segments]:
+def shard(part: Sharding, model: nn.Module, names: Sequence[str], ctx: SetupContext) -> tuple[World, Segments]:
     """Shard the model in place across consecutive ranks. Returns the ranks that hold one copy together.
 
     Where there are several such groups, torch knows only this one: fleetx reduces between them, as the strategy says.
@@ -138,15 +131,17 @@ def shard(
     for p in model.parameters():
         p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
     world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
-    replicas = world.size // degree
-    mesh = _mesh(world, degree)
-    policy: Any = CPUOffloadPolicy() if offload else OffloadPolicy()
+    degree, offload = part.shards(world), part.offload and world.device.type != "cpu"
+    options: Any = {
+        "mesh": _mesh(world, degree),
+        "reshard_after_forward": part.stage == 3,
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
     modules = dict(named_modules(model))
-    for name in names:
-        fully_shard(modules[name], mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+    for module in (*(modules[name] for name in names), model):  # the root last
+        fully_shard(module, **options)
     group = world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
     allow_copies(model)
     alike = group if ctx.apart else world  # ranks that must use the same parameters
-    between = ctx if replicas > 1 else None
+    between = ctx if degree < world.size else None
     return group, Segments(model, alike, finds_unused=ctx.finds_unused, ctx=between, degree=degree)
