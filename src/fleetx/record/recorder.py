@@ -24,9 +24,8 @@ from torch.profiler import record_function
 from fleetx.base import seams
 from fleetx.comm.session import current
 from fleetx.comm.world import World
-from fleetx.record.losses import Losses
 from fleetx.record.schema import EVENTS, TIMES
-from fleetx.record.tally import Ended, Mark, Span, Stopwatch, Tally, is_traced, state_bytes, trace
+from fleetx.record.tally import Ended, Losses, Mark, Span, Stopwatch, Tally, is_traced, state_bytes, trace
 from fleetx.record.usage import RoundBytes
 from fleetx.strategy.stage import Act, Stage
 
