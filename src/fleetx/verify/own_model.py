@@ -20,7 +20,7 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import defaults_of, every, settings_of, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
-from fleetx.verify.judge import Results, distance, observed, rounding, state
+from fleetx.verify.judge import Results, distance, dtype_for, observed, rounding, state
 from fleetx.verify.oracle import Settings
 from fleetx.verify.ranks import Ranks
 
@@ -114,7 +114,7 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
     check_computable(settings)
     made = make(where)
     _try(where, made, size)
-    dtype = torch.float32 if {"amp", "dgc"} & set(settings) else torch.float64
+    dtype = dtype_for(tuple(settings))
     steps = max(STEPS, 2 * settings.get("gradient_merge", {}).get("k_steps", 1) + 2)
     declared = _acting(strategy)
     exact = _lossless(declared, settings)
