@@ -71,7 +71,7 @@ class EMA(Part):
         """begin the average with the parameters before their first update"""
         if ctx.in_progress.get("begun") is not ctx.params:  # it is another list when parameters join the optimizer
             kept = ctx.state["average"]
-            kept |= {name: _copy(p) for name, p in ctx.trained.items() if name not in kept}
+            kept |= {name: p.to(_kept_in(p), copy=True) for name, p in ctx.trained.items() if name not in kept}
             ctx.state["divided"] = ctx.parted
             ctx.in_progress["begun"] = ctx.params
 
@@ -119,10 +119,6 @@ class EMA(Part):
 def _kept_in(p: Tensor) -> torch.dtype:
     """In 16 bits a small step towards the parameters would be rounded away."""
     return torch.promote_types(p.dtype, torch.float32)
-
-
-def _copy(p: Tensor) -> Tensor:
-    return p.to(_kept_in(p), copy=True)
 
 
 def _swap(p: Tensor, a: Tensor) -> None:

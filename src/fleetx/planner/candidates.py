@@ -47,7 +47,8 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        return " + ".join(f"{switch}({_settings(values)})" for switch, values in self.chosen.items()) or "as declared"
+        settings = {switch: ", ".join(f"{k}={v}" for k, v in values.items()) for switch, values in self.chosen.items()}
+        return " + ".join(f"{switch}({values})" for switch, values in settings.items()) or "as declared"
 
     @property
     def equation(self) -> str:
@@ -129,10 +130,6 @@ def split(terms: CostTerms, samples: int) -> int | None:
         return None  # the pipeline needs more ranks
     feed, rest = divmod(batch, terms.merged * terms.replicas)
     return feed if feed and not rest and feed % terms.micro_batches == 0 else None
-
-
-def _settings(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def _keywords(chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

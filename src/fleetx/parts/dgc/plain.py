@@ -36,7 +36,7 @@ def encode(update: Update) -> Tensor:
         values = [_extract(update.v_out[s], half, exponent) for s in _pieces(n)]
         return _join(Header(n, half, dense=True, count=n, exponent=exponent), *values)
     # Skip values that would be rounded to zero.
-    lowest = _bits_of(2.0 ** max(exponent - 24, -126)) if half else 1
+    lowest = int(np.float32(2.0 ** max(exponent - 24, -126)).view(np.int32)) if half else 1
     indices = _largest(update, tops, lowest)
     values = []
     for s in _pieces(len(indices)):
@@ -67,10 +67,6 @@ def decode_add(head: Header, data: Tensor, out: Tensor, scale: float) -> None:
         added = torch.from_numpy(values[first : first + len(indices)].astype(np.float64) * factor)
         where = torch.from_numpy(indices)
         out[where] = (out[where].double() + added).float()
-
-
-def _bits_of(x: float) -> int:
-    return int(np.float32(x).view(np.int32))
 
 
 def _tops(update: Update) -> Tensor:
