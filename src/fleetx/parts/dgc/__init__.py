@@ -7,12 +7,11 @@ native.py             the compiled codec (codec.c, decode.c, wire.h)
 plain.py, rice.py     the same with torch and numpy
 on_device.py          messages of fixed length, for accelerators
 selection.py          which values are sent there: in torch, or in Triton (triton_kernels.py)
-optimizer.py          SGD for gradients that already include momentum
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,8 +27,8 @@ from fleetx.engine.context import Context, Outgoing, SetupContext, StepContext
 from fleetx.engine.dtensors import local
 from fleetx.errors import NOT_BUILT, UsageError
 from fleetx.optim.adopt import become
+from fleetx.optim.layerwise import sgd_update
 from fleetx.parts.dgc import codec, exchange, native
-from fleetx.parts.dgc.optimizer import MomentumInGrad
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
@@ -266,3 +265,26 @@ def _params(ctx: StepContext) -> dict[str, Tensor]:
 def _compressed(p: Tensor) -> bool:
     """The whole parameter counts, of which this rank may hold only a shard."""
     return p.requires_grad and p.numel() >= MIN_ELEMENTS and p.dtype is torch.float32
+
+
+class MomentumInGrad(SGD):
+    """SGD, except that p <- p - lr * g where `in_grad(p)`: the gradient already includes momentum and weight decay."""
+
+    in_grad: Callable[[Tensor], bool] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            split: dict[bool, list[Tensor]] = {False: [], True: []}
+            for p in group["params"]:
+                if p.grad is not None:
+                    split[self.in_grad is not None and self.in_grad(p)].append(p)
+            if split[False]:
+                sgd_update(self, group, split[False], group["momentum"], group["weight_decay"])
+            if split[True]:
+                sgd_update(self, group, split[True], 0.0, 0.0)
+        return loss
