@@ -139,7 +139,9 @@ class LocalUpdates(Part):
 
     def _prepare(self, bucket: Bucket, ctx: StepContext) -> None:
         if (self._outer or ctx.coded) and "anchor" not in ctx.state:
-            self._start(ctx)
+            if ctx.round:  # resumed from a checkpoint without an anchor: the ranks may differ
+                average(list(map(local, ctx.names)), ctx.network)
+            self._step.start(ctx)  # before the first update, while the ranks are still equal
         self._note_missing(bucket, ctx)
 
     @at(Stage.GRADIENT, needs={Fact.LOCAL})
@@ -263,12 +265,6 @@ class LocalUpdates(Part):
     @property
     def _step(self) -> OuterOptimizer:
         return OuterOptimizer(self.outer_lr, self.outer_momentum, self.overlap_share if self.overlap else None)
-
-    def _start(self, ctx: StepContext) -> None:
-        """Before the first update, while the ranks are still equal."""
-        if ctx.round:  # resumed from a checkpoint without an anchor: the ranks may differ
-            average(list(map(local, ctx.names)), ctx.network)
-        self._step.start(ctx)
 
 
 def _divided(params: list[Tensor], fragments: int) -> list[list[Tensor]]:
