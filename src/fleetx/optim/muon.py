@@ -147,7 +147,8 @@ def adamw_names(model: nn.Module) -> list[str]:
     Embeddings are found by their class, or by "embed" in their name. The output layer is the last matrix, or shares the
     weight of an embedding.
     """
-    return sorted({plain_name(name) for name, p in model.named_parameters() if p in set(_kept(model))})
+    kept = set(_kept(model))
+    return sorted({plain_name(name) for name, p in model.named_parameters() if p in kept})
 
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, seams.NormBase)
