@@ -38,16 +38,6 @@ class DataParallel(Part):
     """Copy the buffers of rank 0 to every rank after each round."""
 
     always: ClassVar[bool] = True
-    flat: ClassVar[dict[str, str]] = {
-        name: name
-        for name in (
-            "fuse_all_reduce_ops",
-            "fuse_grad_size_in_MB",
-            "find_unused_parameters",
-            "nccl_comm_num",
-            "broadcast_buffers",
-        )
-    }
     neutral: ClassVar[dict[str, str]] = {}
     effect: ClassVar[Effect] = more("bytes_sent", "gradients are sent")
     costs: ClassVar[str] = (

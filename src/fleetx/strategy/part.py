@@ -47,7 +47,12 @@ Half = Annotated[Literal["float16", "bfloat16"], BeforeValidator(_dtype_name)]
 @dataclass_transform(frozen_default=True)
 def settings(cls: type) -> Any:
     """Make a part of a class: frozen, its fields checked against their types and bounds, unknown keys rejected."""
-    return pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+    made: Any = pydantic_dataclass(
+        cls, frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    )
+    if getattr(made, "always", False):
+        made.flat = {f.name: f.name for f in dataclasses.fields(made)}
+    return made
 
 
 class Part:
@@ -59,7 +64,8 @@ class Part:
     # --- what the strategy asks -------------------------------------------------------------------
     # The attribute of DistributedStrategy that turns the part on, if it differs from the file's name.
     switch: ClassVar[str] = ""
-    # Attributes of DistributedStrategy that are fields of this part, if it has no `<switch>_configs`.
+    # Attributes of DistributedStrategy that are fields of this part, if it has no `<switch>_configs`. If the part is
+    # always on, all of its fields are.
     flat: ClassVar[Mapping[str, str]] = {}
     # Is the part always on, because it holds settings that concern every strategy?
     always: ClassVar[bool] = False
