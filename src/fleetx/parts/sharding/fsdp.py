@@ -127,7 +127,6 @@ def shard(part: Sharding, model: nn.Module, names: Sequence[str], ctx: SetupCont
     from fleetx.parts.sharding.unshard import Unsharded, allow_copies
 
     world, plain = ctx.world, Unsharded(model)
-    ctx.on_release(lambda: plain.restore(ctx.optimizer))
     for p in model.parameters():
         p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
     world.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])  # each rank has initialized its own
@@ -142,6 +141,7 @@ def shard(part: Sharding, model: nn.Module, names: Sequence[str], ctx: SetupCont
         fully_shard(module, **options)
     group = world.split([list(range(first, first + degree)) for first in range(0, world.size, degree)])
     allow_copies(model)
+    ctx.on_release(lambda: plain.restore(ctx.optimizer))
     alike = group if ctx.apart else world  # ranks that must use the same parameters
     between = ctx if degree < world.size else None
     return group, Segments(model, alike, finds_unused=ctx.finds_unused, ctx=between, degree=degree)
