@@ -10,9 +10,8 @@ from fleetx.strategy.cost_model import Cluster, CostTerms, Link
 from fleetx.strategy.part import Part
 
 TENSOR_SECONDS = 6e-4  # per tensor that FSDP gathers or scatters on a CPU: Python and small copies
-SEGMENTS_IN_FLIGHT = (
-    5  # segments that FSDP holds gathered or reduces at once: measured, see "Memory" in docs/parts/sharding.md
-)
+# Segments that FSDP holds gathered or reduces at once: measured, see "Memory" in docs/parts/sharding.md.
+SEGMENTS_IN_FLIGHT = 5
 Stages = Sequence[Sequence[BlockShare]]
 
 

@@ -148,9 +148,7 @@ def _crossed(root: ModuleCall, calls: list[ModuleCall]) -> Iterator[ModuleCall]:
     for node, edge in _edges(root.outputs):
         read, made = seams.node_number(node), seams.node_number(edge[0])
         around = [call.ops[0] for call in readers.get(edge, ()) if call.ops[0] <= read < call.ops[1]]
-        last = max(
-            around, default=-1
-        )  # a call that starts later than all modules that get the tensor cannot replace it
+        last = max(around, default=-1)  # a call that starts after all modules that get the tensor cannot replace it
         for call in calls[bisect_right(begins, made) : bisect_right(begins, read)]:
             if edge not in call.sources or call.ops[0] > last:
                 yield call

@@ -86,9 +86,8 @@ class NamedSegments:
 
 
 # --- by plan --------------------------------------------------------------------------------------
-Tree = list[
-    Any
-]  # the numbers of all calls in order: a number is a call that is kept, a list is a segment; may be nested
+# The numbers of all calls in order: a number is a call that is kept, a list is a segment; may be nested.
+Tree = list[Any]
 
 
 class PlannedSegments:
