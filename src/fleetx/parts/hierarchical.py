@@ -7,7 +7,6 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from fleetx.base.module_names import sparse_problem
 from fleetx.comm.paths import inside_hosts
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
@@ -32,6 +31,7 @@ class Hierarchical(Part):
     switch: ClassVar[str] = "use_hierarchical_allreduce"
     flat: ClassVar[dict[str, str]] = {"hierarchical_allreduce_inter_nranks": "inter_nranks"}
     neutral: ClassVar[dict[str, int]] = {}
+    dense: ClassVar[bool] = True
     effect: ClassVar[Effect] = more("most_bytes_sent", "leaders send more bytes", by=1000, replicas=4)
     example: ClassVar[dict[str, int]] = {"inter_nranks": 2}
     costs: ClassVar[str] = "network: the gradients once between hosts, twice within them"
@@ -48,7 +48,7 @@ class Hierarchical(Part):
             terms.link = _tiers(terms.cluster, inside, groups)
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from sparse_problem("use_hierarchical_allreduce", model)
+        yield from super().incompatibilities(model, optimizer, world)
         if world.size == 1:
             return
         yield from self._misfits(self._group_size(world), world.size)

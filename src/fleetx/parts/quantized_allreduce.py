@@ -7,11 +7,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.optim import Optimizer
 
-from fleetx.base.module_names import sparse_problem
 from fleetx.comm.paths import Path
-from fleetx.comm.world import World
 from fleetx.engine.context import Outgoing, SetupContext, StepContext
 from fleetx.errors import UsageError
 from fleetx.parts._blocks import BlockLayout, decode, decode_add, encode_in_place, row_bytes
@@ -45,6 +42,7 @@ class QuantizedAllReduce(Part):
 
     neutral: ClassVar[dict[str, Any]] = {"bits": 32}
     per_rank_state: ClassVar[bool] = True
+    dense: ClassVar[bool] = True
     own_per_parameter: ClassVar[tuple[str, ...]] = ("residual",)
     effect: ClassVar[Effect] = less("bytes_sent", "fewer bytes are sent", than=0.8, in_part=0.97)
     lossless: ClassVar[dict[str, Any]] = {"bits": 32}
@@ -64,9 +62,6 @@ class QuantizedAllReduce(Part):
 
     def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
         return sum(p.nbytes for p in params) * _codes(self)
-
-    def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
-        yield from sparse_problem("quantized_allreduce", model)
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and ctx.network.world.size == 1:
