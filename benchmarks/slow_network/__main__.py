@@ -52,6 +52,13 @@ def models(context: click.Context, option: click.Parameter, value: str | None) -
     return chosen
 
 
+def ways(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
+    chosen = value.split(",") if value else [*command.PLAN.ways]
+    if unknown := [x for x in chosen if x not in command.PLAN.ways]:
+        raise click.BadParameter(f"unknown method {unknown[0]!r}: choose from {', '.join(command.PLAN.ways)}")
+    return chosen
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="Take a few minutes: only ResNet-50, 1 Gbit/s, one block and a short task.")
 @click.option("--only", callback=names, help=f"Comma-separated list from {', '.join([*FULL, *ISLANDS])}.")
@@ -61,10 +68,18 @@ def models(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option("--report", "only_report", is_flag=True, help="Only report the results in the output folder.")
 @click.option("--minutes", type=click.FloatRange(0, 55), default=50, show_default=True,
               help="Islands only: start no run after this time.")  # fmt: skip
+@click.option("--ways", callback=ways, help="Islands only: methods, comma-separated.  [default: all]")
 @click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), default=command.KEPT,
               help="Islands only: the file of finished runs.  [default: the committed one]")  # fmt: skip
 def main(
-    quick: bool, only: list[str], models: list[str], out: Path | None, only_report: bool, minutes: float, runs: Path
+    quick: bool,
+    only: list[str],
+    models: list[str],
+    out: Path | None,
+    only_report: bool,
+    minutes: float,
+    ways: list[str],
+    runs: Path,
 ) -> None:
     """Compare DDP, its fp16 and PowerSGD hooks, fp16_allreduce, dgc and localsgd on a slow link.
 
@@ -76,7 +91,7 @@ def main(
     """
     out = out or (OUT / "quick" if quick else OUT)
     if asked := [name for name in only if name in ISLANDS]:
-        study_islands(asked, runs, minutes, out, only_report=only_report)
+        study_islands([] if only_report else asked, ways, runs, minutes, out)
         only = [name for name in only if name not in ISLANDS]
         if not only:
             return
@@ -98,10 +113,10 @@ def main(
     show(results, out)
 
 
-def study_islands(asked: list[str], runs: Path, minutes: float, out: Path, *, only_report: bool) -> None:
-    for name in [] if only_report else asked:
+def study_islands(asked: list[str], ways: list[str], runs: Path, minutes: float, out: Path) -> None:
+    for name in asked:
         try:
-            command.measure(command.PLAN, runs, minutes, times=name == "islands_times")
+            command.measure(replace(command.PLAN, ways=ways), runs, minutes, times=name == "islands_times")
         except (CannotRunError, LabError) as error:
             raise click.ClickException(str(error)) from None
     islands.show(command.PLAN, runs, out)
