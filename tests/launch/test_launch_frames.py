@@ -49,6 +49,12 @@ def shake_hands(server_secret=SECRET, client_secret=SECRET) -> tuple[Channel, Ch
         return server.result(), client
 
 
+def connected() -> tuple[Channel, Channel]:
+    """Both ends of a new connection, as after the handshake."""
+    nonces = os.urandom(2 * NONCE)
+    return Channel(SECRET, nonces, server=True), Channel(SECRET, nonces, server=False)
+
+
 def enter_where(server_says: bytes) -> bytes:
     """What a client answers to a server's nonce, which then says this."""
     sent = []
@@ -79,7 +85,7 @@ JSON = st.recursive(
 
 @given(st.lists(st.tuples(st.booleans(), st.dictionaries(st.text(), JSON, max_size=3)), max_size=5))
 def test_what_is_packed_is_unpacked(messages):
-    server, client = shake_hands()
+    server, client = connected()
     for to_server, message in messages:
         source, target = (client, server) if to_server else (server, client)
         assert opened(target, source.pack(message)) == message
@@ -87,7 +93,7 @@ def test_what_is_packed_is_unpacked(messages):
 
 @given(st.binary(max_size=300))
 def test_junk_is_never_accepted(data):
-    server, client = shake_hands()
+    server, client = connected()
     for channel in (server, client):
         with pytest.raises(FrameError):
             channel.unpack(data)
@@ -97,7 +103,7 @@ def test_junk_is_never_accepted(data):
 
 @given(st.data())
 def test_a_frame_with_one_changed_bit_is_not_accepted(data):
-    server, client = shake_hands()
+    server, client = connected()
     frame = bytearray(client.pack({"call": "look"})[HEADER:])
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(FrameError, match="not authentic"):
@@ -105,9 +111,9 @@ def test_a_frame_with_one_changed_bit_is_not_accepted(data):
 
 
 def test_a_frame_is_accepted_once_in_order_in_its_direction_and_in_its_connection():
-    server, client = shake_hands()
+    server, client = connected()
     first, second = client.pack({"n": 1}), client.pack({"n": 2})
-    for wrong in (second, server.pack({"n": 1}), shake_hands()[1].pack({"n": 1})):
+    for wrong in (second, server.pack({"n": 1}), connected()[1].pack({"n": 1})):
         with pytest.raises(FrameError):
             opened(server, wrong)
     assert opened(server, first) == {"n": 1}
@@ -122,13 +128,16 @@ def test_a_handshake_cannot_be_replayed():
 
 
 def test_both_ends_must_know_the_secret():
+    server, client = shake_hands()
+    assert opened(server, client.pack({"n": 1})) == {"n": 1}
+    assert opened(client, server.pack({"n": 2})) == {"n": 2}
     with pytest.raises(WrongSecretError):
         shake_hands(client_secret=b"another secret of a job")
     enter_where(server_says=YES + os.urandom(MAC))
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
-    server, client = shake_hands()
+    server, client = connected()
     with pytest.raises(FrameError, match="too long"):
         server.receive(io.BytesIO(struct.pack("!I", LARGEST + 1)).read)
     with pytest.raises(FrameError, match="too long"):
@@ -137,7 +146,7 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b"{", b"\xff", b"[" * 100_000], ids=lambda body: str(body[:3]))
 def test_an_authentic_frame_must_still_be_a_json_object(body):
-    server, client = shake_hands()
+    server, client = connected()
     frame = client.pack({})
     mac_of_body = Channel.pack.__globals__["_mac"](client._out, struct.pack("!Q", 1), body)
     opened(server, frame)
