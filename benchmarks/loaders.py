@@ -95,8 +95,7 @@ def their_lines(folder: Path, vocabulary: Path, *, shuffle: bool = True, **optio
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from fleetx.data.masking import mask
-    from fleetx.data.vocabulary import read_vocabulary
+    from fleetx.data.vocabulary import mask, read_vocabulary
 
     known = read_vocabulary(vocabulary)
 
