@@ -152,7 +152,7 @@ def gathered(way):
     model = net()
     model, _ = fleet.distribute(model, adam(model), fleet.DistributedStrategy(**way))
     network = fleet._engine(model).network
-    if network.messages is False and network.plain:
+    if not network.messages:
         network._paths = []
         network.messages = True
         network.open()

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import warnings
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ class Position:
             self.asked += 1
             if self.asked == 2:  # first for the merge window, then for the save
                 self.go.set()
-                self.checkpoints._saver._thread.join()
+                wait([self.checkpoints._saver._saving])
                 self.seen = names(self.checkpoints._root)
         return {}
 

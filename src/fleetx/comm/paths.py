@@ -110,9 +110,10 @@ class HierarchicalPath(Path):
     at a time, because each rank waits in the middle of an all-reduce and the link would be idle.
 
     equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
+    messages: will messages or coded values be sent?
     """
 
-    def __init__(self, world: World, size: int, traffic: Traffic, *, equal: bool = False):
+    def __init__(self, world: World, size: int, traffic: Traffic, *, equal: bool, messages: bool):
         groups = [list(range(start, start + size)) for start in range(0, world.size, size)]
         self._world, self._size, self._traffic, self._equal = world, size, traffic, equal
         self.ends, self.end = len(groups), world.rank // size
@@ -121,8 +122,9 @@ class HierarchicalPath(Path):
         self._inward = _my_group(groups, world)
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
-        self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
-        self._uncoded = _my_group(groups, world)
+        if messages:
+            self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
+            self._uncoded = _my_group(groups, world)
         self._threads = [WorkerThread(name, world.device) for name in ("inside", "back")]
 
     def close(self) -> None:
@@ -267,7 +269,8 @@ class Network:
 
     def _make(self, number: int, *, apart: bool = False) -> Path:
         if self.inside > 1:
-            return HierarchicalPath(self.world, self.inside, self.traffic, equal=self.equal)
+            asked = {"equal": self.equal, "messages": self.messages}
+            return HierarchicalPath(self.world, self.inside, self.traffic, **asked)
         # Messages are sent from their own thread, which must not share a group with a reduction that is running.
         messages = self.world.group() if self.messages else None
         group = self.world.group() if number or apart else self.world.members
