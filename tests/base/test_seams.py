@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -131,23 +132,25 @@ def on_self(attribute):
     return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
 
 
-def defined():
+# Of Python's named tuples, and attributes that our strategies make by name.
+ELSEWHERE = {"_replace", "_asdict", "_fields", "_notes", "_ignored", "_switches"}
+
+
+@functools.cache
+def ours():
     """Private names that are our own."""
-    ours = set()
+    names = set(ELSEWHERE)
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                ours.add(node.name)
+                names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                ours.add(node.id)
+                names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and on_self(node):
-                ours.add(node.attr)
-    return ours
+                names.add(node.attr)
+    return names
 
 
-# Of Python's named tuples, and attributes that our strategies make by name.
-ELSEWHERE = {"_replace", "_asdict", "_fields", "_notes", "_ignored", "_switches"}
-OURS = defined() | ELSEWHERE
 # Torch's even where a class of ours has the same name: on anything but `self` they mean a module or a tensor.
 SHARED = {"_buffers", "_parameters", "_base", "_version"}
 ALLOWED = {("launch/fork_server.py", "torch._dynamo")}  # it runs before anything of fleetx is imported
@@ -175,14 +178,14 @@ def uses(source):
             origin = roots.get(root.id, "") if isinstance(root, ast.Name) else ""
             package = origin.split(".")[0]
             shared = node.attr in SHARED and not on_self(node)
-            if package == "torch" or (package in ("", "fleetx") and (shared or node.attr not in OURS)):
+            if package == "torch" or (package in ("", "fleetx") and (shared or node.attr not in ours())):
                 yield ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", node.value):
                 yield node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
             name = node.args[1]
-            if isinstance(name, ast.Constant) and private(str(name.value)) and name.value not in OURS:
+            if isinstance(name, ast.Constant) and private(str(name.value)) and name.value not in ours():
                 yield ast.unparse(node)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from data_files import idx, images, labels
 from PIL import Image
-from sklearn.datasets import load_digits as sklearn_digits
 
 from fleetx.data import (
     DataError,
@@ -188,6 +187,8 @@ def test_invalid_idx_files_are_reported_by_name(tmp_path):
 
 
 def test_train_and_val_digits_do_not_overlap():
+    from sklearn.datasets import load_digits as sklearn_digits  # two seconds, in every process that collects tests
+
     train, val = list(load_digits(1500)), list(load_digits(297, "val"))
     assert (len(train), len(val)) == (1, 1)
     found = torch.cat([train[0]["image"], val[0]["image"]])
