@@ -130,15 +130,26 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory, testrun_uid):
-    """once(name, make): the JSON that `make(folder)` returns, made by one pytest worker for all of them."""
+def common(tmp_path_factory, testrun_uid):
+    """common(name): a folder for all pytest workers of this run."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # common to the workers of a run
 
-    def get(name, make):
+    def get(name):
         folder = shared / f"{name}-{testrun_uid[:8]}"
         folder.mkdir(exist_ok=True)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def once(common):
+    """once(name, make): the JSON that `make(folder)` returns, made by one pytest worker for all of them."""
+
+    def get(name, make):
+        folder = common(name)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             result = folder / "result.json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import sys
@@ -28,7 +30,7 @@ from fleetx.verify.combinations import (
     unbuilt_beside_others,
     unbuilt_messages,
 )
-from fleetx.verify.judge import Judge, Verdict, distance, observed, ranks_for
+from fleetx.verify.judge import Judge, Verdict, distance, key_of, observed, ranks_for
 from fleetx.verify.observe import sent_since
 from fleetx.verify.ranks import RankError
 
@@ -43,9 +45,27 @@ PAIRS = [c for c in ALL if len(c) == 2]
 each_up_to_two = pytest.mark.parametrize("chosen", [c for c in ALL if len(c) < 3], ids=name, scope="module")
 
 
+class Shared:
+    """A pool whose trainings are made by one pytest worker for all of them."""
+
+    def __init__(self, pool, folder):
+        self._pool, self._folder = pool, folder
+
+    def run(self, job, *args):
+        if job is not runs.run:
+            return self._pool.run(job, *args)
+        name = hashlib.sha256(key_of(*args, self._pool.size).encode()).hexdigest()[:32]
+        with open(self._folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            result = self._folder / name
+            if not result.exists():
+                torch.save(self._pool.run(job, *args), result)
+            return torch.load(result, weights_only=False)
+
+
 @pytest.fixture(scope="session")
-def judge(ranks, four):
-    return Judge(pools={2: ranks, 4: four})
+def judge(ranks, four, common):
+    return Judge(pools={pool.size: Shared(pool, common("verified")) for pool in (ranks, four)})
 
 
 def check(verdict):

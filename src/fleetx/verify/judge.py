@@ -145,11 +145,15 @@ class Judge:
         if size not in self._pools:
             self._pools[size] = Ranks(size, device=self._device)
         job = declared(chosen, full, lossless=lossless), full, dtype_for(full)
-        # `full` decides only the optimizer and the type, so most runs are the same for many combinations.
-        key = repr((job[0], type(runs.optimizer_for(nn.Linear(1, 1), full)), job[2], size))
+        key = key_of(*job, size)
         if key not in self._results:
             self._results[key] = self._pools[size].run(runs.run, *job)
         return self._results[key]
+
+
+def key_of(strategy: Mapping[str, Any], full: Switches, dtype: torch.dtype, size: int) -> str:
+    """The same for equal runs. `full` decides only the optimizer, so most are the same for many combinations."""
+    return repr((strategy, type(runs.optimizer_for(nn.Linear(1, 1), full)), dtype, size))
 
 
 def observed(switch: str, on: Results, off: Results) -> Seen:
