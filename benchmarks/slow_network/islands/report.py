@@ -17,6 +17,7 @@ from benchmarks.slow_network.islands.times import RATES
 from benchmarks.slow_network.islands.ways import OURS
 
 Lines = list[list[str]]
+HEADS = ("ms per step", "/ alone", "/ never", "training, s", "s to dense")
 WORDS = {True: "yes", False: "**no**", None: ""}
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 
@@ -28,7 +29,7 @@ def name_of(cell: Cell) -> str:
 def score_rows(summary: Summary) -> Iterator[list[str]]:
     task = TASKS[summary.task]
     yield ["", task.measure, "worst to best (seeds)", "test loss", "as dense", "MB per host", "fewer bytes"]
-    for cell in summary.cells:
+    for cell in summary.trained:
         range_ = f"{task.shown(min(cell.tests))} to {task.shown(max(cell.tests))} ({len(cell.tests)})"
         loss = "diverged" if cell.loss is None else f"{cell.loss:.4f}"
         fewer = summary.fewer(cell) if not cell.way.alone else None
@@ -37,23 +38,22 @@ def score_rows(summary: Summary) -> Iterator[list[str]]:
 
 
 def time_rows(summary: Summary) -> Iterator[list[str]]:
-    heads = [
-        f"{LINKS[rate]}: {words}" for rate in RATES for words in ("ms per step", "/ alone", "training, s", "s to dense")
-    ]
+    heads = [f"{LINKS[rate]}: {words}" for rate in RATES for words in HEADS]
     yield ["", *heads]
     for cell in summary.cells:
         if not any(cell.times.values()):
             continue
         figures = []
         for rate in RATES:
-            step, slower = cell.step(rate), summary.slower(cell, rate)
+            step = cell.step(rate)
             if step is None:
-                figures += [""] * 4
+                figures += [""] * len(HEADS)
                 continue
             needed = summary.steps_to_target(cell)
             reached = "never" if needed is None else f"{needed * step:.1f}"
-            ratio = f"{slower:.2f}" if slower else ""
-            figures += [f"{1e3 * step:.1f}", ratio, f"{summary.steps * step:.1f}", reached]
+            ratios = [summary.slower(cell, rate, than) for than in ("alone", "apart")]
+            shown = [f"{ratio:.2f}" if ratio else "" for ratio in ratios]
+            figures += [f"{1e3 * step:.1f}", *shown, f"{summary.steps * step:.1f}", reached]
         yield [name_of(cell), *figures]
 
 
@@ -66,7 +66,7 @@ def goal_rows(summaries: Sequence[Summary]) -> Iterator[list[str]]:
     ]
     yield ["", "task", *limits]
     for summary in summaries:
-        for cell in summary.cells:
+        for cell in summary.trained:
             if cell.way.name in OURS:
                 fewer, slower = _times(summary.fewer(cell)), summary.slower(cell, RATE)
                 shown = [TASKS[summary.task].shown(cell.test), fewer, f"{slower:.2f}" if slower else "not timed"]
@@ -77,7 +77,7 @@ def goal_rows(summaries: Sequence[Summary]) -> Iterator[list[str]]:
 def setting_rows(plan: Plan, summary: Summary, kept: Kept) -> Iterator[list[str]]:
     """Everything that was tried."""
     yield ["", "settings: held-out score of seed 0", "chosen"]
-    for cell in summary.cells:
+    for cell in summary.trained:
         tried = [
             f"{_settings(run.settings)}: {TASKS[run.task].shown(kept.outcomes[run].chosen_on)}"
             for run in plan.search(summary.task, cell.way.name)
@@ -156,7 +156,7 @@ def plot(path: Path, summaries: Sequence[Summary]) -> None:
 def _scores(axis: Any, summary: Summary) -> None:
     task = TASKS[summary.task]
     value = (lambda score: 100 * score) if task.measure == "accuracy" else (lambda score: float(task.shown(score)))
-    for number, cell in enumerate(cell for cell in summary.cells if not cell.way.alone):
+    for number, cell in enumerate(cell for cell in summary.trained if not cell.way.alone):
         middle = value(cell.test)
         ends = sorted((value(min(cell.tests)), value(max(cell.tests))))
         marker = "os"[number // 10] if cell.way.name in OURS else "x+"[number // 10]

@@ -122,7 +122,8 @@ class Plan:
         for later in (False, True):
             for way in self.ways:
                 for task in self.steps:
-                    if (task in self.settings_of) == later and way in self.only.get(task, self.ways):
+                    here = way in self.only.get(task, self.ways) and not BY_NAME[way].apart
+                    if here and (task in self.settings_of) == later:
                         yield task, way
 
 

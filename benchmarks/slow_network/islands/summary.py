@@ -53,6 +53,11 @@ class Summary:
     seeds: int
     cells: list[Cell]
 
+    @property
+    def trained(self) -> list[Cell]:
+        """Those that have a score: others are only timed."""
+        return [cell for cell in self.cells if cell.outcomes]
+
     def at(self, name: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.way.name == name), None)
 
@@ -76,7 +81,7 @@ class Summary:
     def steps_to_target(self, cell: Cell) -> float | None:
         """Steps of the mean curve to the target; None: never."""
         target = self.target()
-        if target is None:
+        if target is None or not cell.outcomes:
             return None
         points = [mean(scores) for scores in zip(*([s for _, s, _ in o.curve] for o in cell.outcomes), strict=True)]
         before: tuple[int, float] | None = None
@@ -108,7 +113,10 @@ class Summary:
 def summarised(plan: Plan, kept: Kept, task: str) -> Summary:
     cells = []
     for way in WAYS:
-        if way.name not in plan.ways or (best := chosen(plan, task, way.name, kept.outcomes)) is None:
+        if way.name not in plan.ways:
+            continue
+        best = (plan.search(task, way.name) or [None])[0] if way.apart else chosen(plan, task, way.name, kept.outcomes)
+        if best is None:
             continue
         outcomes = [kept.outcomes[run] for run in seeds(plan, best) if run in kept.outcomes]
         times: dict[str, list[float]] = {}

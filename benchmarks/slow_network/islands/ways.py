@@ -40,6 +40,7 @@ class Way:
     slow: bool = False  # does a step take long on a slow link?
     whole: bool = False  # does what it sends change, so that only a whole training tells the time?
     alone: bool = False
+    apart: bool = False  # only timed: islands that never exchange anything
     missing: Callable[[], str] = lambda: ""  # why it cannot run here
 
 
@@ -67,6 +68,10 @@ def local(
     return Way(name, title, make, OUTER, period, background=more.get("overlap", False))
 
 
+def apart(settings: Settings, task: str) -> Prepare:
+    return ours(localsgd={"k_steps": 1_000_000, "group_size": ISLAND})
+
+
 def adaptive(settings: Settings, task: str) -> Prepare:
     outer = {key: settings[key] for key in ("outer_lr", "outer_momentum")}
     switch = {"init_k_steps": 2 * PERIOD, "max_k_steps": 4 * PERIOD, "group_size": ISLAND, **outer}
@@ -86,6 +91,7 @@ EIGHT, FOUR = ({"quantized_allreduce": {"bits": bits}} for bits in (8, 4))
 WAYS = [
     peer("ddp", "DDP, fp32", methods.ddp(), slow=True),
     peer("alone", "no communication", methods.alone, alone=True),
+    Way("apart", "islands that never exchange", apart, OUTER, apart=True),
     local("island_dgc", "islands, k=32, dgc 0.9", 32, code=TENTH),
     local("island64_four", "islands, k=64, 4 bits", 64, code=FOUR),
     local("island", "islands, k=16"),
