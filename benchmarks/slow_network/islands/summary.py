@@ -119,6 +119,8 @@ def summarised(plan: Plan, kept: Kept, task: str) -> Summary:
         if best is None:
             continue
         outcomes = [kept.outcomes[run] for run in seeds(plan, best) if run in kept.outcomes]
+        if not outcomes and not way.apart:
+            continue
         times: dict[str, list[float]] = {}
         for timing in sorted(kept.timings.values(), key=lambda timing: timing.block):
             if (timing.task, timing.way) == (task, way.name) and timing.rate:
