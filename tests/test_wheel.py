@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SITE = Path(pytest.__file__).parent.parent
-LIBRARIES = ["fleetx/optim/_kernels.so", "fleetx/parts/dgc/_codec.so"]
+LIBRARIES = ["fleetx/optim/_kernels.so", "fleetx/parts/dgc/_codec.so", "fleetx/parts/_blocks/_blocks.so"]
 LAUNCH = ["-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", "train.py"]
 TRAIN = """
 import torch

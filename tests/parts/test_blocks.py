@@ -9,15 +9,18 @@ from fleetx.parts import _blocks
 from fleetx.parts._blocks import decode, decode_add, encode, encode_in_place, native
 
 
-def values(block):
-    x = torch.randn(300, block) * torch.logspace(-38, 38, 300).unsqueeze(1)
-    x[3], x[7], x[8] = 0, 1e-42, 0.5 * torch.arange(block)  # zeros, denormals, ties
+def values(block, bits):
+    """Enough of the largest blocks for three threads."""
+    x = torch.randn(2100, block) * torch.logspace(-38, 38, 2100).unsqueeze(1)
+    x[3], x[7] = 0, 1e-42  # zeros, denormals
+    x[8] = torch.arange(block) % 6 - 2.5  # ties, because the scale is 1
+    x[8, -1] = 2 ** (bits - 1) - 1
     x[5, 1], x[6, 0] = float("nan"), -float("inf")
     return x
 
 
 def everything(block, bits):
-    x = values(block)
+    x = values(block, bits)
     rows, kept = encode(x, bits), x.clone()
     total = torch.ones_like(x)
     decode_add(rows, bits, total)

@@ -45,6 +45,13 @@ class WorkerThread:
             _complete(*item)
             del item  # or its tensors would stay alive until the next item arrives
 
+    def drain(self) -> None:
+        """Wait until what was submitted has run, so that it has submitted to other threads what it passes on."""
+        if self._thread is not None and self._thread.is_alive():
+            ran = threading.Event()
+            self._queue.put((ran.set, Future()))
+            ran.wait(_JOIN_SECONDS)
+
     def stop(self) -> None:
         """Finish what was submitted, then end the thread.
 

@@ -45,7 +45,7 @@ class Path:
         """As `gather`, for messages that have the same length on all ranks: a row per rank, without reading lengths."""
         raise NotImplementedError
 
-    # --- for values that are coded: all of these block, so call them on a WorkerThread; `inward` may have its own ---
+    # --- for coded values: all of these block, so call them on a WorkerThread, all but `inward` on the same one ---
     ends = 1  # ranks that exchange coded values
     end = 0  # which of them this rank is, or leads to
     leads = True  # is this rank one of them?
@@ -62,7 +62,7 @@ class Path:
         raise NotImplementedError
 
     def outward(self, buffer: Tensor) -> None:
-        """Copy uncoded values from the ranks that lead to the others."""
+        """Copy values from the ranks that lead to the others."""
 
     def close(self) -> None:
         """Stop its threads."""
@@ -106,11 +106,10 @@ class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
     Each of the three has its own process group, and a buffer passes through them in pieces. So one piece can travel
-    between the leaders while the next is being reduced and the last is being broadcast. The leaders exchange two pieces
-    at a time, because each rank waits in the middle of an all-reduce and the link would be idle.
+    between the leaders while the next is being reduced and the last is being broadcast. The leaders' all-reduce is
+    asynchronous, and gloo works on two at a time: in the middle of one, each rank waits and the link would be idle.
 
     equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
-    messages: will messages or coded values be sent?
     """
 
     def __init__(self, world: World, size: int, traffic: Traffic, *, equal: bool, messages: bool):
@@ -124,7 +123,7 @@ class HierarchicalPath(Path):
         self._leaders = world.group([group[0] for group in groups])
         if messages:
             self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
-            self._uncoded = _my_group(groups, world)
+            self._uncoded = None if equal else _my_group(groups, world)
         self._threads = [WorkerThread(name, world.device) for name in ("inside", "back")]
 
     def close(self) -> None:
@@ -211,7 +210,7 @@ class Network:
         self.communicators = 1  # how many paths
         self.inside = 1  # ranks per group of a hierarchy; 1: no hierarchy
         self.equal = False  # do the ranks of such a group hold the same values, so that each group counts once?
-        self.messages = False  # will messages be gathered?
+        self.messages = False  # will messages be gathered, or coded values exchanged?
         self.traffic = Traffic()
         self._threads: list[WorkerThread] = []
         self.thread = self.new_thread("messages")  # gathers one message after the other, in the same order on all ranks
@@ -235,9 +234,11 @@ class Network:
 
     def close(self) -> None:
         """Stop all threads. Call it before the process group is destroyed."""
+        for thread in self._threads[1:]:
+            thread.drain()  # they pass work on to the first thread, here or in a clone, and may get it back
         for other in self._beside:
             other.close()
-        for thread in reversed(self._threads):  # later threads pass work on to the first
+        for thread in self._threads:
             thread.stop()
         for path in self._paths:
             path.close()
@@ -269,8 +270,7 @@ class Network:
 
     def _make(self, number: int, *, apart: bool = False) -> Path:
         if self.inside > 1:
-            asked = {"equal": self.equal, "messages": self.messages}
-            return HierarchicalPath(self.world, self.inside, self.traffic, **asked)
+            return HierarchicalPath(self.world, self.inside, self.traffic, equal=self.equal, messages=self.messages)
         # Messages are sent from their own thread, which must not share a group with a reduction that is running.
         messages = self.world.group() if self.messages else None
         group = self.world.group() if number or apart else self.world.members

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.futures import Future
 
+from fleetx.base.worker_thread import WorkerThread
 from fleetx.comm.paths import Path
 from fleetx.engine.context import Outgoing, SetupContext, StepContext
 from fleetx.errors import UsageError
@@ -18,6 +19,7 @@ from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
+Residuals = dict[str, Tensor]
 PASSES = 22  # over the values, to code them twice and decode them, in units of one read or write
 
 
@@ -93,17 +95,20 @@ class QuantizedAllReduce(Part):
                     "each backward"
                 )
             sent.update(dict.fromkeys(bucket.names, ctx.round))
-        return ctx.notes["thread"].submit(lambda: self._average(bucket, ctx))
+        # Looked up now: if a checkpoint is loaded while this is under way, it must not change what was loaded.
+        thread, residuals, in_progress = ctx.notes["thread"], ctx.state["residual"], ctx.in_progress
+        return thread.submit(lambda: self._average(bucket, thread, residuals, in_progress))
 
-    def _average(self, bucket: Outgoing, ctx: StepContext) -> Future[Tensor]:
-        """Encode and decode on this thread, while other buckets travel on the network's."""
+    def _average(
+        self, bucket: Outgoing, thread: WorkerThread, residuals: Residuals, in_progress: dict[str, Any]
+    ) -> Future[Tensor]:
+        """Encode and decode whole buckets on this thread, while other buckets travel on the network's."""
         network, path = bucket.network, bucket.network.path(bucket.index)
         layout = BlockLayout([g.numel() for g in bucket.gradients], self.block, path.ends)
         dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
         blocks = layout.blocks(bucket.gradients, dtype)
         path.inward(blocks)
         if path.leads:
-            residuals = ctx.state["residual"]
             for values, name in zip(layout.values(blocks), bucket.names, strict=True):
                 if name in residuals:
                     values.add_(residuals[name].reshape(-1), alpha=bucket.factor)
@@ -112,19 +117,21 @@ class QuantizedAllReduce(Part):
             rows = blocks.new_empty(layout.rows, row_bytes(self.block, self.bits), dtype=torch.uint8)
 
         def travel() -> Future[Tensor]:
-            mean = path.collect(self._share(path, rows, blocks, network.parties)) if path.leads else rows
-            path.outward(mean)
-            return ctx.notes["thread"].submit(lambda: finish(mean))
+            coded = rows
+            if path.leads:
+                coded = path.collect(self._share(path, rows, blocks, network.parties))
+            path.outward(coded)
+            return thread.submit(lambda: finish(coded))
 
-        def finish(mean: Tensor) -> Tensor:
+        def finish(coded: Tensor) -> Tensor:
             if path.leads:
                 kept = zip(bucket.gradients, layout.values(blocks.div_(bucket.factor)), strict=True)
                 new = dict(zip(bucket.names, (values.view_as(g) for g, values in kept), strict=True))
                 if bucket.undoable:
-                    ctx.in_progress.setdefault("new", {}).update(new)
+                    in_progress.setdefault("new", {}).update(new)
                 else:
-                    _keep(new, ctx)
-            for g, values in zip(bucket.gradients, layout.values(decode(mean, self.bits, dtype)), strict=True):
+                    _keep(new, residuals)
+            for g, values in zip(bucket.gradients, layout.values(decode(coded, self.bits, dtype)), strict=True):
                 g.copy_(values.view_as(g))
             return bucket.buffer
 
@@ -145,11 +152,10 @@ class QuantizedAllReduce(Part):
         """keep what was rounded off, unless the update was skipped"""
         new = ctx.in_progress.pop("new", {})
         if ctx.updated:
-            _keep(new, ctx)
+            _keep(new, ctx.state["residual"])
 
 
-def _keep(new: Mapping[str, Tensor], ctx: StepContext) -> None:
+def _keep(new: Mapping[str, Tensor], residuals: Residuals) -> None:
     """Copies, because these are views of whole buckets."""
-    residuals = ctx.state["residual"]
     for name, values in new.items():
         residuals[name] = residuals[name].copy_(values) if name in residuals else values.clone()

@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+from fleetx.paddle.api.fluid.incubate.fleet import collective
 from small_applications import batch, make
 from static_models import losses, minimized, optimizer_of, started
 
@@ -16,7 +17,6 @@ from fleetx.comm import notices
 from fleetx.errors import StrategyError
 from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid, optimizer
-from fleetx.paddle.api.fluid.incubate.fleet import collective
 from fleetx.paddle.static import regularization
 
 

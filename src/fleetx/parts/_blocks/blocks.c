@@ -76,7 +76,7 @@ CLONES static void encode_row(float *x, const float *noise, int64_t n, int bits,
     else if (bits == 8)
         for (int64_t i = 0; i < n; i++) row[i] = (uint8_t)(int8_t)(int)codes[i];
     else
-        for (int64_t i = 0; i < n / 2; i++) row[i] = (uint8_t)(((int)codes[2 * i] & 15) | ((int)codes[2 * i + 1] << 4));
+        for (int64_t i = 0; i < n / 2; i++) row[i] = (uint8_t)(((int)codes[2 * i] & 15) | ((int)codes[2 * i + 1] * 16));
 }
 
 CLONES static void decode_row(const uint8_t *row, int64_t n, int bits, int add, float *codes, float *out) {
