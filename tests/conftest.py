@@ -103,10 +103,13 @@ def pytest_ignore_collect(collection_path, config):
 LONG = ("launch/", "test_chaos", "cuda_paths/", "wide/", "test_examples", "verify/", "parts/test_auto")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def is_long(file):
+    return file.removeprefix("tests/").startswith(LONG)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """Mark the layers. The long tests come first, so that short ones fill the end of a run on all workers."""
-    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+    """Mark the layers, before `-m` is applied, and put what it leaves in order."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         place = name.split("::")[0]
@@ -114,6 +117,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.nightly)
         if is_slow(place) or "four" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
+    yield
+    items[:] = spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def spread(items, workers):
+    """Files of long tests first, in the share of each worker, so that short ones fill the end of a run on all of them.
+
+    `--dist worksteal` first divides the tests into consecutive shares of equal size.
+    """
+    files = {}
+    for item in items:
+        files.setdefault(item.nodeid.split("::")[0], []).append(item)
+    long = [tests for name, tests in files.items() if is_long(name)]
+    short = [item for name, tests in files.items() if not is_long(name) for item in tests]
+    out = []
+    for worker in range(workers):
+        mine = [item for tests in long[worker::workers] for item in tests]
+        room = max(len(items) // workers - len(mine), 0) if worker < workers - 1 else len(short)
+        out += mine + short[:room]
+        short = short[room:]
+    return out
 
 
 def pytest_collection_finish():
