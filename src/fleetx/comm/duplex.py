@@ -27,7 +27,7 @@ def all_to_all(rows: Tensor, group: Group) -> Tensor:
     under_way += [dist.isend(mine[other], group=group, group_dst=other) for other in after]
     theirs[rank] = mine[rank]
     for work in under_way:
-        work.wait()
+        _wait(work)
     return out
 
 
@@ -45,10 +45,15 @@ def all_gather(mine: Tensor, group: Group) -> Tensor:
     going = []
     for i, received in enumerate(coming):
         going.append(dist.isend(rows[(rank - i) % ranks], group=group, group_dst=right))
-        received.wait()
+        _wait(received)
     for sent in going:
-        sent.wait()
+        _wait(sent)
     return out
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None  # a rank of the group is calling
+    work.wait()
 
 
 def _by_gloo(tensor: Tensor, group: Group) -> bool:
