@@ -7,7 +7,6 @@ import operator
 
 import pytest
 import torch
-from fleetx.paddle.api.fluid.incubate.fleet import collective
 from small_applications import batch, make
 from static_models import losses, minimized, optimizer_of, started
 
@@ -17,6 +16,7 @@ from fleetx.comm import notices
 from fleetx.errors import StrategyError
 from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid, optimizer
+from fleetx.paddle.api.fluid.incubate.fleet import collective
 from fleetx.paddle.static import regularization
 
 
