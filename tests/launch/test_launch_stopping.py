@@ -9,7 +9,7 @@ from functools import partial
 
 import psutil
 import pytest
-from launching import until
+from launching import PACKAGES, until
 
 # A worker with children: one in its group, one in its own session, one orphaned.
 FAMILY = """
@@ -51,6 +51,19 @@ def test_a_signal_ends_everything_with_one_line(family, number, moment, code):
     assert run.code == code
     assert run.err.splitlines()[1:] == [f"fleetrun: stopped by {number.name}"]
     assert "Traceback" not in run.out
+    assert run.survivors() == []
+
+
+def test_a_signal_that_an_import_turns_into_another_error_is_still_a_signal(fleetrun, tmp_path):
+    """As numpy does while fleetrun imports torch."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "except BaseException:\n    raise ImportError('cannot import a C extension') from None\n"
+    )
+    run = fleetrun("import time\ntime.sleep(1000)", PYTHONPATH=f"{tmp_path}:{PACKAGES}").finish()
+    assert run.code == 143, run.err
+    assert run.err.splitlines()[1:] == ["fleetrun: stopped by SIGTERM"]
     assert run.survivors() == []
 
 

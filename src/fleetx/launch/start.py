@@ -64,7 +64,7 @@ class Launch:
             code, message = self._run_agent()
             echo.stop()  # copy everything, however slow the terminal; Ctrl-C can still interrupt this
         except BaseException as error:
-            sigval = getattr(error, "sigval", None)  # of StopRequested, or of torchelastic's SignalException
+            sigval = self._signal_behind(error)
             if sigval is None:
                 raise
             self._stop(sigval)
@@ -122,6 +122,11 @@ class Launch:
         except BaseException as error:
             if not hasattr(error, "sigval"):
                 raise
+
+    def _signal_behind(self, error: BaseException) -> signal.Signals | None:
+        """Of StopRequested, of torchelastic's SignalException, or of what an import made of one: numpy, an ImportError."""
+        sigval: signal.Signals | None = getattr(error, "sigval", None)
+        return sigval or next(iter(self.asked), None)
 
     def _how_workers_ended(self) -> str:
         count = self.workers.killed if self.workers else 0
