@@ -14,16 +14,16 @@ from click.testing import CliRunner
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path):
-    options = "--only kills,damage --kills 14 --flips 300 --damages 60 --steps 60 --jobs 1"
+    options = "--only kills,damage --kills 6 --flips 200 --damages 40 --steps 60 --jobs 1"
     done = CliRunner().invoke(main, [*options.split(), "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "chaos.json").read_text())
     assert {name: found for name, found in report.summary(results).items() if found} == {}, done.output
-    assert sum(len(run["kills"]) for run in results["kills"]) == 14
-    assert sum(sum(row.values()) for row in results["flips"].values()) == 300
+    assert sum(len(run["kills"]) for run in results["kills"]) == 6
+    assert sum(sum(row.values()) for row in results["flips"].values()) == 200
     assert results["fallbacks"] == {"older": 6}
     assert sum(run["resumed"] for run in results["kills"]) > 1
-    assert "| bit flips | 10000 | 300 |" in (tmp_path / "chaos.md").read_text()
+    assert "| bit flips | 10000 | 200 |" in (tmp_path / "chaos.md").read_text()
 
 
 def test_goodput_counts_what_a_restart_costs_and_the_steps_that_are_done_again():

@@ -124,7 +124,7 @@ class Launch:
                 raise
 
     def _signal_behind(self, error: BaseException) -> signal.Signals | None:
-        """Of StopRequested, of torchelastic's SignalException, or of what an import made of one: numpy, an ImportError."""
+        """Of StopRequested, of torchelastic's SignalException, or of what an import, such as numpy's, made of one."""
         sigval: signal.Signals | None = getattr(error, "sigval", None)
         return sigval or next(iter(self.asked), None)
 
