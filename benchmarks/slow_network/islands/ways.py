@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.slow_network import methods
 from benchmarks.slow_network.islands import diloco
-from benchmarks.slow_network.methods import WALK, Prepare, ours
+from benchmarks.slow_network.methods import Prepare, ours
 
 ISLAND = 2  # ranks
 PERIOD = 16
@@ -56,14 +56,12 @@ def peer(name: str, title: str, prepare: Prepare, **more: Any) -> Way:
     return Way(name, title, lambda settings, task: prepare, RATES, **more)
 
 
-def local(
-    name: str, title: str, period: int = PERIOD, group: int = ISLAND, code: Mapping[str, Any] | None = None, **more: Any
-) -> Way:
+def local(name: str, title: str, period: int = PERIOD, code: Mapping[str, Any] | None = None, **more: Any) -> Way:
     """`localsgd` between islands, with a code for what they exchange."""
 
     def make(settings: Settings, task: str) -> Prepare:
         outer = {key: settings[key] for key in ("outer_lr", "outer_momentum")}
-        return ours(localsgd={"k_steps": period, "group_size": group, **outer, **more}, **(code or {}))
+        return ours(localsgd={"k_steps": period, "group_size": ISLAND, **outer, **more}, **(code or {}))
 
     return Way(name, title, make, OUTER, period, background=more.get("overlap", False))
 
@@ -78,15 +76,8 @@ def adaptive(settings: Settings, task: str) -> Prepare:
     return ours(adaptive_localsgd=switch, dgc=TENTH["dgc"])
 
 
-def dgc(settings: Settings, task: str) -> Prepare:
-    """Within a host, gradients are summed before they are compressed. Adam has no momentum to correct."""
-    switch = {"sparsity": WALK, "rampup_step": 100, "value_dtype": "float16"}
-    correction = {"momentum_correction": False} if task == "text" else {}
-    return ours(dgc=switch | correction, use_hierarchical_allreduce=True)
-
-
-TENTH, TWENTIETH = ({"dgc": {"sparsity": [sparsity], "value_dtype": "float16"}} for sparsity in (0.9, 0.95))
-EIGHT, FOUR = ({"quantized_allreduce": {"bits": bits}} for bits in (8, 4))
+TENTH = {"dgc": {"sparsity": [0.9], "value_dtype": "float16"}}
+FOUR = {"quantized_allreduce": {"bits": 4}}
 
 WAYS = [
     peer("ddp", "DDP, fp32", methods.ddp(), slow=True),
@@ -96,19 +87,12 @@ WAYS = [
     local("island64_four", "islands, k=64, 4 bits", 64, code=FOUR),
     local("island", "islands, k=16"),
     peer("post_island", "torch's PostLocalSGD, islands, H=16", methods.post_local(PERIOD, island), period=PERIOD),
-    peer("power1", "torch's PowerSGD, rank 1", methods.power(1)),
     Way("diloco", "torchft's DiLoCo, islands, H=16", diloco.make(PERIOD, island), OUTER, PERIOD,
         missing=diloco.missing),
     local("island_overlap", "islands, k=32, dgc 0.9, overlap", 32, code=TENTH, overlap=True),
     local("stream_four", "islands, k=64, 4 bits, 4 fragments, overlap", 64, code=FOUR, fragments=4, overlap=True),
-    local("flat_dgc", "no islands, k=32, dgc 0.9", 32, group=1, code=TENTH),
-    local("island16_dgc", "islands, k=16, dgc 0.95", code=TWENTIETH),
-    local("island_eight", "islands, k=16, 8 bits", code=EIGHT),
-    local("island_fp16", "islands, k=16, fp16", code={"fp16_allreduce": True}),
     Way("adaptive", "islands, adaptive k from 32, dgc 0.9", adaptive, OUTER, 2 * PERIOD, whole=True),
-    Way("dgc", "dgc 0.999, hierarchical", dgc, RATES, whole=True),
-    peer("post", "torch's PostLocalSGD, H=16", methods.post_local(PERIOD), period=PERIOD),
     peer("power4", "torch's PowerSGD, rank 4", methods.power(4)),
 ]  # fmt: skip
 BY_NAME = {way.name: way for way in WAYS}
-OURS = [way.name for way in WAYS if way.name.startswith(("island", "stream", "flat", "adaptive", "dgc"))]
+OURS = [way.name for way in WAYS if way.name.startswith(("island", "stream", "adaptive"))]
