@@ -55,6 +55,15 @@ def test_an_attempt_starts_when_all_nodes_are_there():
     assert nodes.restart() is None
 
 
+def test_a_node_that_is_lost_just_before_an_attempt_is_not_in_it():
+    nodes = Nodes(minimum=2)
+    nodes.join(0, 1, 2)
+    members = nodes.meeting.ready()
+    nodes.pass_time(LOST_AFTER + 1, seen=(0, 1))
+    assert not nodes.meeting.publish(members, port=1, run_id="r")
+    assert nodes.run()["members"] == [0, 1]
+
+
 def test_a_failure_on_one_node_restarts_all_and_counts_once():
     nodes = Nodes()
     nodes.join(0, 1, 2)

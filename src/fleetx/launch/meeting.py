@@ -163,9 +163,11 @@ class Meeting:
             gathering = self._plan is None and self._clock() - self._last_join < GATHER
             return None if gathering and len(present) < self.nodes else present
 
-    def publish(self, members: list[int], **where: Any) -> None:
-        """Start the next attempt."""
+    def publish(self, members: list[int], **where: Any) -> bool:
+        """Start the next attempt; False if one of the members was lost since `ready`."""
         with self._lock:
+            if not self._members.keys() >= set(members):
+                return False
             failed = any(self._members[node].failed for node in members) and self._change is None
             restarts = (self._plan["restarts"] if self._plan else 0) + failed
             addresses = [self._members[node].settings["address"] for node in members]
@@ -176,6 +178,7 @@ class Meeting:
             self._change = None
             for node in members:
                 self._members[node].failed = False
+            return True
 
     def everyone_left(self) -> bool:
         with self._lock:

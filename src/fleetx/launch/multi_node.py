@@ -124,7 +124,8 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         port = port_of(listener)
         self._store = host_store(listener, host=self._host)
         run_id = self.attempt.run_id if hasattr(self, "attempt") else os.urandom(6).hex()
-        meeting.publish(members, port=port, run_id=run_id)
+        while not meeting.publish(members, port=port, run_id=run_id):
+            members = self._wait_until(meeting.ready, awaiting=self._others)
         plan: dict[str, Any] = self._look()["plan"]
         return plan
 
