@@ -90,6 +90,14 @@ def test_a_pattern_of_files_gives_the_same_pairs(tmp_path):
     assert pairs(one) == pairs(translation_val(tmp_path, 64, max_seq_len=16))
 
 
+def test_the_bom_of_windows_editors_is_no_part_of_the_text(tmp_path):
+    options = {"batch_size": 48, "max_seq_len": 16, "shuffle": False}
+    want = pairs(translation_train(wmt(tmp_path), **options))
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert pairs(translation_train(tmp_path, **options)) == want
+
+
 def test_long_pairs_are_dropped_and_wrong_lines_are_errors_or_skipped(tmp_path, caplog):
     wmt(tmp_path)
     (tmp_path / "part0").write_text("w0\tw1\nno tab\n" + "w0 " * 20 + "w1\tw1\n")

@@ -78,7 +78,8 @@ def translation_val(
 def _load_list(folder: Path, phase: str, batch_size: int, shuffle: bool, options: TranslationOptions) -> Loader:
     filelist = folder / f"{phase}.txt"
     try:
-        paths = [folder / line.split()[0] for line in filelist.read_text().splitlines() if line.strip()]
+        text = filelist.read_text(encoding="utf-8-sig")  # sig, here and below: Windows editors write a BOM
+        paths = [folder / line.split()[0] for line in text.splitlines() if line.strip()]
     except OSError as error:
         raise DataError(f"cannot read the file list {filelist}: {error.strerror}") from error
     vocabulary = folder / VOCABULARY
@@ -115,7 +116,7 @@ def _load(
 def read_words(path: Path, max_size: int | None = None) -> dict[str, int]:
     """The id of each word: its line, from 0."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the vocabulary {path}: {error}") from error
     while lines and not lines[-1]:
@@ -160,7 +161,7 @@ def read(paths: list[Path], vocabularies: Sequence[dict[str, int]], errors: Reco
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, 1):
                 if text := line.rstrip("\r\n"):
                     yield number, text

@@ -37,7 +37,7 @@ class Vocabulary:
 def read_vocabulary(path: Path, max_size: int | None = None) -> Vocabulary:
     """Read vocab.txt, ignoring ids from `max_size` (the model's vocabulary size) on."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the vocabulary {path}: {error}") from error
     while lines and not lines[-1].strip():
