@@ -30,7 +30,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
             patch.delenv(name, raising=False)
-        options = "--device cpu --gpus 0,1 --max_restarts 1"
+        options = "--device cpu --gpus 0,1 --max_restarts 1 --cold"
         run = start(tmp_path_factory.mktemp("env"), DUMP, options=options, stdout=stdout)
     os.close(stdout)
     assert run.finish().code == 0, run.err

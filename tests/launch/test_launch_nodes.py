@@ -69,7 +69,7 @@ def test_a_failure_on_one_node_restarts_both_then_stops_both(nodes):
             raise ValueError("in attempt " + attempt)
         time.sleep(1000)
         """,
-        options="--nproc_per_node 2 --max_restarts 1",
+        options="--nproc_per_node 2 --max_restarts 1 --cold",
     )
     assert "fleetrun: another node requested restart 1 of 1\n" in runs[0].err
     for run in runs:
