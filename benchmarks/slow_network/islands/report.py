@@ -14,7 +14,7 @@ from benchmarks.slow_network.islands.runs import Kept, Plan, left
 from benchmarks.slow_network.islands.summary import FEWER, RATE, SLOWER, Cell, Summary, summarised
 from benchmarks.slow_network.islands.tasks import TASKS
 from benchmarks.slow_network.islands.times import RATES
-from benchmarks.slow_network.islands.ways import OURS
+from benchmarks.slow_network.islands.ways import OURS, WAYS
 
 Lines = list[list[str]]
 HEADS = ("ms per step", "/ alone", "/ never", "training, s", "s to dense")
@@ -148,7 +148,9 @@ def plot(path: Path, summaries: Sequence[Summary]) -> None:
     for axis, summary in zip(axes[0], summaries, strict=True):
         _scores(axis, summary)
     figure.suptitle("two islands of two ranks: test score against bytes (mean, worst and best over the seeds)")
-    figure.tight_layout()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -156,7 +158,11 @@ def plot(path: Path, summaries: Sequence[Summary]) -> None:
 def _scores(axis: Any, summary: Summary) -> None:
     task = TASKS[summary.task]
     value = (lambda score: 100 * score) if task.measure == "accuracy" else (lambda score: float(task.shown(score)))
-    for number, cell in enumerate(cell for cell in summary.trained if not cell.way.alone):
+    ways = [way.name for way in WAYS if not (way.alone or way.apart)]
+    for cell in summary.trained:
+        if cell.way.alone:
+            continue
+        number = ways.index(cell.way.name)
         middle = value(cell.test)
         ends = sorted((value(min(cell.tests)), value(max(cell.tests))))
         marker = "os"[number // 10] if cell.way.name in OURS else "x+"[number // 10]
@@ -168,8 +174,7 @@ def _scores(axis: Any, summary: Summary) -> None:
             value(min(dense.tests)), value(max(dense.tests)), color="grey", alpha=0.2, linewidth=0, label="dense"
         )
     axis.axvline(FEWER, color="black", linestyle=":", linewidth=1)
-    unit = ", %" if task.measure == "accuracy" else ""
+    unit = ", %" if task.measure == "accuracy" else " (lower is better)"
     axis.set(xscale="log", xlabel="times fewer bytes between the hosts than DDP", ylabel=f"test {task.measure}{unit}",
              title=task.title)  # fmt: skip
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
