@@ -125,7 +125,7 @@ def _set_rng(states: list[Tensor]) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Of the generators of `_rng`. `torch.manual_seed` takes 5 ms where CUDA is not in use, for a stack trace."""
+    """Seed the generators of `_rng`. `torch.manual_seed` would format a stack trace where CUDA is not in use."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
