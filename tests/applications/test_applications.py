@@ -44,6 +44,13 @@ def test_the_size_of_the_transformer():
     assert count == 37000 * d + 6 * (encoder + decoder) + 2 * norm
 
 
+def test_a_transformer_on_meta_is_there_as_a_whole(monkeypatch):
+    """linspace as transformers leaves it behind: not among the functions that torch.device applies to."""
+    monkeypatch.setattr(torch, "linspace", lambda *args, _real=torch.linspace, **kwargs: _real(*args, **kwargs))
+    model = on_meta("Transformer")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("Resnet50", 16), ("VGG16", 5), ("BertBase", 12), ("BertLarge", 24)])
 def test_checkpoints_are_the_blocks(name, blocks):
     model = on_meta(name)

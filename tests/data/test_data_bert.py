@@ -293,6 +293,8 @@ def test_a_vocabulary_can_have_explicit_ids(tmp_path):
     path = tmp_path / "vocab.txt"
     path.write_text("[PAD]\t0\n[CLS]\t101\n[SEP]\t102\n[MASK]\t103\nword\t7\n")
     assert read_vocabulary(path) == Vocabulary(104, 0, 101, 102, 103)
+    path.write_text("\ufeff" + path.read_text(), encoding="utf-8")  # the BOM of Windows editors
+    assert read_vocabulary(path) == Vocabulary(104, 0, 101, 102, 103)
     path.write_text("[PAD]\n[CLS]\nword\n")
     with pytest.raises(DataError, match=r"has no \[SEP\], \[MASK\]"):
         read_vocabulary(path)

@@ -31,6 +31,7 @@ def normalized(image):
 # --- pixels ---------------------------------------------------------------------------------------
 def test_a_validation_image_is_the_normalized_centre(tmp_path):
     filelist = images(tmp_path, 3, "val")
+    filelist.write_text("\ufeff" + filelist.read_text(), encoding="utf-8")  # the BOM of Windows editors
     (batch,) = load_imagenet_from_file(filelist, 4, "val", image_size=28)
     assert batch["label"].tolist() == [[0], [1], [2]]
     for i in range(3):

@@ -55,11 +55,16 @@ def test_an_attempt_starts_when_all_nodes_are_there():
     assert nodes.restart() is None
 
 
-def test_a_node_that_is_lost_just_before_an_attempt_is_not_in_it():
+@pytest.mark.parametrize("how", ["lost", "told to stop"])
+def test_a_node_that_is_gone_just_before_an_attempt_is_not_in_it(how):
     nodes = Nodes(minimum=2)
     nodes.join(0, 1, 2)
     members = nodes.meeting.ready()
-    nodes.pass_time(LOST_AFTER + 1, seen=(0, 1))
+    if how == "lost":
+        nodes.pass_time(LOST_AFTER + 1, seen=(0, 1))
+    else:
+        nodes.call("depart", 2, reason="SIGTERM")
+        nodes.pass_time(GATHER + 1, seen=(0, 1))
     assert not nodes.meeting.publish(members, port=1, run_id="r")
     assert nodes.run()["members"] == [0, 1]
 

@@ -148,8 +148,8 @@ def plot(path: Path, summaries: Sequence[Summary]) -> None:
     for axis, summary in zip(axes[0], summaries, strict=True):
         _scores(axis, summary)
     figure.suptitle("two islands of two ranks: test score against bytes (mean, worst and best over the seeds)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9)
+    shown = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown, loc="lower center", ncols=4, fontsize=9)
     figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -234,7 +234,8 @@ class Transformer(Application):
 
 def _position_encoding(length: int, hidden: int) -> Tensor:
     """Half sines, half cosines, with wavelengths from 2 pi to 10000 * 2 pi."""
-    rates = 10000.0 ** -torch.linspace(0, 1, (hidden + 1) // 2)
-    # The device of `rates`: under torch.device("meta"), linspace may stay on the CPU once transformers has patched it.
-    angles = torch.arange(length, device=rates.device)[:, None] * rates
+    positions = torch.arange(length)
+    # Without a device it may stay on the CPU under torch.device("meta"), because transformers patches it.
+    rates = 10000.0 ** -torch.linspace(0, 1, (hidden + 1) // 2, device=positions.device)
+    angles = positions[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :hidden]

@@ -19,7 +19,7 @@ import torch
 
 from fleetx.data import bert_lines, rng
 from fleetx.data.bert_lines import FIELDS, Corpus
-from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names
+from fleetx.data.checks import RecordErrors, check_choice, check_int, check_names, listed_paths
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions
 from fleetx.data.sharding_plan import MaxSamples, MaxTokens
@@ -110,15 +110,8 @@ def _load_list(
     if batch_size < max_seq_len:
         raise UsageError(f"batch_size = {batch_size} counts tokens: must be at least max_seq_len = {max_seq_len}")
     filelist = folder / f"{phase}.txt"
-    try:
-        text = filelist.read_text(encoding="utf-8-sig")  # sig: Windows editors write a BOM
-    except OSError as error:
-        raise DataError(f"cannot read the file list {filelist}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise DataError(f"the file list {filelist} is not UTF-8 text") from None
-    paths = [folder / line.split()[0] for line in text.splitlines() if line.strip()]
+    paths, vocab_path, same_masks = listed_paths(filelist), folder / "vocab.txt", phase == "val"
     size = batch_size if in_tokens else batch_size // max_seq_len
-    vocab_path, same_masks = folder / "vocab.txt", phase == "val"
     return _load(paths, filelist, vocab_path, size, max_seq_len, in_tokens, shuffle, same_masks=same_masks, **options)
 
 

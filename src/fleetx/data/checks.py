@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fleetx.base.suggest import did_you_mean
@@ -36,6 +37,17 @@ def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> Non
         if name not in known:
             hint = did_you_mean(name, known, otherwise=f"its options are {', '.join(known)}")
             raise UsageError(f"{owner} has no option {name!r}: {hint}")
+
+
+def listed_paths(filelist: Path) -> list[Path]:
+    """The files that a list names, next to it: the first word of each line."""
+    try:
+        text = filelist.read_text(encoding="utf-8-sig")  # sig: Windows editors write a BOM
+    except OSError as error:
+        raise DataError(f"cannot read the file list {filelist}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise DataError(f"the file list {filelist} is not UTF-8 text") from None
+    return [filelist.parent / line.split()[0] for line in text.splitlines() if line.strip()]
 
 
 class RecordErrors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -170,6 +171,6 @@ def _root(filelist: Path, phase: str) -> Path:
 
 def _read(filelist: Path) -> bytes:
     try:
-        return filelist.read_bytes()
+        return filelist.read_bytes().removeprefix(codecs.BOM_UTF8)  # Windows editors write it
     except OSError as error:
         raise DataError(f"cannot read the image list {filelist}: {error.strerror}") from error

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fleetx.data import rng
-from fleetx.data.checks import RecordErrors, check_int, check_names
+from fleetx.data.checks import RecordErrors, check_int, check_names, listed_paths
 from fleetx.data.fingerprint import array_bytes, fingerprint, sampled_bytes
 from fleetx.data.loader import Batch, EpochOrder, Loader, LoaderOptions
 from fleetx.data.sharding_plan import MaxTokens
@@ -77,13 +77,8 @@ def translation_val(
 
 def _load_list(folder: Path, phase: str, batch_size: int, shuffle: bool, options: TranslationOptions) -> Loader:
     filelist = folder / f"{phase}.txt"
-    try:
-        text = filelist.read_text(encoding="utf-8-sig")  # sig, here and below: Windows editors write a BOM
-        paths = [folder / line.split()[0] for line in text.splitlines() if line.strip()]
-    except OSError as error:
-        raise DataError(f"cannot read the file list {filelist}: {error.strerror}") from error
     vocabulary = folder / VOCABULARY
-    return _load(paths, filelist, vocabulary, vocabulary, batch_size, shuffle, **options)
+    return _load(listed_paths(filelist), filelist, vocabulary, vocabulary, batch_size, shuffle, **options)
 
 
 def _load(

@@ -164,9 +164,9 @@ class Meeting:
             return None if gathering and len(present) < self.nodes else present
 
     def publish(self, members: list[int], **where: Any) -> bool:
-        """Start the next attempt; False if one of the members was lost since `ready`."""
+        """Start the next attempt; False if who takes part has changed since `ready`."""
         with self._lock:
-            if not self._members.keys() >= set(members):
+            if self.ready() != members:
                 return False
             failed = any(self._members[node].failed for node in members) and self._change is None
             restarts = (self._plan["restarts"] if self._plan else 0) + failed

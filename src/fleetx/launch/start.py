@@ -124,7 +124,7 @@ class Launch:
                 raise
 
     def _signal_behind(self, error: BaseException) -> signal.Signals | None:
-        """Of StopRequested, of torchelastic's SignalException, or of what an import, such as numpy's, made of one."""
+        """The signal that led to `error`, even if an import turned it into another exception, as numpy's does."""
         sigval: signal.Signals | None = getattr(error, "sigval", None)
         return sigval or next(iter(self.asked), None)
 
@@ -168,7 +168,7 @@ class Launch:
             rendezvous.leave(failed=False)
             return 0, "fleetrun: the job finished before this node was needed"
         except BaseException as error:
-            sigval = getattr(error, "sigval", None)
+            sigval = self._signal_behind(error)
             if cluster and sigval:
                 cluster.depart(f"stopped by {sigval.name}", signal=int(sigval))
             elif cluster:
