@@ -356,6 +356,7 @@ def install():
     cuda.synchronize = lambda device=None: _note("reads", "torch.cuda.synchronize")
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = torch.default_generator.manual_seed
     cuda.mem_get_info = lambda device=None: (80 << 30, 80 << 30)
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
