@@ -98,7 +98,9 @@ def import_(path: Path, output: Path, ranks: int | None) -> None:
 @click.option(
     "--profile", "--probe", type=_input_file, help="Prediction: file with earlier measurements. [default: the latest]"
 )
-@click.option("--plot", type=_output_file, help="Prediction: plot throughput against machines to this PNG file.")
+@click.option(
+    "--plot", type=_output_file, help="Prediction: plot throughput against machines and bandwidth to this PNG file."
+)
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import asdict, replace
 
@@ -12,6 +13,7 @@ from test_cost import CLUSTER, MB, PROFILE
 from fleetx.cli import main
 from fleetx.planner import whatif
 from fleetx.planner.cache import StoredProfile
+from fleetx.planner.candidates import seconds_on
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,58 @@ def test_if_nothing_fits_the_least_is_shown():
     assert "This is a prediction: nothing below was run" in text
 
 
+def curves(allow="lossy", **changed):
+    return whatif.curves(machine(**changed), StoredProfile(CLUSTER, PROFILE, {}), allow=allow)
+
+
+def test_on_a_slow_link_compression_is_best_and_on_a_fast_one_data_parallelism():
+    found = curves()
+    (start, slowest), *others = whatif.crossovers(found)
+    assert start == 0.0
+    assert {"dgc", "localsgd", "adaptive_localsgd"} & set(slowest.name.split(" + "))
+    places = [place for place, _ in others]
+    assert places == sorted(places)
+    fastest = others[-1][1]
+    assert len(fastest.name) < len(slowest.name)
+    assert all(curve.rates[max(curve.rates)] >= curve.rates[min(curve.rates)] for curve in found)
+
+
+def test_curves_meet_where_they_are_equal():
+    a = whatif.Curve("a", {1.0: 4.0, 100.0: 4.0})
+    b = whatif.Curve("b", {1.0: 1.0, 100.0: 16.0})
+    assert [(round(place), curve.name) for place, curve in whatif.crossovers([a, b])] == [(0, "a"), (10, "b")]
+    assert [curve.name for _, curve in whatif.crossovers([a])] == ["a"]
+
+
+def test_a_plan_costs_the_same_on_the_same_links():
+    stored = StoredProfile(CLUSTER, PROFILE, {})
+    cluster, candidates = whatif._candidates(machine(), 8, stored, "exact")
+    assert candidates
+    for candidate in candidates:
+        assert seconds_on(cluster, candidate, PROFILE) == candidate.cost.seconds
+
+
+def test_the_best_strategies_are_listed_by_bandwidth():
+    a = whatif.Curve("dgc", {1e6: 4.0, 1e8: 4.0})
+    b = whatif.Curve("data parallelism", {1e6: 1.0, 1e8: 16.0})
+    assert whatif.by_link(machine(), [a, b]).splitlines() == [
+        "best with 8 nodes, by the bandwidth between them:",
+        "  less than 80 Mbit/s         dgc",
+        "  80 Mbit/s or more           data parallelism",
+    ]
+
+
+@pytest.mark.parametrize(("speed", "words"), [(1.25e7, "100 Mbit/s"), (2.5e9, "20 Gbit/s"), (10.0, "80 bit/s")])
+def test_speeds_are_shown_as_networks_are_sold(speed, words):
+    assert whatif.speed_text(speed) == words
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_the_crossover_is_drawn(tmp_path):
+    whatif.plot(machine(), rows(), curves(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
 @pytest.fixture
 def profile(tmp_path):
     path = tmp_path / "profile.json"
@@ -81,6 +135,7 @@ def test_the_command_answers_from_a_stored_profile(option, profile):
     assert "512 ranks" in result.output
     assert "40 times as fast" in result.output
     assert "limited by" in result.output
+    assert "best with 64 nodes, by the bandwidth between them:" in result.output
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"cluster": {}}])

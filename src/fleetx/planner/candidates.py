@@ -121,6 +121,15 @@ def offered(
         yield Candidate(mine, chosen, plan, feed, terms, cost)
 
 
+def seconds_on(cluster: Cluster, candidate: Candidate, profile: ModelProfile) -> float:
+    """What an update is predicted to take on a cluster that differs only in its links."""
+    parts = candidate.plan.parts
+    terms = terms_of(parts, cluster, profile)
+    return step_cost(
+        terms, profile, profile.forward_with(parts), candidate.feed, peak=candidate.cost.peak
+    ).seconds  # fmt: skip
+
+
 def split(terms: CostTerms, samples: int) -> int | None:
     """The samples per step of a rank, or None if the global batch cannot be split evenly."""
     batch = terms.cluster.global_batch

@@ -59,7 +59,9 @@ def what_if(given: Mapping[str, Any]) -> str:
         inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse_bytes(given["memory"]),
         latency=given["latency"], compute=given["speed"], global_batch=batch,
     )  # fmt: skip
-    rows = whatif.rows(machine, stored, allow=given["allow"] or "exact")
+    allow = given["allow"] or "exact"
+    rows = whatif.rows(machine, stored, allow=allow)
+    curves = whatif.curves(machine, stored, allow=allow) if machine.nodes > 1 else []
     if given["plot"] is not None:
-        whatif.plot(rows, given["plot"])
-    return whatif.text(machine, rows)
+        whatif.plot(machine, rows, curves, given["plot"])
+    return "\n\n".join([whatif.text(machine, rows), *([whatif.by_link(machine, curves)] if curves else [])])

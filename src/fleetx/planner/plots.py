@@ -26,13 +26,14 @@ def axes(number: int, size: tuple[float, float]) -> list[Any]:
     return list(pyplot.subplots(1, number, figsize=size, squeeze=False)[1][0])
 
 
-def finish(axis: Any, x: Sequence[int], **labels: str) -> None:
+def finish(axis: Any, x: Sequence[float], words: Sequence[str] = (), **labels: str) -> None:
     """Both axes are logarithmic, with a mark at each x."""
     axis.set(xscale="log", yscale="log", **labels)
-    axis.set_xticks(x, [str(value) for value in x])
+    axis.set_xticks(x, words or [str(value) for value in x])
     axis.set_xticks([], minor=True)
-    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):  # not powers of ten
-        which("{x:,.6g}")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_formatter("{x:,.6g}")  # not powers of ten
+    axis.yaxis.set_minor_formatter("{x:,.6g}" if high < 30 * low else "")  # nor one number on the next
     axis.grid(alpha=0.3)
     axis.legend()
 

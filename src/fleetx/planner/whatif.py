@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,9 +15,10 @@ from fleetx.base.sizes import format_bytes
 from fleetx.errors import StrategyError
 from fleetx.planner import plots
 from fleetx.planner.cache import StoredProfile
-from fleetx.planner.candidates import Candidate, offered
+from fleetx.planner.candidates import Candidate, offered, seconds_on
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.cost_model import Cluster, Link
+from fleetx.strategy.part import switch_of
 
 NOTE = (
     "This is a prediction: nothing below was run. Compute is {speed:g} times as fast as in the profile; "
@@ -82,21 +85,100 @@ def rows(machine: Machine, stored: StoredProfile, *, allow: str) -> list[Row]:
 
 
 def _row(machine: Machine, nodes: int, stored: StoredProfile, allow: str) -> Row:
-    cluster, profile = machine.cluster(nodes, stored.cluster), stored.model.faster(machine.compute)
-    params = [torch.empty(shape, device="meta", requires_grad=True) for shape in profile.shapes]
-    strategy = DistributedStrategy(**stored.declared)
-    # budgets=False: without the model, nothing is known about what a memory budget would choose.
-    candidates = [
-        candidate for candidate in offered(strategy, cluster, profile, params, allow=allow, budgets=False)
-        if not profile.forward_with(candidate.plan.parts).error
-    ]  # fmt: skip
+    cluster, candidates = _candidates(machine, nodes, stored, allow)
     fitting = [candidate for candidate in candidates if candidate.cost.peak <= cluster.memory]
     least = min((candidate.cost.peak for candidate in candidates), default=0)
     return Row(nodes, cluster.ranks, max(fitting, key=_rate, default=None), least)
 
 
+def _candidates(machine: Machine, nodes: int, stored: StoredProfile, allow: str) -> tuple[Cluster, list[Candidate]]:
+    cluster, profile = machine.cluster(nodes, stored.cluster), stored.model.faster(machine.compute)
+    params = [torch.empty(shape, device="meta", requires_grad=True) for shape in profile.shapes]
+    strategy = DistributedStrategy(**stored.declared)
+    # budgets=False: without the model, nothing is known about what a memory budget would choose.
+    return cluster, [
+        candidate for candidate in offered(strategy, cluster, profile, params, allow=allow, budgets=False)
+        if not profile.forward_with(candidate.plan.parts).error
+    ]  # fmt: skip
+
+
 def _rate(candidate: Candidate) -> float:
     return candidate.total / candidate.cost.seconds
+
+
+_PLAIN = "data parallelism"
+_NETWORK = ("bytes_sent", "most_bytes_sent", "ranks_apart", "updates", "bytes_held")  # quantities of an Effect
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The strategies that a network notices, and the best rate with them at each speed of the link between nodes."""
+
+    name: str
+    rates: dict[float, float]  # samples per second, by bytes per second
+
+
+def curves(machine: Machine, stored: StoredProfile, *, allow: str) -> list[Curve]:
+    """The strategies that are best at some speed, slowest link first, and data parallelism."""
+    cluster, candidates = _candidates(machine, machine.nodes, stored, allow)
+    fitting = [candidate for candidate in candidates if candidate.cost.peak <= cluster.memory]
+    profile = stored.model.faster(machine.compute)
+    clusters = {link: replace(machine, link=link).cluster(machine.nodes, stored.cluster) for link in _links(machine)}
+    best: dict[str, dict[float, float]] = {}
+    for candidate in fitting:
+        rates = best.setdefault(_noticed(candidate), dict.fromkeys(clusters, 0.0))
+        for link, there in clusters.items():
+            rates[link] = max(rates[link], candidate.total / seconds_on(there, candidate, profile))
+    winners = [max(best, key=lambda name: best[name][link]) for link in clusters if best]
+    return [Curve(name, best[name]) for name in dict.fromkeys([*winners, _PLAIN]) if name in best]
+
+
+def _links(machine: Machine) -> list[float]:
+    """Two decades to either side of the stated bandwidth."""
+    return [machine.link * 10 ** (half / 2) for half in range(-4, 5)]
+
+
+def _noticed(candidate: Candidate) -> str:
+    parts = {switch_of(type(part)): part for part in candidate.plan.parts if not part.always}
+    names = [name for name, part in parts.items() if part.effect and part.effect.quantity in _NETWORK]
+    return " + ".join(names) or _PLAIN
+
+
+def crossovers(found: Sequence[Curve]) -> Iterator[tuple[float, Curve]]:
+    """(bytes per second, the curve that is best from there on), slowest link first; the first one is from 0 on."""
+    best, before = None, 0.0
+    for link in found[0].rates:
+        winner = max(found, key=lambda curve: curve.rates[link])
+        if winner is not best:
+            yield (0.0 if best is None else _meeting(best, winner, before, link)), winner
+        best, before = winner, link
+
+
+def _meeting(a: Curve, b: Curve, before: float, after: float) -> float:
+    """Where two curves meet between two speeds; both are close to straight if both axes are logarithmic."""
+    lead, lag = (math.log(one.rates[at] / other.rates[at]) for one, other, at in ((a, b, before), (b, a, after)))
+    return float(before * (after / before) ** (lead / (lead + lag))) if lead + lag else after
+
+
+def speed_text(bytes_per_second: float) -> str:
+    """1.25e7 -> '100 Mbit/s'"""
+    bits = 8 * bytes_per_second
+    unit, power = next(
+        (u, p) for u, p in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)) if bits >= p or not u
+    )
+    return f"{bits / power:.3g} {unit}bit/s"
+
+
+def by_link(machine: Machine, found: Sequence[Curve]) -> str:
+    """Which strategies are best on which links, in words."""
+    lines = [f"best with {machine.nodes} nodes, by the bandwidth between them:"]
+    parts = [*crossovers(found)]
+    for (start, curve), (end, _) in itertools.zip_longest(parts, parts[1:], fillvalue=(0.0, None)):
+        where = f"{speed_text(start)} or more" if start else ""
+        if end:
+            where = f"{speed_text(start)} to {speed_text(end)}" if start else f"less than {speed_text(end)}"
+        lines.append(f"  {where or 'any':28}{curve.name}")
+    return "\n".join(lines)
 
 
 def text(machine: Machine, found: Sequence[Row]) -> str:
@@ -120,15 +202,24 @@ def text(machine: Machine, found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(found: Sequence[Row], path: Path) -> None:
+def plot(machine: Machine, found: Sequence[Row], links: Sequence[Curve], path: Path) -> None:
+    """Throughput against nodes and, with several nodes, against the bandwidth between them."""
     best = [(row.nodes, row.rate, row.best.cost) for row in found if row.best is not None]
     if not best:
         raise StrategyError("nothing to plot: no plan fits")
     nodes, rates, _ = zip(*best, strict=True)
-    (axis,) = plots.axes(1, (7, 5))
+    axis, *others = plots.axes(1 + bool(links), (7 + 7 * bool(links), 5))
     axis.plot(nodes, rates, "o-", label="predicted")
     axis.plot(nodes, [rates[0] * n / nodes[0] for n in nodes], ":", color="grey", label="linear")
     for n, rate, cost in best:
         axis.annotate(cost.bottleneck(1 << 62), (n, rate), textcoords="offset points", xytext=(4, -12))
     plots.finish(axis, nodes, xlabel="nodes", ylabel="samples per second (predicted)")
+    for other in others:
+        for curve in links:
+            other.plot(list(curve.rates), list(curve.rates.values()), "o-", markersize=3, label=curve.name)
+        other.axvline(machine.link, color="black", linestyle=":", linewidth=1, label="--link")
+        marks = _links(machine)[::2]
+        words = [speed_text(mark) for mark in marks]
+        title = f"bandwidth between {machine.nodes} nodes"
+        plots.finish(other, marks, words, xlabel=title, ylabel="samples per second (predicted)")
     plots.save(axis, path)
