@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -173,7 +172,8 @@ def by_link(machine: Machine, found: Sequence[Curve]) -> str:
     """Which strategies are best on which links, in words."""
     lines = [f"best with {machine.nodes} nodes, by the bandwidth between them:"]
     parts = [*crossovers(found)]
-    for (start, curve), (end, _) in itertools.zip_longest(parts, parts[1:], fillvalue=(0.0, None)):
+    ends = [start for start, _ in parts[1:]] + [0.0]
+    for (start, curve), end in zip(parts, ends, strict=True):
         where = f"{speed_text(start)} or more" if start else ""
         if end:
             where = f"{speed_text(start)} to {speed_text(end)}" if start else f"less than {speed_text(end)}"
