@@ -13,13 +13,14 @@ from click.testing import CliRunner
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path):
-    options = "--only kills,damage --kills 6 --flips 200 --damages 40 --steps 60 --jobs 1"
+@pytest.mark.parametrize("kills", [6, pytest.param(14, marks=pytest.mark.nightly)])
+def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path, kills):
+    options = f"--only kills,damage --kills {kills} --flips 200 --damages 40 --steps 60 --jobs 1"
     done = CliRunner().invoke(main, [*options.split(), "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "chaos.json").read_text())
     assert {name: found for name, found in report.summary(results).items() if found} == {}, done.output
-    assert sum(len(run["kills"]) for run in results["kills"]) == 6
+    assert sum(len(run["kills"]) for run in results["kills"]) == kills
     assert sum(sum(row.values()) for row in results["flips"].values()) == 200
     assert results["fallbacks"] == {"older": 4}
     assert sum(run["resumed"] for run in results["kills"]) > 1

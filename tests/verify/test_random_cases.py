@@ -11,7 +11,7 @@ from random_cases import draw, trained, wanted
 
 from rank_pool import Ranks
 
-SEEDS = range(40)
+CASES = [pytest.param(draw(seed), marks=[pytest.mark.nightly] * (seed >= 40)) for seed in range(60)]
 NIGHTLY_SECONDS = float(os.environ.get("FLEETX_RANDOM_SECONDS", "3600"))
 FIRST = int(os.environ.get("FLEETX_RANDOM_SEED", time.time() // 86400 * 100_000))  # other cases every day
 
@@ -37,7 +37,7 @@ def check(case, pools, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [draw(seed) for seed in SEEDS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_random_training_equals_the_oracle(case, pools, tmp_path):
     check(case, pools, tmp_path)
 

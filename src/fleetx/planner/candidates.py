@@ -124,10 +124,8 @@ def offered(
 def seconds_on(cluster: Cluster, candidate: Candidate, profile: ModelProfile) -> float:
     """What an update is predicted to take on a cluster that differs only in its links."""
     parts = candidate.plan.parts
-    terms = terms_of(parts, cluster, profile)
-    return step_cost(
-        terms, profile, profile.forward_with(parts), candidate.feed, peak=candidate.cost.peak
-    ).seconds  # fmt: skip
+    terms, variant = terms_of(parts, cluster, profile), profile.forward_with(parts)
+    return step_cost(terms, profile, variant, candidate.feed, peak=candidate.cost.peak).seconds
 
 
 def split(terms: CostTerms, samples: int) -> int | None:

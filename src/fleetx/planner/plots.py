@@ -33,7 +33,7 @@ def finish(axis: Any, x: Sequence[float], words: Sequence[str] = (), **labels: s
     axis.set_xticks([], minor=True)
     low, high = axis.get_ylim()
     axis.yaxis.set_major_formatter("{x:,.6g}")  # not powers of ten
-    axis.yaxis.set_minor_formatter("{x:,.6g}" if high < 30 * low else "")  # nor one number on the next
+    axis.yaxis.set_minor_formatter("{x:,.6g}" if high < 30 * low else "")  # nor labels on top of each other
     axis.grid(alpha=0.3)
     axis.legend()
 
