@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import warnings
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -28,7 +32,10 @@ def forks() -> str:
     """
     packages = {"fleetx", "torch", "transformers", "pytest", "hypothesis"}
     imported = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
-    multiprocessing.set_forkserver_preload([*imported, "torch._dynamo", "torch.testing"])
+    multiprocessing.set_forkserver_preload([*imported, "torch._dynamo", "torch.testing", "frozen_imports"])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
     return "forkserver"
 
 

@@ -60,8 +60,10 @@ class Ranks:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         if not all(process.is_alive() for process in self._processes):
             self._renew()
+        # As bytes: tensors that a pipe is given itself are shared through a connection of their own, one for each.
+        message = _pack((job, args))
         for pipe in self._pipes:
-            pipe.send((job, args))
+            pipe.send_bytes(message)
         return self._collect(self._job_seconds)
 
     def _collect(self, seconds: float) -> list[Any]:
@@ -83,7 +85,7 @@ class Ranks:
                 if failed:
                     self._renew()  # the others may wait for it in a collective
                     raise RankError(f"in rank {rank}:\n{payload}")
-                results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
+                results[rank] = _unpack(payload)
         return [results[r] for r in range(self.size)]
 
     def _renew(self) -> None:
@@ -111,10 +113,11 @@ def _serve(rank: int, size: int, port: int, device: str, pipe: Connection, befor
     gc.collect()
     gc.freeze()  # what torch imported is no garbage: collections stay short
     while True:
-        job, args = pipe.recv()
+        message = pipe.recv_bytes()
         if before is not None:
             before()
         try:
+            job, args = _unpack(message)
             pipe.send((False, _pack(job(*args))))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
@@ -124,3 +127,7 @@ def _pack(value: Any) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
+
+
+def _unpack(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)
