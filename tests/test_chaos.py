@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from benchmarks.chaos import goodput, report
@@ -11,7 +12,15 @@ from benchmarks.chaos.training import Line
 from click.testing import CliRunner
 
 
+@pytest.fixture
+def _log_again():
+    """The command turns warnings off for its process, which here goes on to other tests."""
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_log_again")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [6, pytest.param(14, marks=pytest.mark.nightly)])
 def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path, kills):

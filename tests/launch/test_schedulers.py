@@ -134,6 +134,7 @@ def slurm(tmp_path):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
+            process.wait()
 
 
 @installed("munged", "slurmctld", "slurmd", "srun")
