@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing.process
 import os
 import signal
@@ -36,6 +37,7 @@ class Forked:
         pid = os.fork()
         if pid:
             return pid
+        gc.freeze()  # collections do not copy the pages of what the parent has imported
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)} | env
         out = os.open(self.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

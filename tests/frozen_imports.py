@@ -11,4 +11,4 @@ if not os.environ["PYTHONPATH"]:
     del os.environ["PYTHONPATH"]
 
 gc.collect()
-gc.freeze()  # or the first collection of each fork would write to, and so copy, every page with an object of the imports
+gc.freeze()  # or the first collection of each fork would write to, and so copy, every page with an imported object

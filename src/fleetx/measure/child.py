@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -88,6 +89,7 @@ def _in_child(call: Callable[[], Any], pipe: int, parent: int) -> None:
     """Never returns, because the parent's exit handlers must not run here."""
     try:
         _isolate(parent)
+        gc.freeze()  # or the first collection here would write to, and so copy, every page with an object of the parent
         # A new thread starts without the autocast of the one that forked. Not entered if it is off: an outer context
         # would keep the casts of an inner one in torch's cache.
         on = torch.is_autocast_enabled("cpu")
