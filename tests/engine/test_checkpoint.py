@@ -101,7 +101,14 @@ def written(ranks, four, tmp_path_factory):
     return once
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(LAYOUTS, LAYOUTS)])
+def changes():
+    """From each layout to two others; to the rest at night."""
+    for (i, before), (j, after) in itertools.product(enumerate(LAYOUTS), repeat=2):
+        often = (j - i) % len(LAYOUTS) in (1, 2)
+        yield pytest.param(before, after, marks=() if often else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("before", "after"), [*changes()])
 def test_from_any_layout_to_any_other(ranks, written, before, after):
     folder, want = written(2, before)
     found = joined(ranks.run(go_on, LAYOUTS[after], folder))

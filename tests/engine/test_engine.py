@@ -342,6 +342,7 @@ def test_a_whole_model_loads_with_the_safe_globals_of_the_plain_one(tmp_path, de
     assert torch.equal(twin(x), net()(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("declared", [{}, {**MERGE, "clip": True}], ids=["plain", "merge"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_models_train_the_same(when, declared):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import wires
+from covering import covering
 from fleetx import StrategyError, fleet
 from training import batches, resumes, share, train_fleet, weights, zero_last
 
@@ -20,9 +21,14 @@ def run(data, declared):
     return train_fleet(data, declared, make=wires.double_net, optimizer=wires.plain_sgd, loop=wires.double_last)
 
 
-@pytest.mark.parametrize("wire", [{}, {"quantized_allreduce": {"bits": 32}}, {"dgc": {"sparsity": [0.0]}}], ids=str)
-@pytest.mark.parametrize("switch", ["localsgd", "adaptive_localsgd"])
-@pytest.mark.parametrize("size", [2, 4, "host"])
+@pytest.mark.parametrize(
+    ("switch", "size", "wire"),
+    covering(
+        ["localsgd", "adaptive_localsgd"],
+        [2, 4, "host"],
+        [{}, {"quantized_allreduce": {"bits": 32}}, {"dgc": {"sparsity": [0.0]}}],
+    ),
+)
 def test_at_neutral_settings_islands_are_data_parallelism(four, switch, size, wire):
     neutral = {"k_steps": 1} if switch == "localsgd" else {"max_k_steps": 1}
     for got in four.run(run, batches(), {switch: neutral | {"group_size": size}} | wire):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import wires
+from covering import covering
 from fleetx import StrategyError, UsageError, fleet
 from training import batches, net, share
 
@@ -219,9 +220,14 @@ def test_the_bytes_of_the_largest_values_follow_the_code(four):
 
 
 # --- local updates: an island is a group that shares one copy -------------------------------------
-@pytest.mark.parametrize("sharded", [SHARDED, SEGMENTS], ids=["one segment", "three segments"])
-@pytest.mark.parametrize("local", [{"localsgd": {"k_steps": 1}}, {"adaptive_localsgd": {"max_k_steps": 1}}], ids=str)
-@pytest.mark.parametrize("wire", [{}, {"dgc": {"sparsity": [0.0]}}, {"quantized_allreduce": {"bits": 32}}], ids=str)
+@pytest.mark.parametrize(
+    ("wire", "local", "sharded"),
+    covering(
+        [{}, {"dgc": {"sparsity": [0.0]}}, {"quantized_allreduce": {"bits": 32}}],
+        [{"localsgd": {"k_steps": 1}}, {"adaptive_localsgd": {"max_k_steps": 1}}],
+        [SHARDED, SEGMENTS],
+    ),
+)
 def test_at_neutral_settings_local_updates_are_data_parallelism(four, wire, local, sharded):
     for got in four.run(trained, batches(), sharded | local | wire):
         near(got, wires.data_parallel(batches(), 1))

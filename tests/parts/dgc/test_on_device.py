@@ -142,6 +142,7 @@ def gathered(inside):
     return rows.tolist(), network.traffic.sent
 
 
+@pytest.mark.slow
 def test_messages_of_one_length_reach_every_rank(four):
     expected = [[rank] * 5 for rank in range(4)]
     assert four.run(gathered, 1) == [(expected, 3 * 5)] * 4
