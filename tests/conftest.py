@@ -46,13 +46,13 @@ SLOW = (
 NIGHTLY = (
     "bench/",
     "engine/test_checkpoint_bit_identical.py::test_on_three_ranks",
-    "fleet/test_agreement.py::test_a_rank_that_ran_out",  # so does comm/test_lost_ranks, without fleetrun
+    "fleet/test_agreement.py::test_a_rank_that_ran_out",  # comm/test_lost_ranks proves it without fleetrun
     "integrations/test_fabric.py::test_fabric_may_start",
     "launch/test_launch_elastic.py::test_a_node_that_freezes",
     "launch/test_launch_elastic.py::test_a_node_that_is_killed",
     "launch/test_launch_elastic.py::test_only_the_worker",
     "launch/test_launch_kills.py::test_workers_that_are_killed_at_random_moments",
-    "launch/test_launch_restarts.py::test_restarted_workers_form_their_group_again",  # so does test_launch_resume
+    "launch/test_launch_restarts.py::test_restarted_workers_form_their_group_again",  # test_launch_resume proves it
     "launch/test_launch_warm.py::test_kill_9",
     "launch/test_schedulers.py::test_mpich",
     "launch/test_schedulers.py::test_two_nodes_of_a_scheduler",

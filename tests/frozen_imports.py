@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
-# The server finds this file by PYTHONPATH. Its forks need not.
-os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
-if not os.environ["PYTHONPATH"]:
+# The server finds this file by the first entry of PYTHONPATH. Its forks do not need it.
+first, _, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
+if first == str(Path(__file__).parent):
     del os.environ["PYTHONPATH"]
+    if rest:
+        os.environ["PYTHONPATH"] = rest
 
 gc.collect()
 gc.freeze()  # or the first collection of each fork would write to, and so copy, every page with an imported object

@@ -60,7 +60,7 @@ class Ranks:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         if not all(process.is_alive() for process in self._processes):
             self._renew()
-        # As bytes: tensors that a pipe is given itself are shared through a connection of their own, one for each.
+        # As bytes: a pipe would share each tensor through a connection of its own.
         message = _pack((job, args))
         for pipe in self._pipes:
             pipe.send_bytes(message)
