@@ -2,7 +2,7 @@
 
     from fleetx import fleet
 
-Importing this package loads nothing heavy: the names below are found when they are first used.
+Importing this package is cheap: the names below are loaded on first use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fleetx.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
-    if name.startswith("_"):  # Python and tools ask for such names without meaning them
+    if name.startswith("_"):  # Python and tools probe for such names
         raise AttributeError(f"module 'fleetx' has no attribute {name!r}")
     from fleetx.applications.not_covered import of_fleetx
 

@@ -55,10 +55,10 @@ def explain(path: str) -> None:
     "--ranks", type=_positive, help="Number of workers, to compute merged steps from DeepSpeed's batch sizes."
 )
 def import_(path: Path, output: Path, ranks: int | None) -> None:
-    """Make a strategy from the settings of another system.
+    """Convert the settings of another system to a strategy.
 
-    FILE is a JSON of DeepSpeed, a YAML of Accelerate or a prototxt of Paddle. What has no equivalent is listed, and
-    what the other system itself ignores.
+    FILE is a DeepSpeed JSON, an Accelerate YAML or a Paddle prototxt. Settings that have no equivalent, or that the
+    other system itself ignores, are listed.
     """
     from fleetx.integrations import settings_files
 
@@ -157,8 +157,8 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Measure how large the batch of SCRIPT should be, and recommend batch, merge and rate.
 
     Runs SCRIPT several times for a few steps, each time from the newest checkpoint of its fleet.checkpoints, with more
-    and more merged steps. The target is the loss that the script's own batch reaches after --steps. Nothing is saved
-    but the losses, in --output, from which the same command continues. Put the script's own options after `--`.
+    and more merged steps. The target is the loss that the script's own batch reaches after --steps. Only
+    the losses are saved, in --output; run the same command again to continue. Put the script's own options after `--`.
     """
     import subprocess
     import sys
@@ -166,7 +166,7 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     from fleetx.planner import branches
 
     def fleetrun(given: list[str]) -> int:
-        """In a process of its own: one fleetrun keeps its folder of logs until its process ends."""
+        """Run in a separate process, because fleetrun keeps its log folder until its process ends."""
         return subprocess.run([sys.executable, "-m", "fleetx.launch", *given]).returncode
 
     click.echo(branches.measure(script, arguments, options, fleetrun, click.echo))
@@ -180,13 +180,13 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 @click.option("--live", is_flag=True, help="Write it again every few seconds, until the runs have ended.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN]...", type=click.Path(path_type=Path))
 def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
-    """Write the page of a run: one HTML file with its curves, times, memory, events and plan.
+    """Write the report of a run: one HTML file with its curves, times, memory, events and plan.
 
     RUN is the folder that the script gave to fleet.record. Several runs are shown side by side, in compared.html.
     """
     from fleetx.report import page
 
-    output = output or runs[0] / ("report.html" if len(runs) == 1 else "compared.html")  # each keeps its own page
+    output = output or runs[0] / ("report.html" if len(runs) == 1 else "compared.html")  # runs keep their own pages
     page.write(runs, output, live=live, say=click.echo)
     click.echo(f"written to {output}")
 
@@ -208,7 +208,7 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
     Every combination either raises an error, or trains a small model on two ranks (four for pipelines and hierarchies).
     Its result is compared with one plain float64 process, and each strategy must be observed to act. With --model,
     your own model and batch are trained under your strategy instead. The exit code is 1 if anything failed, and
-    2 if verify cannot compute what your strategy leads to.
+    2 if verify cannot compute the expected result of your strategy.
     """
     from fleetx.verify import command
 
@@ -227,7 +227,7 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
 def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path | None, as_json: bool) -> None:
     """Check this machine before a run, and the machines HOSTS: names, ports, memory, files, links and versions.
 
-    First run `fleetx doctor --listen ADDRESS` on each of HOSTS, with the address that the others shall use. It says
+    First run `fleetx doctor --listen ADDRESS` on each of HOSTS, with the address that the others should use. Reports
     what to fix. The exit code is 1 if a run could not work.
     """
     from fleetx.launch import doctor as checks

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike, fspath
 
-NOT_BUILT = "is not built yet"  # what an error says that more code could remove; all others say why nothing can
+NOT_BUILT = "is not built yet"  # marks a limit that more code could lift; other errors say why it can never work
 
 
 class FleetxError(Exception):
@@ -70,7 +70,7 @@ class CheckpointError(FleetxError, RuntimeError):
 
 
 class DownloadError(FleetxError, RuntimeError):
-    """A download failed. `failed` names the files, if single files failed."""
+    """A download failed. `failed` lists the files; it is empty if the error does not concern individual files."""
 
     def __init__(self, message: str, *, failed: Sequence[str] = ()):
         self.failed = tuple(failed)

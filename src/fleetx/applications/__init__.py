@@ -1,8 +1,9 @@
-"""Models that are ready to train: `Resnet50`, `VGG16`, `BertBase`, `BertLarge`, `Transformer`.
+"""Ready-to-train models: `Resnet50`, `VGG16`, `BertBase`, `BertLarge`, `Transformer`.
 
-The other BERTs are names of FleetX.
+The other BERT names come from FleetX.
 
-They have fresh weights; nothing is downloaded. Called with a batch as keyword arguments, each returns its loss.
+Models start with random weights; nothing is downloaded. Called with a batch as keyword arguments, a model returns its
+loss and metrics.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "linear_warmup_decay":  # where FleetX had it at first
+    if name == "linear_warmup_decay":  # where early versions of FleetX had it
         from fleetx.optim.schedule import linear_warmup_decay
 
         return linear_warmup_decay

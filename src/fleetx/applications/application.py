@@ -23,7 +23,7 @@ FILE = "params.pt"  # in the folder passed to save_params
 
 
 class Feed(NamedTuple):
-    """An input; -1 is a size that depends on the batch."""
+    """An input. A size of -1 depends on the batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int64
@@ -31,7 +31,7 @@ class Feed(NamedTuple):
 
 
 class _RemembersLast(type):
-    """Sets `Application.last` after each successful construction, and keeps the arguments."""
+    """Sets `Application.last` after each successful construction, and keeps the constructor's arguments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         application = super().__call__(*args, **kwargs)
@@ -41,10 +41,10 @@ class _RemembersLast(type):
 
 
 class Application(nn.Module, metaclass=_RemembersLast):
-    """`model(**batch)` returns a named tuple: `loss` first, then metrics. The batch has the names of `inputs`.
+    """`model(**batch)` returns a named tuple: `loss` first, then metrics. The batch's keys are the names of `inputs`.
 
-    The descriptions (`loss`, `inputs`, `target`, `main_prog` ...) are created on access, so that a copy of the module
-    describes the copy.
+    The descriptions (`loss`, `inputs`, `target`, `main_prog` ...) are created on access, so that those of a copied
+    module describe the copy.
     """
 
     outputs: ClassVar[tuple[str, ...]]
@@ -53,7 +53,7 @@ class Application(nn.Module, metaclass=_RemembersLast):
     """The last application created. Its programs are the default programs of a static script."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     seeds: dict[str, int]
-    """`random_seed` of its programs, by their kind."""
+    """The `random_seed` of each of its programs, by kind."""
 
     def __init__(self, unknown: Mapping[str, Any]):
         """unknown: the constructor's leftover keyword arguments."""
@@ -128,16 +128,16 @@ class Application(nn.Module, metaclass=_RemembersLast):
             raise AttributeError(f"{type(self).__name__} has no parameter {target!r}{hint and ': ' + hint}") from None
 
     def redraw(self, seed: int) -> None:
-        """Set the weights that an application has that is created after `torch.manual_seed(seed)`."""
+        """Set the weights to those of an application created right after `torch.manual_seed(seed)`."""
         self._check_complete("load")
         args, kwargs = self._arguments
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            twin = type.__call__(type(self), *args, **kwargs)  # without becoming the last application
+            twin = type.__call__(type(self), *args, **kwargs)  # without setting Application.last
         self.load_state_dict(twin.state_dict())
 
     def save_params(self, path: str | Path) -> None:
-        """Write parameters and buffers to a folder, replacing an earlier file. Several ranks can do so at once."""
+        """Write parameters and buffers to a folder, replacing an earlier file. Several ranks may do so at once."""
         self._check_complete("save")
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,5 +184,5 @@ def model_options(options: Mapping[str, Any], **required: Any) -> dict[str, Any]
 
 
 def whole_by_default(options: Mapping[str, Any]) -> Any:
-    """Loader options for validation: every rank reads all of it, as in FleetX, where scripts evaluate on one worker."""
+    """Loader options for validation: every rank reads all data, as in FleetX, whose scripts evaluate on one worker."""
     return options if "shard" in options or "replica" in options else {**options, "shard": False}

@@ -147,7 +147,7 @@ class Bert(Application):
     ) -> Loader:
         """Load all files of a folder; see `fleetx.data`. max_seq_len is at most the model's.
 
-        The defaults are 4096 tokens of length 512; those of BertLarge are 16 samples of length 128.
+        By default, a batch has 4096 tokens and max_seq_len is 512; for BertLarge, 16 samples and 128.
         """
         size, longest, tokens = self.digital
         length, options = self._loader_options(max_seq_len, longest, options)
@@ -202,8 +202,8 @@ class Bert(Application):
         return {name: [paddle] for name, paddle in names.items()}
 
 
-# These two have no weights. They are modules so that a pipeline can see the tensors that pass between modules, from
-# which it finds where it can cut the model.
+# These two have no weights. They are modules because a pipeline derives where it can cut the model from the tensors
+# that pass between modules.
 class GatherMasked(nn.Module):
     def forward(self, hidden: Tensor, mask_pos: Tensor) -> Tensor:
         """Select positions: (n, hidden) for positions in the flattened batch, (batch, m, hidden) for columns."""

@@ -32,7 +32,7 @@ class ImageClassifier(Application):
     """Takes images of a fixed size and layout, and labels. NHWC uses torch's channels_last memory format."""
 
     outputs = ClassificationOutput._fields
-    use_dali: ClassVar[bool] = False  # scripts ask for it to know whether to reset the loader
+    use_dali: ClassVar[bool] = False  # scripts read it to decide whether to reset the loader
 
     def __init__(self, data_layout: str, image_size: int, num_classes: int, unknown: dict[str, Any]):
         super().__init__(unknown)
@@ -75,9 +75,9 @@ class ImageClassifier(Application):
         use_dali: bool = False,
         **options: Unpack[ImageOptions],
     ) -> Loader:
-        """Load the images of a list in this model's size and layout; see `fleetx.data`.
+        """Load the images listed in a file, in this model's size and layout; see `fleetx.data`.
 
-        Every rank reads all images of the phase "val" unless shard=True.
+        In the phase "val", every rank reads all images unless shard=True.
         """
         options = whole_by_default(options) if phase == "val" else options
         return load_imagenet_from_file(filelist, batch_size, phase, shuffle, **self._options(use_dali, options))
@@ -136,7 +136,7 @@ class Resnet50(ImageClassifier):
         num_classes: int = 1000,
         **unknown: Any,
     ):
-        """layers: blocks per stage; hidden: channels of the stem, of which the stages have multiples."""
+        """layers: blocks per stage; hidden: channels of the stem; the stages have multiples of it."""
         super().__init__(data_layout, image_size, num_classes, unknown)
         check_int(hidden=hidden)
         _check_stages(layers)
@@ -227,7 +227,7 @@ class VGG16(ImageClassifier):
 
 
 def _initialize(module: nn.Module) -> None:
-    """Keep the scale of activations, without which sixteen layers do not train without normalization."""
+    """Preserve the scale of activations: otherwise, sixteen layers without normalization do not train."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(module.bias)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""Errors for Paddle names of objects that fleetx does not support; `paddle/not_covered.py` has those of modules.
+"""Errors for attributes of Paddle's objects that fleetx does not support; `paddle/not_covered.py` handles modules.
 
-Here and not in `paddle/`, because `Program` and `Variable` of an application use it and applications are above paddle.
+This file is not in `paddle/`, because `Program` and `Variable` of an application use it, and applications do not import
+paddle.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 from fleetx.base.suggest import did_you_mean
 
 PAGE = "docs/coming_from_paddle.md"
-# Whole messages. The first hundred characters say what matters: launchers and terminals cut the rest.
+# Whole messages. What matters is in the first hundred characters: launchers and terminals cut off the rest.
 _SCOPE = (
     "fleetx runs Paddle scripts whose model is one of fleetx.applications, and has no {wanted}: build your model in "
     f"torch and call fleet.distribute; see {PAGE}"
@@ -21,7 +22,7 @@ _EAGER = (
     "fleetx runs Paddle's static scripts only, not {wanted}: for eager training use PyTorch and fleet.distribute; "
     f"see {PAGE}"
 )
-_LIST = ""  # no whole message: list what the module has
+_LIST = ""  # no whole message: list the names that the module has
 WHOLE = {
     "paddle": _SCOPE,
     **dict.fromkeys(
@@ -35,7 +36,7 @@ WHOLE = {
         ),
         _LIST,
     ),
-    "paddle.fluid.initializer": _SCOPE,  # these two resemble other names
+    "paddle.fluid.initializer": _SCOPE,  # these two resemble supported names, which would be suggested
     "paddle.fluid.scope_guard": _SCOPE,
     "paddle.distributed.fleet.utils": (
         "fleetx does not support parameter servers and has no {wanted}; instead of its recompute, set "
@@ -116,7 +117,7 @@ INSTEAD = {
 _NO_PROGRAM = "there is no program to save or load; " + _SAVE
 _PROGRAM_FILES = "models are created, not downloaded: call one of fleetx.applications"
 _TRAINS_WITH_SERVERS = "it trains with parameter servers, which fleetx does not support"
-# Names that FleetX had for some time and that have no meaning here.
+# Names that some versions of FleetX had and that have no meaning here.
 FLEETX = {
     "fleetx.CPUDatasetTrainer": _TRAINS_WITH_SERVERS,
     "fleetx.CPUTrainer": _TRAINS_WITH_SERVERS,
@@ -132,7 +133,7 @@ FLEETX = {
 
 
 def of_fleetx(owner: str, name: str, known: Sequence[str]) -> str:
-    """What to say of a name that a module of fleetx does not have."""
+    """The error message for a name that a module of fleetx does not have."""
     advice = FLEETX.get(f"{owner}.{name}") or did_you_mean(name, known)
     return f"{owner} has no {name!r}{advice and ': ' + advice}"
 
@@ -162,10 +163,10 @@ def set_once(owner: str, known: Sequence[str]) -> Callable[[Any, str, Any], None
 
 
 def sentence(owner: str, name: str, known: Sequence[str], *, of_module: str | None = None) -> str:
-    """of_module: the advice for a module as a whole; None for a class, of which the names are listed."""
+    """of_module: the advice for a whole module; None for a class, whose names are listed."""
     wanted = f"{owner}.{name}"
     reason = INSTEAD.get(wanted, of_module or "")
-    # A name of its own is not a misspelling of another.
+    # A name with advice of its own is not a misspelling of another.
     hint = "" if wanted in INSTEAD else did_you_mean(name, known)
     whole = _whole(wanted) if of_module is not None else ""
     if whole and (wanted in WHOLE or not (hint or reason)):
@@ -176,7 +177,7 @@ def sentence(owner: str, name: str, known: Sequence[str], *, of_module: str | No
 
 
 def _whole(wanted: str) -> str:
-    """The message for a name, or for what holds it."""
+    """The message for a name, or for the nearest enclosing module that has one."""
     plain = wanted.replace("paddle.fleet.", "paddle.distributed.fleet.")
     while plain not in WHOLE:
         plain = plain.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What a static script sees of an application: its program and its variables. They hold no values."""
+"""What a static script sees of an application: its programs and its variables, which hold no values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Variable:
 
 
 class TargetName(str):
-    """The name of a metric; `name` is the name, as of a variable."""
+    """The name of a metric, which has a `name` like a variable."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class TargetName(str):
 
 
 class Targets(dict[str, Variable]):
-    """Metrics by name. In FleetX until September 2020 they were a list: `[t.name for t in model.target]`."""
+    """Metrics by name. They were a list in FleetX until September 2020; `[t.name for t in model.target]` works."""
 
     def __init__(self, variables: Iterable[Variable]):
         super().__init__({TargetName(variable.name): variable for variable in variables})
@@ -55,7 +55,7 @@ class Targets(dict[str, Variable]):
 
 @dataclass(unsafe_hash=True)
 class Parameter(Variable):
-    """`name` is Paddle's; the shape is torch's, so that the weight of a Linear is (out, in)."""
+    """`name` is Paddle's; the shape is torch's: the weight of a Linear is (out, in)."""
 
     torch_name: str
     trainable: bool
@@ -72,7 +72,10 @@ _set_once = set_once(*_PROGRAM)
 
 @dataclass(unsafe_hash=True)
 class Program:
-    """An application as a program. Running its startup program is a no-op: a module has its weights from the start."""
+    """An application as a program.
+
+    A module has its weights from the start: running its startup program redraws them only if it has a random_seed.
+    """
 
     application: Application = field(repr=False)
     kind: Literal["main", "startup", "test"] = "main"
@@ -90,11 +93,11 @@ class Program:
 
     @property
     def random_seed(self) -> int:
-        """Seeds dropout; that of a startup program seeds the weights, when it is run. 0 seeds nothing."""
+        """Seeds dropout, or, for a startup program, the weights when it is run. 0 seeds nothing."""
         return self.application.seeds.get(self.kind, 0)
 
     def clone(self, for_test: bool = False) -> Program:
-        """With for_test=True: the same application in eval mode, without updates."""
+        """Return the same application in eval mode, without updates. for_test must be True."""
         if self.kind == "startup" or not for_test:
             raise UsageError(
                 "only clone(for_test=True) of a main program is supported: run the program itself to train"

@@ -120,7 +120,7 @@ class Transformer(Application):
         label_smoothing: float = 0.1,
         **unknown: Any,
     ):
-        """layers: of the encoder, and as many of the decoder; ffn: 4 * hidden by default."""
+        """layers: in the encoder, and as many in the decoder; ffn: 4 * hidden by default."""
         super().__init__(unknown)
         check_int(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, max_seq_len=max_seq_len)
         ffn = 4 * hidden if ffn is None else ffn
@@ -129,7 +129,7 @@ class Transformer(Application):
         check_fraction(dropout=dropout, label_smoothing=label_smoothing)
         self.max_seq_len, self.vocab_size, self._layers = max_seq_len, vocab_size, layers
         self._heads = heads
-        # Three modules with one weight, because they can be in different stages of a pipeline.
+        # Three modules share one weight, because they can be in different stages of a pipeline.
         self.src, self.trg = (WordEmbedding(vocab_size, hidden, max_seq_len, dropout) for _ in range(2))
         sizes = hidden, heads, ffn, dropout
         self.encoder = nn.ModuleList(TransformerLayer(*sizes, decoder=False) for _ in range(layers))
@@ -164,9 +164,9 @@ class Transformer(Application):
 
     def forward(
         self,
-        src_word: Tensor,  # (batch, source); all of these may have an additional last dimension of 1
+        src_word: Tensor,  # (batch, source); all of these may have a trailing dimension of 1
         trg_word: Tensor,  # (batch, target)
-        lbl_word: Tensor,  # as long as trg_word
+        lbl_word: Tensor,  # same length as trg_word
         src_pos: Tensor | None = None,
         trg_pos: Tensor | None = None,
         src_slf_attn_bias: Tensor | None = None,  # broadcasts to (batch, heads, source, source)
@@ -235,7 +235,7 @@ class Transformer(Application):
 def _position_encoding(length: int, hidden: int) -> Tensor:
     """Half sines, half cosines, with wavelengths from 2 pi to 10000 * 2 pi."""
     positions = torch.arange(length)
-    # Without a device it may stay on the CPU under torch.device("meta"), because transformers patches it.
+    # Without a device, linspace may stay on the CPU under torch.device("meta"), because transformers patches it.
     rates = 10000.0 ** -torch.linspace(0, 1, (hidden + 1) // 2, device=positions.device)
     angles = positions[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :hidden]

@@ -1,4 +1,4 @@
-"""What `fleetx batch` tells a script that it starts, in an environment variable."""
+"""What `fleetx batch` asks of a script that it starts, passed in an environment variable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BRANCH = "FLEETX_BRANCH"  # an Order, as JSON
 class Order:
     """A short run that branches off a checkpoint."""
 
-    merge: int  # merge so many times the steps of the script's own strategy
-    rate: float  # times the script's own rate
+    merge: int  # factor on the number of steps that the script's own strategy merges
+    rate: float  # factor on the script's own learning rate
     steps: int
     output: str  # the file for the losses
 
@@ -23,6 +23,6 @@ class Order:
 
 
 def ordered() -> Order | None:
-    """None: this is an ordinary run."""
+    """The order for this run, or None if it is an ordinary run."""
     text = os.environ.get(BRANCH)
     return None if text is None else Order(**json.loads(text))

@@ -1,4 +1,4 @@
-"""JSON files in the user's cache folder: results that a restart need not measure again."""
+"""JSON files in the user's cache folder: results that need not be measured again after a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path | None:
-    """The folder `kind` in FLEETX_CACHE, or else in the user's cache; None if FLEETX_CACHE is empty: store nothing."""
+    """The folder `kind` in FLEETX_CACHE or, if unset, in the user's cache; None if FLEETX_CACHE is empty: no cache."""
     root = os.environ.get("FLEETX_CACHE")
     if root == "":
         return None
@@ -31,7 +31,7 @@ def load(kind: str, name: str) -> Any:
 
 
 def save(kind: str, name: str, data: Any) -> None:
-    """Store the data. A disk that is full or read-only only costs the time to measure again."""
+    """Store the data. If the disk is full or read-only, the only cost is having to measure again."""
     where = folder(kind)
     if where is None:
         return

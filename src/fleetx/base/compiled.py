@@ -1,4 +1,4 @@
-"""The compiled libraries: plain C behind ctypes, optional at install. FLEETX_KERNELS turns them on or off."""
+"""Compiled libraries: plain C loaded with ctypes, optional at install. FLEETX_KERNELS turns them on or off."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _KINDS: dict[str, Any] = {"n": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double, "i": ctypes.c_int}
-VERSION = 2  # of the functions of all libraries and their arguments; in C it is fleetx_version()
+VERSION = 2  # of the functions and their arguments, in all libraries; fleetx_version() in C
 _MISSING = (
     "the compiled kernels are not installed, as there was no working C compiler with OpenMP when fleetx was installed: "
     "reinstall it where there is one (pip install --no-cache-dir --force-reinstall --no-deps, and where fleetx is)"
@@ -25,16 +25,16 @@ def asked_kernels() -> str | None:
 
 
 class Library:
-    """One of them: its path without `.so`, and the arguments of its functions in letters.
+    """One compiled library: its path without `.so`, and the signature of each function in letters.
 
-    n is an int64, p a pointer, d a double, i an int; a function returns an int, or after a colon what it returns.
+    n is an int64, p a pointer, d a double, i an int. The return type follows a colon; without one, it is an int.
     """
 
     def __init__(self, path: Path, **functions: str):
         self._path, self._functions = path, functions
 
     def available(self) -> bool:
-        """Can it be used on this machine? FLEETX_KERNELS=foreach says no, =compiled insists."""
+        """Can it be used on this machine? FLEETX_KERNELS=foreach turns it off; =compiled raises an error if not."""
         return self.reason() == ""
 
     def reason(self) -> str:
@@ -57,7 +57,8 @@ class Library:
     def _found(self) -> ctypes.CDLL | str:
         """The library, or why there is none.
 
-        Its module imports torch, whose libgomp it then shares: two would mean two pools of threads on the same cores.
+        The module that defines it imports torch first, so it shares torch's libgomp: a second libgomp would start a
+        second thread pool on the same cores.
         """
         path = self._path.with_suffix(".so")
         if not path.exists():

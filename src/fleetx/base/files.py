@@ -14,10 +14,10 @@ REPLACED = ".replaced"  # suffix of a folder that makes room for another one of 
 
 @contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write to the path that this yields; `path` gets its content when the block ends without an error.
+    """Yield a temporary path to write to; it replaces `path` when the block ends without an error.
 
-    The temporary file is in the same folder, so the rename never crosses file systems, and its name is random, so that
-    several ranks, also on hosts that share the folder, can write the same file.
+    The temporary file is in the same folder, so the rename never crosses file systems. Its name is random, so several
+    ranks can write the same file, even on different hosts that share the folder.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -39,7 +39,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Fill the folder that this yields; it replaces `path` when the block ends without an error."""
+    """Yield a temporary folder to fill; it replaces `path` when the block ends without an error."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     temporary.mkdir(parents=True)
@@ -52,7 +52,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename a folder, in place of an old one if there is one, which steps aside first. One of them is always whole."""
+    """Rename `new` to `folder`, moving an existing `folder` aside first. One of the two is always complete."""
     aside = stepped_aside(folder)
     if os.path.lexists(folder):
         shutil.rmtree(aside, ignore_errors=True)
@@ -68,14 +68,14 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def stepped_aside(folder: Path) -> Path:
-    """Where a folder is while another one takes its place; a process that is killed then leaves it there."""
+    """Where a folder is kept while another takes its place; a process killed at that moment leaves it there."""
     return folder.with_name(f".{folder.name}{REPLACED}")
 
 
 def sync(path: Path) -> None:
-    """Of a file its content, of a folder its names. Without this, a power cut can leave an empty file under a new name.
+    """Flush a file's content or a folder's entries to disk. Without this, a power cut can leave a renamed file empty.
 
-    An error names the path, which os.fsync does not know.
+    Errors name the path, which os.fsync does not know.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

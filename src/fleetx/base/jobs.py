@@ -10,13 +10,13 @@ from typing import TypeVar
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-_GRACE = 2.0  # seconds to wait for threads after Ctrl-C; one that is blocked on a server is left behind
+_GRACE = 2.0  # seconds to wait for threads after Ctrl-C; a thread that is blocked on a server is left behind
 
 
 def run_jobs(
     work: Callable[[In], Out], items: Sequence[In], *, threads: int, stop: threading.Event
 ) -> list[Out | Exception]:
-    """Call `work` for each item. Return the results in order, with the exception of each item that failed.
+    """Call `work` for each item. Return the results in order; the result of an item that failed is its exception.
 
     Not concurrent.futures: it joins its threads at exit, so Ctrl-C would wait for a stalled server.
     """

@@ -31,7 +31,7 @@ def sparse_modules(model: nn.Module) -> str:
 
 
 def sparse_problem(switch: str, model: nn.Module) -> Iterator[str]:
-    """Why a strategy cannot exchange the gradients of this model; nothing if none is sparse."""
+    """Why a strategy cannot exchange the gradients of this model; yields nothing if none is sparse."""
     if sparse := sparse_modules(model):
         yield f"{switch} with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
 

@@ -1,11 +1,11 @@
-"""Every private name of torch that fleetx stands on, with what it is for. Other modules take them from here.
+"""Every private name of torch that fleetx relies on, and what it is for. Other modules import them from here.
 
-    from fleetx.base.seams import find_tensors     torch's own object, imported when it is first asked for
+    from fleetx.base.seams import find_tensors     torch's own object, imported on first use
     seams.version(tensor)                          reads an attribute
     seams.check_reducer_finalized(ddp)             calls a method
     setattr(optimizer, seams.SCALES_ITSELF, True)  the name of an attribute, to set it or to look for it
 
-`tests/base/test_seams.py` says in one sentence which of them a new torch has changed, and that no other file has one.
+`tests/base/test_seams.py` reports which of them a new torch has changed, and checks that no other file uses any.
 Importing this module does not import torch.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from fleetx.base.user_line import warn
 from fleetx.errors import VersionError
 
-SUPPORTED = (2, 13), (2, 16)  # from, and before; pyproject says the same
+SUPPORTED = (2, 13), (2, 16)  # from (inclusive), to (exclusive); the same as in pyproject.toml
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_torch(version: str) -> None:
-    """Is this a torch that fleetx was tested with?"""
+    """Raise an error if torch is too old; warn once if it is newer than the versions that fleetx was tested with."""
     oldest, newest = (".".join(map(str, pair)) for pair in SUPPORTED)
     found = re.match(r"(\d+)\.(\d+)", version)
     number = (int(found[1]), int(found[2])) if found else SUPPORTED[0]

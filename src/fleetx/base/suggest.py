@@ -10,7 +10,7 @@ from collections.abc import Iterable
 def did_you_mean(
     name: object, known: Iterable[str], *, otherwise: str = "", most: int = 1, cutoff: float = 0.6, quote: bool = True
 ) -> str:
-    """`did you mean 'x'?` where a known name is close to this one, else `otherwise`."""
+    """`did you mean 'x'?` if a known name is close to this one, else `otherwise`."""
     text = name if isinstance(name, str) else shown(name)
     near = difflib.get_close_matches(text[:100], list(known), n=most, cutoff=cutoff)
     names = (repr(n) if quote else n for n in near)

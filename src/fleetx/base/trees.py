@@ -16,11 +16,11 @@ from fleetx.errors import UsageError
 Function = Callable[[Any], Any]
 Kind = type | tuple[type, ...]
 LossFn = Callable[..., Tensor]
-_LEAVES = (type(None), bool, int, float, str)  # no tensor is inside
+_LEAVES = (type(None), bool, int, float, str)  # these contain no tensors
 
 
 def map_tensors(function: Function, value: Any, *, strict: bool = False, kind: Kind = Tensor) -> Any:
-    """Apply a function to every tensor in a structure. Types that torch's pytree does not know are copied per field.
+    """Apply a function to every tensor in a structure. Types unknown to torch's pytree are copied field by field.
 
     If nothing was replaced, the same object is returned: the model may write into its arguments.
 
@@ -106,7 +106,7 @@ def _leaf(function: Function, leaf: Any, strict: bool, kind: Kind, above: tuple[
 
 
 def _hidden(leaf: Any) -> str:
-    """The name of an attribute that is a tensor with a gradient, or \"\"."""
+    """The name of an attribute that is a tensor requiring a gradient, or \"\"."""
     if isinstance(leaf, nn.Module) or not hasattr(leaf, "__dict__"):
         return ""
     return next((k for k, v in vars(leaf).items() if isinstance(v, Tensor) and v.requires_grad), "")

@@ -1,4 +1,4 @@
-"""Kernels in Triton: optional, and compiled for the user's GPU when they are first used, so they are checked there."""
+"""Triton kernels: optional, and compiled on first use for the user's GPU, so they are checked on that GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fleetx.base.compiled import asked_kernels
 
-# Products and sums are rounded one by one, as in the interpreter, in which CI runs them. Memory is slower anyway.
+# No fused multiply-add: results match those of the interpreter, which CI uses. The kernels are memory-bound anyway.
 OPTIONS = {"enable_fp_fusion": False}
 
 
 class TritonKernels:
-    """A module that imports triton, and a check of it on a device: what is wrong, or ""."""
+    """A module that imports triton, and a check that returns what is wrong with it on a device, or ""."""
 
     def __init__(self, module: str, check: Callable[[ModuleType, torch.device], str]):
         self._module, self._check = module, check
@@ -30,7 +30,7 @@ class TritonKernels:
         return self.reason(device) == ""
 
     def reason(self, device: torch.device) -> str:
-        """Why they cannot be used on this device, in a sentence; "" if they can. FLEETX_KERNELS=triton insists."""
+        """Why they cannot be used on this device, in a sentence; "" if they can. FLEETX_KERNELS=triton raises it."""
         asked = asked_kernels()
         if device.type != "cuda" and not (device.type == "cpu" and asked == "triton" and interpreted()):
             return "Triton's kernels are for CUDA devices"
@@ -51,7 +51,7 @@ class TritonKernels:
         try:
             with on(device):
                 return self._check(self.loaded(), device)
-        except Exception as error:  # it compiles, and calls the C compiler of the machine
+        except Exception as error:  # of any kind: Triton compiles, and calls the machine's C compiler
             return f"triton does not work here: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -61,11 +61,11 @@ def interpreted() -> bool:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Make `device` the current one: Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def send(values: NDArray, device: torch.device) -> Tensor:
-    """Numbers on the device, without waiting for it."""
+    """Copy numbers to the device, without waiting for it."""
     numbers = torch.from_numpy(values)
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)

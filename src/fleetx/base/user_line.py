@@ -1,4 +1,4 @@
-"""The user's line, the innermost one outside fleetx and torch, and warnings that point at it."""
+"""The user's line (the innermost one outside fleetx and torch), and warnings that point to it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 Line = tuple[str, int]  # a file, and a line in it
 
 _FLEETX = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Not the script: "<" begins the names of frozen parts of Python; contextlib calls what a context manager decorates.
+# Not the script: file names of Python's frozen modules begin with "<"; contextlib calls the functions it decorates.
 _BETWEEN = (_FLEETX, "<", str(contextlib.__file__))
 
 
 def user_line() -> Line | None:
-    """Where the script is; None if no line of it is running, as when Python ends."""
+    """The line that the script is running; None if there is none, for example while Python exits."""
     frame = user_frame(sys._getframe())
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
 
 
 def warn(message: str, *, line: Line | None = None) -> None:
-    """line: where to point if no line of the script is running."""
+    """Warn at the user's line, or at `line` if no line of the script is running."""
     frame = user_frame(sys._getframe())
-    seen: dict[Any, Any] | None = None  # torch's and Python's way to show a warning once per line
+    seen: dict[Any, Any] | None = None  # the registry with which Python shows a warning once per line
     if frame is not None:
         line, seen = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals.setdefault("__warningregistry__", {})
     file, number = line or ("fleetx", 0)
@@ -34,7 +34,7 @@ def warn(message: str, *, line: Line | None = None) -> None:
 
 
 def user_frame(frame: FrameType) -> FrameType | None:
-    """The script's innermost frame, of this one and its callers."""
+    """The innermost frame of the script, among this frame and its callers."""
     return next((each for each, _ in walk_stack(frame) if is_users(each)), None)
 
 

@@ -22,7 +22,7 @@ _JOIN_SECONDS = 5.0  # work that takes longer is waiting for a rank that is gone
 class WorkerThread:
     """`submit(work)` returns a future of the work's result or exception.
 
-    If the work returns a future, for example by submitting to another thread, the first future completes with it.
+    If the work itself returns a future, for example by submitting to another thread, the first one completes with it.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -46,14 +46,14 @@ class WorkerThread:
             del item  # or its tensors would stay alive until the next item arrives
 
     def drain(self) -> None:
-        """Wait until what was submitted has run, so that it has submitted to other threads what it passes on."""
+        """Wait until all submitted work has run, and so has submitted its follow-up work to other threads."""
         if self._thread is not None and self._thread.is_alive():
             ran = threading.Event()
             self._queue.put((ran.set, Future()))
             ran.wait(_JOIN_SECONDS)
 
     def stop(self) -> None:
-        """Finish what was submitted, then end the thread.
+        """Finish all submitted work, then end the thread.
 
         A thread that is still inside a collective when its process group is destroyed would abort the process.
         """

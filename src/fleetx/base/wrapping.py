@@ -1,6 +1,6 @@
-"""Wrap the forward of single modules. Types and names stay the same, and copies of the model are plain.
+"""Wrap the forward of individual modules. Types and names stay the same, and copies of the model are not wrapped.
 
-Several parts may wrap the same module, in any order: the layer decides which wrapper is inside.
+Several parts may wrap the same module, in any order: the layer decides which wrapper is the inner one.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def unwrap(modules: Iterable[nn.Module]) -> None:
 def _restore(module: nn.Module) -> None:
     del module.__dict__[_AROUND]
     if not _installed(module):
-        return  # patched by somebody else since
+        return  # something else has patched it since
     before = module.__dict__.pop("forward").__func__.before
     if before is not None:
         module.forward = before
 
 
 def _installed(module: nn.Module) -> bool:
-    """A copy of a wrapped module keeps the forward that looks for wrappers, but has none."""
+    """Is our forward installed? A copy of a wrapped module also has it, but no wrappers for it to call."""
     return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), "before")
 
 

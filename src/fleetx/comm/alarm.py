@@ -1,4 +1,4 @@
-"""What is said about a rank that is lost, late or gone: who, where, what it was doing, since when, what to check."""
+"""Messages about a rank that is lost, late or gone: which one, where, doing what, for how long, what to check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleetx.comm.hub import SILENT
 from fleetx.comm.world import listed
 from fleetx.errors import FleetxError
 
-# What torch says if a peer is gone. Everything else is an error of this rank itself.
+# What torch's errors say if a peer is gone. Any other error is this rank's own.
 _NETWORK = re.compile(
     r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|Timed out|timed out|remote process exited|TCPStore|"
     r"Socket|wait timeout|pair closure",
@@ -26,7 +26,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def saw(error: BaseException) -> str:
-    """What torch said, without the place in its source and its general advice."""
+    """torch's message, without its source locations and general advice."""
     text = re.sub(r"^(\[[^\]]*\] )+", "", str(error).strip().splitlines()[0])
     return text.partition(". ")[0]
 
@@ -72,7 +72,7 @@ def place(found: dict[str, Any]) -> str:
 
 
 def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
-    """A rank that others have been waiting for, but which is alive."""
+    """A rank is alive, but keeps the others waiting."""
     host = waiting["host"]
     who = f"{listed(waiting['late'])} ({host})" if len(waiting["late"]) > 1 else f"rank {waiting['rank']} on {host}"
     seconds, where = f"{waiting['seconds']:.0f} s", place(waiting)
@@ -82,7 +82,7 @@ def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
 
 
 def standstill(places: list[dict[str, Any]], seconds: float) -> str:
-    """All ranks are alive, and none moves."""
+    """All ranks are alive, but none makes progress."""
     who = "; ".join(f"rank {found['rank']} on {found['host']} is {place(found)}" for found in places)
     return (
         f"no rank has moved for {seconds:.0f} s: {who}. None computes, and nothing is on the network, so they wait for "
@@ -91,7 +91,7 @@ def standstill(places: list[dict[str, Any]], seconds: float) -> str:
 
 
 def unexplained(doing: str, *, here: int, timeout: bool) -> str:
-    """The network failed, and yet every rank is there."""
+    """The network failed, although every rank is alive."""
     where = f" in {doing}" if doing else ""
     if timeout:
         return (
@@ -114,7 +114,7 @@ def ended(left: dict[int, int], *, here: int, updates: int) -> str:
 
 
 def add_hint(error: BaseException) -> None:
-    """Say what torch's words about shards mean, where fleetx could not: the model was not called."""
+    """Explain torch's error about shards where fleetx could not raise its own, because the model was not called."""
     said = any("fleetx" in note for note in getattr(error, "__notes__", ()))
     if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error) and not said:
         error.add_note(

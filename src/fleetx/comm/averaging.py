@@ -38,7 +38,7 @@ def average_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def buckets(tensors: Sequence[Tensor], most: float = BUCKET_BYTES) -> Iterator[list[int]]:
-    """The positions of tensors that go into one bucket: of one dtype, and of so many bytes at most.
+    """Yield the positions of the tensors in each bucket: one dtype, at most `most` bytes (a larger tensor is alone).
 
     A complex tensor counts as a real one with another dimension.
     """
@@ -60,7 +60,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A flat buffer as tensors of the shapes that were packed into it."""
+    """Views into a flat buffer, with the shapes of the tensors that were packed into it."""
     return [v.view_as(t) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """FLEETX_DEBUG=collectives: before every collective of the script, the ranks compare what they are about to do.
 
-gloo mixes up calls that differ in order, reduction or type without an error, and aborts the process if small tensors
-differ in size. Collectives of fleetx are in order by construction and are not compared. Slow: for debugging only.
+gloo silently mixes up calls that differ in order, reduction or type, and aborts the process if small tensors differ in
+size. fleetx's own collectives are in order by construction and are not compared. Slow: for debugging only.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ COLLECTIVES = (
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all_single", "barrier",
 )  # fmt: skip
-_calls: Counter[str] = Counter()  # of each group
+_calls: Counter[str] = Counter()  # in each group
 POLL = 0.005
 
 
 def start(timeout: timedelta) -> None:
-    """Compare from now on, if the user asks for it."""
+    """Start comparing, if the user asks for it."""
     asked = os.environ.get(SWITCH, "")
     if asked not in ("", "0", "collectives"):
         raise UsageError(f"{SWITCH}={asked}: must be collectives")

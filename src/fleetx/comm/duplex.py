@@ -1,8 +1,8 @@
 """All-to-all and all-gather that use both directions of a link at the same time.
 
-gloo sends data once the receiver has announced that it is ready, over the same connection. Its own all-to-all and
+gloo sends data only once the receiver has announced, over the same connection, that it is ready. Its own all-to-all and
 all-gather start to send before they announce what they will receive, so the announcement waits behind the data: the
-other rank begins when this one is done, and the link carries one direction at a time. Here, receives come first.
+other rank cannot begin until this one is done, and the link carries one direction at a time. Here, receives come first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_to_all(rows: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(mine: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks, by rank. In a ring, so that few of them cross the links between hosts."""
+    """The rows of all ranks, by rank. Uses a ring, so that few of them cross the links between hosts."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     out = mine.new_empty(ranks * len(mine), *mine.shape[1:])
     if not _by_gloo(mine, group):
@@ -52,7 +52,7 @@ def all_gather(mine: Tensor, group: Group) -> Tensor:
 
 
 def _wait(work: dist.Work | None) -> None:
-    assert work is not None  # a rank of the group is calling
+    assert work is not None  # this rank is a member of the group
     work.wait()
 
 

@@ -1,23 +1,23 @@
-"""The hub: what the watcher of rank 0 does for everybody. It decides which rank was lost first, and tells all watchers.
+"""The hub, which runs in the watcher of rank 0. It decides which rank was lost first, and tells all watchers.
 
     beat                              where a rank is in its training, and how long it has been there
-    left, follows, gave up, raised    how a rank says that it ends
+    left, follows, gave up, raised    a rank announces that it ends
     killed, stopped                   what its watcher saw
-    doubt                             a rank has lost a connection: is somebody lost? Answered once every rank that is
-                                      not known to have ended has spoken since, which a dying rank cannot
+    doubt                             a rank has lost a connection: is any rank lost? Answered once every rank that is
+                                      not known to have ended has replied, which a dying rank cannot do
 
-No torch here: `watcher.py` imports it without the package.
+No torch here: `watcher.py` imports this file without the package.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 SILENT = 4.6  # seconds that a watcher may be silent
-WAITING = 4.2  # seconds after which a rank that others wait for is named
-IDLE = 1.4  # seconds of these in which no rank may compute, or have anything on the network, to call it a standstill
-SHOWN = 8  # ranks whose places are told then: a message is not to grow with the job
+WAITING = 4.2  # seconds after which a rank that others wait for is reported
+IDLE = 1.4  # a standstill also needs this many seconds in which no rank computes or has anything on the network
+SHOWN = 8  # ranks listed in a report of a standstill: the message must not grow with the job
 CONNECT = 30.0  # seconds to reach the hub
-LAST_WORDS = ("raised", "gave up", "killed", "stopped")  # of a rank that the others must hear about
+LAST_WORDS = ("raised", "gave up", "killed", "stopped")  # ways to end that the other ranks must hear about
 
 
 class Rank:
@@ -26,10 +26,10 @@ class Rank:
     def __init__(self, host: str):
         self.host = host
         self.beat: dict[str, Any] = {}
-        self.silent = 0.0  # seconds since it was last heard of, not counting those in which the hub slept
+        self.silent = 0.0  # seconds since its last message, not counting those in which the hub slept
         self.ports: list[int] = []
         self.ended = False
-        self.longest = 0.0  # seconds that it has stayed in one place before
+        self.longest = 0.0  # the most seconds that it has stayed in one place before
 
     def hear(self, message: dict[str, Any]) -> None:
         if self.beat and message["progress"] != self.beat["progress"]:
@@ -48,8 +48,8 @@ class Hub:
         self.size, self.send = size, send
         self.ranks: dict[int, Rank] = {}
         self.verdict: dict[str, Any] | None = None
-        self.noticed: dict[Any, float] = {}  # which ranks were named as late, and when they are named again
-        self.doubts: dict[int, tuple[int, set[int]]] = {}  # of whom: the number of the question, who has yet to answer
+        self.noticed: dict[Any, float] = {}  # what was reported, and after how many seconds to report it again
+        self.doubts: dict[int, tuple[int, set[int]]] = {}  # by asking rank: its question's number, who has yet to reply
         self.age = 0.0  # seconds
 
     def join(self, number: int, host: str) -> None:
@@ -69,7 +69,7 @@ class Hub:
         rank.silent = 0.0
         if "beat" in message:
             rank.hear(message)
-            self.send(number, {})  # by which the other side knows that the hub is there
+            self.send(number, {})  # tells the watcher that the hub is alive
         elif "ask" in message:
             self.send(number, {"table": {n: r.beat.get("progress", 0) for n, r in self.ranks.items()}})
         elif "doubt" in message:
@@ -116,7 +116,7 @@ class Hub:
 
     # --- the clock --------------------------------------------------------------------------------
     def look(self, passed: float) -> None:
-        """Some seconds have passed: who is silent, and who is late?"""
+        """Find the ranks that are silent or late, after `passed` more seconds."""
         self.age += passed
         for number, rank in list(self.ranks.items()):
             rank.silent += passed
@@ -139,7 +139,7 @@ class Hub:
         return {"rank": n, "host": there[n].host, "late": late, "seconds": min(waiting), **there[n].place()}
 
     def _notice(self) -> None:
-        """Name the ranks that others have been waiting for."""
+        """Report ranks that have kept others waiting for too long."""
         found = self._late() if self.verdict is None else None
         if found is None:
             self._standstill()
@@ -153,7 +153,7 @@ class Hub:
         self.tell_all({"waiting": found})
 
     def _standstill(self) -> None:
-        """Do all ranks wait in the same place of the training, for each other?"""
+        """Report if all ranks are at the same point of the training, waiting for each other."""
         there = {n: r for n, r in self.ranks.items() if r.beat and not r.ended}
         if self.verdict is not None or len(there) < self.size:
             return

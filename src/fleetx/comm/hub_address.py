@@ -1,6 +1,6 @@
-"""How the watchers of the ranks find each other: through the store, before the first collective of fleetx.
+"""How the watchers of the ranks find each other: through the store, before fleetx's first collective.
 
-The main thread waits for it, for milliseconds: a rank that is lost from then on has a watcher that can say so.
+The main thread waits for this, for milliseconds: any rank that is lost afterwards has a watcher that can report it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL = 0.02  # seconds
 
 
 def find(world: World, store: Any) -> tuple[dict[str, Any], socket.socket | None]:
-    """The first message for the watcher of this rank; on rank 0 also the socket at which it waits for the others."""
+    """The first message for the watcher of this rank; on rank 0 also the socket on which it accepts the others."""
     name = socket.gethostname()
     try:
         store.set(f"fleetx/host/{world.rank}", json.dumps([name, _machine()]))
@@ -45,7 +45,7 @@ def find(world: World, store: Any) -> tuple[dict[str, Any], socket.socket | None
 
 
 def _read(store: Any, key: str, rank: int, world: World) -> bytes:
-    """What another rank writes in fleet.init."""
+    """Wait for what another rank writes in fleet.init."""
     end, pause = time.monotonic() + world.timeout.total_seconds(), 0.0002
     while not store.check([key]):
         if time.monotonic() > end:
@@ -69,7 +69,7 @@ def _listen(addresses: list[str], size: int) -> socket.socket:
 
 
 def _machine() -> str:
-    """What processes share that can reach each other on loopback: the kernel and its network namespace."""
+    """The kernel and network namespace: the same for processes that can reach each other on loopback."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     except OSError:

@@ -1,6 +1,6 @@
 """What the kernel knows about a process: is it alive, is it stopped, to which ports is it connected? No torch here.
 
-Where there is no /proc, it knows nothing: nobody is stopped, and nothing is connected.
+Without /proc, nothing is known: no process counts as stopped, and no port as connected.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-# Offset of tcpi_bytes_sent in Linux' struct tcp_info; tcpi_bytes_retrans, those that were sent again, follows.
+# Offset of tcpi_bytes_sent in Linux's struct tcp_info; tcpi_bytes_retrans, the bytes that were resent, follows.
 _BYTES_SENT = 200
 
 
 def readable(files: Any, seconds: float) -> list[Any]:
-    """The files (numbers, or objects that have one) from which something can be read by then."""
+    """The files (descriptors, or objects that have one) that become readable within `seconds`."""
     poll, known = select.poll(), {}
     for one in files:
         if one is not None:
@@ -34,23 +34,23 @@ def pidfd(pid: int) -> int | None:
 
 
 def parent_alive(pid: int, file: int | None) -> bool:
-    """Is the process alive that started this one? file: its pidfd, if there is one."""
+    """Is the process that started this one still alive? file: its pidfd, if there is one."""
     return os.getppid() == pid if file is None else not readable([file], 0)
 
 
 def stopped(pid: int) -> bool:
-    """By a signal, or by a debugger."""
+    """Is the process stopped, by a signal or a debugger?"""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """That the process has computed, in all of its threads."""
+    """CPU time of the process, over all its threads; None if it is not known."""
     user_and_system = _stat(pid)[11:13]
     return sum(map(int, user_and_system)) / os.sysconf("SC_CLK_TCK") if user_and_system else None
 
 
 def queued(pid: int) -> bool:
-    """Has the process bytes to send or to read over TCP?"""
+    """Does the process have bytes to send or to read over TCP?"""
     return any(queues != "00000000:00000000" for *_, queues in _sockets(pid))
 
 
@@ -61,21 +61,21 @@ def memory_kills() -> int:
 
 
 def listening(pid: int) -> list[int]:
-    """The ports on which a process listens on one address, as gloo does."""
+    """The ports on which a process listens on a single address, not on all of them, as gloo does."""
     found = _sockets(pid)
     return sorted({port for _, state, host, port, _, _ in found if state == "0A" and int(host, 16)})
 
 
 def connections() -> list[tuple[int, int, int]]:
-    """(file, local port, remote port) of the TCP connections of this process."""
+    """(file descriptor, local port, remote port) of the TCP connections of this process."""
     return [(file, local, remote) for file, state, _, local, remote, _ in _sockets(os.getpid()) if state != "0A"]
 
 
 def tcp_files() -> dict[int, int]:
-    """The files of the TCP connections of this process, by their inodes."""
+    """The file descriptors of the TCP connections of this process, by inode."""
     found: dict[int, int] = {}
     for inode, file in _socket_files(os.getpid()).items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:  # if not closed meanwhile
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:  # it may be closed by now
             if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                 found[inode] = file
     return found
@@ -84,12 +84,12 @@ def tcp_files() -> dict[int, int]:
 def bytes_sent(files: Mapping[int, int] | None = None) -> dict[int, int]:
     """Bytes that this process has sent over each of its open TCP connections, as the kernel counts them.
 
-    files: over these only, as `tcp_files` found them, which takes most of the time.
+    files: count only these, found by `tcp_files`; finding them takes most of the time.
     """
     found: dict[int, int] = {}
     for inode, file in (tcp_files() if files is None else files).items():
         try:
-            if os.fstat(file).st_ino != inode:  # closed, and another file has its number
+            if os.fstat(file).st_ino != inode:  # closed, and its descriptor was reused
                 continue
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=file)
             try:
@@ -99,12 +99,12 @@ def bytes_sent(files: Mapping[int, int] | None = None) -> dict[int, int]:
         except OSError:
             continue
         sent, again = struct.unpack_from("QQ", info, _BYTES_SENT)
-        found[inode] = sent - again  # on a busy machine even loopback sends some again
+        found[inode] = sent - again  # on a busy machine, even loopback resends some
     return found
 
 
 def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
-    """(file, state, local host, local port, remote port, "tx:rx" queues) of the TCP sockets of a process."""
+    """(file descriptor, state, local host, local port, remote port, "tx:rx" queues) of a process's TCP sockets."""
     files, found = _socket_files(pid), []
     for table in ("tcp", "tcp6"):
         for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
@@ -117,11 +117,11 @@ def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
 
 
 def _socket_files(pid: int) -> dict[int, int]:
-    """The numbers of the files of a process that are sockets, by their inodes."""
+    """The file descriptors of a process that are sockets, by inode."""
     files = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed by now
                 target = os.readlink(f"/proc/{pid}/fd/{name}")
                 if target.startswith("socket:["):
                     files[int(target[8:-1])] = int(name)
@@ -129,7 +129,7 @@ def _socket_files(pid: int) -> dict[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says about a process, from its state on."""
+    """The fields of /proc/PID/stat, starting with the state."""
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 

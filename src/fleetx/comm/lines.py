@@ -9,18 +9,18 @@ LONGEST = 1 << 20  # bytes of one line
 
 
 class Lines:
-    """A socket that carries lines of JSON. limit: of bytes that may wait for the end of their line."""
+    """A socket that carries lines of JSON. limit: how many bytes of an unfinished line to keep."""
 
     def __init__(self, connection: socket.socket, limit: int = LONGEST):
         self.socket, self.limit, self._rest = connection, limit, b""
         connection.setblocking(True)
-        connection.settimeout(2.0)  # for sending: who does not read for that long is lost
+        connection.settimeout(2.0)  # for sending: a peer that does not read for that long is lost
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # reading finds out
+        with contextlib.suppress(OSError):  # reading detects it
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
@@ -36,6 +36,6 @@ class Lines:
             return None
         try:
             messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # no JSON, or nested too deeply
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None

@@ -10,7 +10,7 @@ _said: set[str] = set()
 
 
 def say_once(text: str) -> None:
-    """Print on the first worker."""
+    """Print a text once, on the first worker only."""
     if text not in _said and from_environment().rank == 0:
         print(f"fleetx: {text}", file=sys.stderr, flush=True)
     _said.add(text)

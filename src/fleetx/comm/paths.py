@@ -20,7 +20,7 @@ from fleetx.comm import duplex
 from fleetx.comm.world import World
 
 Group = dist.ProcessGroup | None
-PIECE_BYTES = 4 * 1024 * 1024  # of a buffer on its way through a hierarchy
+PIECE_BYTES = 4 * 1024 * 1024  # the pieces in which a buffer passes through a hierarchy
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Path:
     """The interface of a path."""
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
-        """Start replacing a buffer by its sum over the ranks."""
+        """Start replacing a buffer with its sum over the ranks."""
         raise NotImplementedError
 
     def gather(self, message: Tensor) -> list[Tensor]:
@@ -42,12 +42,12 @@ class Path:
         raise NotImplementedError
 
     def gather_equal(self, message: Tensor) -> Tensor:
-        """As `gather`, for messages that have the same length on all ranks: a row per rank, without reading lengths."""
+        """Like `gather`, for messages of equal length on all ranks: one row per rank; no lengths are exchanged."""
         raise NotImplementedError
 
     # --- for coded values: all of these block, so call them on a WorkerThread, all but `inward` on the same one ---
     ends = 1  # ranks that exchange coded values
-    end = 0  # which of them this rank is, or leads to
+    end = 0  # which of them this rank or its leader is
     leads = True  # is this rank one of them?
 
     def inward(self, buffer: Tensor) -> None:
@@ -73,7 +73,7 @@ class Path:
 
 
 class FlatPath(Path):
-    """The all-reduce of the backend, over all ranks."""
+    """The backend's own all-reduce, over all ranks."""
 
     def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
         self._world, self._group, self._messages, self._traffic = world, group, messages, traffic
@@ -105,11 +105,11 @@ class FlatPath(Path):
 class HierarchicalPath(Path):
     """Reduce within each group of consecutive ranks, all-reduce between their leaders, broadcast within each group.
 
-    Each of the three has its own process group, and a buffer passes through them in pieces. So one piece can travel
-    between the leaders while the next is being reduced and the last is being broadcast. The leaders' all-reduce is
-    asynchronous, and gloo works on two at a time: in the middle of one, each rank waits and the link would be idle.
+    Each of the three has its own process group, and a buffer passes through them in pieces, so one piece can travel
+    between the leaders while the next is reduced and the previous one is broadcast. The leaders' all-reduce is
+    asynchronous, and gloo works on two at a time: halfway through one, each rank waits and the link would be idle.
 
-    equal: the ranks of a group hold the same values, and each group counts once. Then nothing is reduced within it.
+    equal: the ranks of a group hold the same values, so each group counts once, and nothing is reduced within it.
     """
 
     def __init__(self, world: World, size: int, traffic: Traffic, *, equal: bool, messages: bool):
@@ -203,7 +203,7 @@ class HierarchicalPath(Path):
 
 
 class Network:
-    """What parts ask for at set-up, and the paths that follow from it."""
+    """What parts ask for at set-up, and the resulting paths."""
 
     def __init__(self, world: World):
         self.world = world
@@ -219,7 +219,7 @@ class Network:
 
     @property
     def plain(self) -> bool:
-        """Can DDP's own all-reduce do it?"""
+        """Is DDP's own all-reduce enough?"""
         return self.communicators == 1 and self.inside == 1
 
     @property
@@ -244,7 +244,7 @@ class Network:
             path.close()
 
     def clone_groups(self) -> Network:
-        """The same paths with process groups of their own, so that slow work there does not block here.
+        """The same paths with their own process groups, so that slow work there does not block this network.
 
         Every rank must call it.
         """
@@ -257,7 +257,7 @@ class Network:
         return other
 
     def part(self, world: World) -> Network:
-        """A flat network of some of the ranks, which closes with this one. Every rank must call it for its own."""
+        """A flat network of some of the ranks, closed with this one. Every rank must call it with its own world."""
         other = Network(world)
         other.open()
         self._beside.append(other)
@@ -308,7 +308,7 @@ def inside_hosts(hosts: Sequence[Any]) -> int:
 
 
 def _my_group(groups: list[list[int]], world: World) -> Group:
-    made = [world.group(ranks) for ranks in groups]  # every rank must help to make every group
+    made = [world.group(ranks) for ranks in groups]  # every rank must take part in making every group
     return made[next(i for i, ranks in enumerate(groups) if world.rank in ranks)]
 
 

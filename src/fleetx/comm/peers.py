@@ -1,11 +1,11 @@
 """Which rank died, has left or is elsewhere? The network only says "Connection closed by peer"; this names the rank.
 
-    heartbeat   a process beside each rank watches it and hears of the others (`watcher.py`, `watch.py`)
-    farewell    a rank that ends says so: normally after how many updates, or with which error
-    meeting     a rank that enters a call which all ranks must make writes that down, and waits for the others
+    heartbeat   a process beside each rank watches it and hears about the others (`watcher.py`, `watch.py`)
+    farewell    a rank that ends tells the others: after how many updates, or with which error
+    meeting     a rank that enters a call that all ranks must make records it, and waits for the others
 
-An error of the network becomes a WorldError that names the rank: where fleetx can catch it (`naming`), and otherwise
-when it leaves the script.
+A network error becomes a WorldError that names the rank: where fleetx can catch it (`naming`), or else when it leaves
+the script.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import FleetxError, UsageError, WorldError
 
-POLL = 0.02  # seconds between two looks at where the others are
-ASK = 0.5  # seconds between two questions how far the others are
-PATIENCE = 40.0  # seconds for the other ranks to answer after an error of the network; mostly it takes milliseconds
+POLL = 0.02  # seconds between checks of where the others are
+ASK = 0.5  # seconds between requests for the progress of the others
+PATIENCE = 40.0  # seconds for the other ranks to answer after a network error; usually it takes milliseconds
 
 
 def start(world: World) -> None:
-    """From now on, watch the other ranks, say how this one ends, and explain errors that another one caused."""
+    """From now on, watch the other ranks, tell them how this one ends, and explain errors that another one caused."""
     session = current()
     if session.peers is None and world.size > 1:
         session.peers = Peers(world)
@@ -42,9 +42,9 @@ def start(world: World) -> None:
 
 
 def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) -> None:
-    """Wait until every rank, or each of these, makes this call; raise an error within seconds if one does not.
+    """Wait until every rank, or each of `ranks`, makes this call; raise an error within seconds if one does not.
 
-    otherwise: what to do if another rank trains on.
+    otherwise: the error's advice if another rank continues to train instead.
     """
     if (peers := current().peers) is not None:
         otherwise = otherwise or f"every rank must call {call}, so do not call it under `if fleet.is_first_worker()`"
@@ -52,14 +52,14 @@ def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) 
 
 
 def announce(call: str) -> None:
-    """This rank is about to wait in a call that only some ranks may make: whoever waits for it elsewhere is told."""
+    """Record that this rank is about to wait in a call that others may not make: ranks that wait elsewhere see it."""
     if (peers := current().peers) is not None:
         peers.announce(call)
 
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Turn an error of the network into one that names the rank which caused it."""
+    """Turn a network error into one that names the rank that caused it."""
     try:
         yield
     except FleetxError:
@@ -78,18 +78,18 @@ class Peers:
     def __init__(self, world: World):
         self._world = world
         self._watch = watch.of(world)
-        # What the others still know from an earlier session is behind everything in this one.
+        # Any progress that the others remember from an earlier session counts as less than any in this one.
         self._base = watch.next_session() << 40
         self._store = seams.default_store()
-        self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what they mean
-        self._said: set[int] = set()  # the ids of those that the others know
-        self._calls: dict[str, int] = {}  # of `meet`, by who meets
+        self._errors: list[tuple[BaseException, BaseException]] = []  # that left the script, and what is reported
+        self._said: set[int] = set()  # ids of the errors that the others were told of
+        self._calls: dict[str, int] = {}  # how many times `meet` was called, by who meets
         self._last: dict[str, str] = {}  # the counter of the last meeting, by who meets
         if world.rank == 0:
-            self._store.set("fleetx/session", secrets.token_hex(4))  # what another training wrote is out of date
+            self._store.set("fleetx/session", secrets.token_hex(4))  # outdates what other trainings wrote
         self._excepthook, self._pid = sys.excepthook, os.getpid()
         sys.excepthook = self
-        # After the process group was made, so that it runs before the group is destroyed.
+        # Registered after the process group was made, so that it runs before the group is destroyed.
         atexit.register(self._say_farewell)
 
     def mark(self, progress: int, steps: int, doing: str) -> None:
@@ -97,7 +97,7 @@ class Peers:
             self._watch.mark(self._base + progress, steps, doing)
 
     def stop(self) -> None:
-        """Undo everything: for `fleet.release` of the last model. Only the watcher stays until the process ends."""
+        """Undo everything when `fleet.release` releases the last model. Only the watcher runs until Python exits."""
         self.mark(current().progress, current().steps, "")
         atexit.unregister(self._say_farewell)
         if sys.excepthook is self:
@@ -115,7 +115,7 @@ class Peers:
 
     # --- errors -----------------------------------------------------------------------------------
     def explained(self, error: BaseException) -> BaseException:
-        """The error itself, or a WorldError with the rank that caused it."""
+        """The error itself, or a WorldError that names the rank that caused it."""
         seen = self._watch
         if seen is None or not alarm.is_network(error):
             return error
@@ -132,10 +132,10 @@ class Peers:
         )
 
     def leaving(self, error: BaseException) -> BaseException:
-        """An error leaves the script: what to report instead.
+        """What to report for an error that leaves the script.
 
-        fleetrun calls it as well, and writes the error down before the excepthook tells the others: their errors follow
-        this one, and must not be found alone.
+        fleetrun also calls this, and records the error before the excepthook tells the others: their errors follow from
+        this one, and must not be found without it.
         """
         known = next((named for one, named in self._errors if error in (one, named)), None)
         if known is not None:
@@ -174,16 +174,16 @@ class Peers:
         ranks = range(self._world.size) if ranks is None else ranks
         self.announce(call, who)
         number = self._calls[who] = self._calls.get(who, 0) + 1
-        count = f"{self._session}/met/{who}/{number}/{call}"  # one number to ask for, whatever the size of the world
+        count = f"{self._session}/met/{who}/{number}/{call}"  # a single counter to poll, whatever the size of the world
         self._store.add(count, 1)
         current().mark(call)
         try:
             self._wait_for_all(call, otherwise, ranks, who, count)
         except FleetxError:
             self._store.add(count, -1)
-            self._calls[who] -= 1  # this one does not take place
+            self._calls[who] -= 1  # this meeting does not take place
             raise
-        if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last one
+        if ranks[0] == self._world.rank and who in self._last:  # everyone has left the last meeting
             self._store.delete_key(self._last[who])
         self._last[who] = count
 
@@ -204,9 +204,9 @@ class Peers:
                 raise WorldError(
                     f"rank {here} waited {self._world.timeout} in {call} for the others: every rank must call it"
                 )
-            if waited > ASK:  # all is well in most cases: look at each rank only now
+            if waited > ASK:  # usually all is well: look at each rank only now
                 problem = next(filter(None, (self._elsewhere(rank, call, otherwise, who) for rank in ranks)), "")
-                if problem and self._store.add(count, 0) < len(ranks):  # they have not come meanwhile
+                if problem and self._store.add(count, 0) < len(ranks):  # they still have not come
                     raise UsageError(problem)
                 if self._watch is not None and waited - asked > ASK:
                     asked = waited
@@ -215,7 +215,7 @@ class Peers:
             pause = min(2 * pause, POLL)
 
     def _elsewhere(self, rank: int, call: str, otherwise: str, who: str) -> str:
-        """What another rank does instead of making this call; empty while it may still come."""
+        """What another rank does instead of making this call; empty while it may still make it."""
         key = f"{self._session}/call/{who}/{rank}"
         number, _, name = (self._store.get(key).decode() if self._store.check([key]) else "0 none").partition(" ")
         where = f"rank {self._world.rank} is in {call}, but rank {rank}"
@@ -231,7 +231,7 @@ class Peers:
 
 
 def _caused(text: str, last_words: str) -> WorldError:
-    """An error of this rank that another one caused. The others are not told that this rank raised it."""
+    """An error on this rank that another rank caused. The others are not told that this rank raised it."""
     error = WorldError(text)
     error.last_words = last_words  # type: ignore[attr-defined]
     return error

@@ -13,7 +13,7 @@ from fleetx.errors import WorldError
 
 @dataclass(frozen=True)
 class Place:
-    """One process of `size`. `master` is the host:port of the rendezvous; empty: torch's own variables have it."""
+    """One process of `size`. `master` is the host:port of the rendezvous; if empty, torch's own variables have it."""
 
     rank: int = 0
     size: int = 1
@@ -24,7 +24,7 @@ class Place:
 
 
 def from_environment(env: Mapping[str, str] = os.environ) -> Place:
-    """The place that a launcher gave this process; without one, a world of one."""
+    """The place that a launcher gave this process; without a launcher, a world of one."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torch(env)
     if "PADDLE_TRAINER_ID" in env:
@@ -37,7 +37,7 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def several_nodes(env: Mapping[str, str]) -> str:
-    """The variable with which a scheduler speaks of several nodes, if none of them says which worker this is."""
+    """The scheduler's variable that announces several nodes, or "". Such variables do not say which worker this is."""
     for name, one in (("PET_NNODES", "1"), ("SKYPILOT_NUM_NODES", "1"), ("SM_HOSTS", "")):
         value = env.get(name, one)
         if value != one and (one or "," in value):
@@ -86,7 +86,7 @@ def _from_paddle(env: Mapping[str, str]) -> Place:
 def _from_slurm(env: Mapping[str, str]) -> Place:
     rank, size = _rank_and_size(env, "SLURM_PROCID", _slurm_tasks(env))
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
-    # All tasks of a job must arrive at the same port without communicating: derive it from the job's number.
+    # All tasks of a job must choose the same port without communicating: derive it from the job's number.
     port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
     return Place(
         rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1
@@ -97,7 +97,7 @@ def _slurm_tasks(env: Mapping[str, str]) -> str:
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
 
 
-# Of Open MPI, and of MPICH and Intel MPI: rank, size, rank and number on this machine, and what mpirun calls the job.
+# Variables of Open MPI, and of MPICH and Intel MPI: rank, size, rank and size on this machine, and mpirun's job id.
 _MPI = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
      "OMPI_MCA_ess_base_jobid"),
@@ -106,9 +106,9 @@ _MPI = [
 
 
 def _inside_of_step(env: Mapping[str, str], rank_name: str, size_name: str) -> bool:
-    """Did mpirun start this process inside of a step? It starts its own daemons with srun, too.
+    """Did mpirun start this process inside a step? mpirun also starts its own daemons with srun.
 
-    srun itself sets PMI_*, to its own numbers, and nothing of Open MPI.
+    srun itself sets PMI_* to its own rank and size, and none of Open MPI's variables.
     """
     return not rank_name.startswith("PMI") or env.get(size_name) != env.get(_slurm_tasks(env))
 

@@ -1,8 +1,8 @@
 """The session of this process: the world it joined, the strategy it declared, and the models it trains.
 
-What fleetx remembers about them between two calls of a training script is in the one object that `current()` returns.
-What belongs to the process group outlives a session: the groups made from it (`comm/world.py`) and the number of
-comparisons of data (`data/rank_share.py`). The default programs of Paddle scripts are in `paddle/static/programs.py`.
+Everything that fleetx remembers about them between two calls of a training script is in the object that `current()`
+returns. What belongs to the process group outlives a session: the groups made from it (`comm/world.py`) and the number
+of data comparisons (`data/rank_share.py`). The default programs of Paddle scripts are in `paddle/static/programs.py`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ class Session:
     world: World | None = None
     strategy: DistributedStrategy | None = None  # given to fleet.init
     entries: weakref.WeakKeyDictionary[Any, Entry] = field(default_factory=weakref.WeakKeyDictionary)
-    pending: dict[str, Any] = field(default_factory=dict)  # of distributed_model and distributed_optimizer
+    pending: dict[str, Any] = field(default_factory=dict)  # given to distributed_model and distributed_optimizer
     stepped: weakref.ref[Any] | None = None  # the engine of the last optimizer.step()
-    steps: int = 0  # of all optimizers: the same number on all ranks
-    inside: int = 0  # forwards and backwards since, in which the ranks communicate
-    unfinished: list[Undone] = field(default_factory=list)  # by models that are gone
+    steps: int = 0  # of all optimizers together; the same number on all ranks
+    inside: int = 0  # since the last step: forwards and backwards in which the ranks communicate
+    unfinished: list[Undone] = field(default_factory=list)  # left by models that are gone
     checks: Any = None  # what `fleet.init` was given, or the defaults: `engine.numbers.Checks`
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
-    recorder: Any = None  # `record.recorder`: what happens in this run; None: nobody wants to know
+    recorder: Any = None  # `record.recorder`: what happens in this run; None: not recorded
 
     @property
     def progress(self) -> int:
-        """Grows with the training. Two ranks that make the same call in their scripts have the same number then."""
+        """Grows with the training. Ranks that are at the same call of the script have the same progress."""
         return (self.steps << 20) + self.inside
 
     def mark(self, doing: str, *, inside: bool = False, run: Any = None) -> None:
-        """This rank is doing something else now, in which the ranks communicate (`inside`). The others can see it.
+        """Show the other ranks what this rank is doing now.
 
+        inside: do the ranks communicate in it?
         run: the training whose batch enters the model, or whose step is done.
         """
         self.inside += inside
@@ -77,12 +78,12 @@ class Session:
             self.peers.check()
 
     def gradient(self, run: Any) -> None:
-        """The gradients of a round are final."""
+        """Record that the gradients of a round are final."""
         if self.recorder is not None:
             self.recorder.gradient(run)
 
     def note(self, what: str, text: str = "") -> None:
-        """For the record of this run."""
+        """Add a note to the record of this run."""
         if self.recorder is not None:
             self.recorder.note(what, text)
 
@@ -92,7 +93,7 @@ class Session:
         return self.world
 
     def find(self, which: Any = None) -> Any:
-        """The engine of a model or an optimizer; without either, the only one there is."""
+        """The engine of a model or an optimizer; without an argument, the only engine there is."""
         if which is not None:
             for engine in self.entries:
                 if which is engine.model or which is engine.optimizer:
@@ -138,7 +139,7 @@ class Session:
             self.peers = None
 
     def close(self) -> None:
-        """Release what holds the process group: a reducer that holds it when Python ends may abort the process."""
+        """Release what holds the process group: a reducer that holds it when Python exits may abort the process."""
         self._tell_unfinished()
         self.stop_recording()
         for engine in list(self.entries):
@@ -151,7 +152,7 @@ class Session:
         self.recorder = None
 
     def _tell_unfinished(self) -> None:
-        """A script that ends without an error and without fleet.flush() may lose its last steps."""
+        """Warn if a script ends without an error but loses its last steps, for lack of fleet.flush()."""
         failed = hasattr(sys, "last_value") or (self.peers is not None and self.peers.failed)
         left = self.unfinished + [undone for engine in list(self.entries) for undone in engine.unfinished()]
         if self.world is not None and self.world.rank == 0 and not failed:
@@ -171,7 +172,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def waits(call: Call) -> Call:
-    """Decorates a function in which this rank waits for others, for the record of the run."""
+    """Decorate a function in which this rank waits for others: its time goes into the record of the run."""
 
     @functools.wraps(call)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ def close() -> None:
 
 
 def reset() -> None:
-    """Forget everything, without leaving the process group. For tests and for processes that were forked."""
+    """Forget everything, without leaving the process group. For tests and forked processes."""
     global _session
     _session.stop_recording()
     if _session.peers is not None:

@@ -1,6 +1,6 @@
-"""This rank's end of its watcher (`watcher.py`): starts it, shows it where the training is, and hears what it finds.
+"""This rank's side of its watcher (`watcher.py`): starts it, shows it where the training is, and hears its findings.
 
-There is one per process group and process. It lives until Python ends, so that models can come and go.
+There is one per process group and process. It lives until Python exits, so that models can come and go.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fleetx.comm.world import World
 from fleetx.errors import WorldError
 
 GRACE = 5.0  # seconds that the main thread has to raise an error after its connections were cut
-OWN_GRACE = 0.5  # the same on the lost rank itself, if it was stopped and runs again: gloo may wait for ever there
+OWN_GRACE = 0.5  # the same on the lost rank itself, if it was stopped and runs again: gloo may wait forever there
 SWITCH = "FLEETX_WATCH"
 _PROGRAM = Path(__file__).with_name("watcher.py")
 _TORCH, _FLEETX = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_NEVER = 1 << 62  # the number of an answer to every question: there is no hub any more
+_NEVER = 1 << 62  # counts as the answer to every question: there is no hub any more
 
 
 class Watch:
@@ -44,13 +44,13 @@ class Watch:
         self.rank, self._size, self._world = world.rank, world.size, world
         self.store = seams.default_store()
         self.verdict: dict[str, Any] | None = None  # the rank that was lost
-        self.waiting: dict[str, Any] | None = None  # the rank that was last named as late
+        self.waiting: dict[str, Any] | None = None  # the rank that was last reported as late
         self.left: dict[int, int] = {}  # rank -> updates, of the ranks that ended normally
         self.table: dict[int, int] = {}  # rank -> progress, the last answer to `ask`
-        self.told = threading.Event()  # an error about the verdict is on its way
+        self.told = threading.Event()  # set when an error about the verdict is on its way
         self.ended = False  # has this rank said how it ends?
         self._arrived = threading.Condition()
-        self._questions, self._answered = 0, 0  # is somebody lost?
+        self._questions, self._answered = 0, 0  # numbers of the last question "is a rank lost?", and of the last answer
         self.doing = ""
         self._main = threading.main_thread()
         start, listener = hub_address.find(world, self.store)
@@ -61,7 +61,7 @@ class Watch:
             ours, theirs = socket.socketpair()
             files = [theirs.fileno(), file.fileno(), *([listener.fileno()] if listener is not None else [])]
             self._lines = Lines(ours)
-            self._lines.send(start)  # before the watcher runs: it has this even if this process dies at once
+            self._lines.send(start)  # before the watcher runs, so that it has this even if this process dies at once
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, files)],
                 pass_fds=files, stdin=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ class Watch:
 
     # --- what the rank says -----------------------------------------------------------------------
     def mark(self, progress: int, steps: int, doing: str) -> None:
-        """Show where the training is. Costs a microsecond."""
+        """Show where the training is. Takes a microsecond."""
         self.doing = doing
         PLACE.pack_into(self._memory, 0, progress, steps, time.monotonic(), doing.encode()[:32])
 
@@ -82,7 +82,7 @@ class Watch:
         self._lines.send(message)
 
     def ask(self, seconds: float) -> bool:
-        """Is a rank lost? True if there is an answer: a verdict, or the word of every other rank that it is there."""
+        """Ask whether a rank is lost. True if there is an answer: a verdict, or a reply from every other rank."""
         with self._arrived:
             self._questions += 1
         question = self._questions
@@ -92,7 +92,7 @@ class Watch:
             return self._arrived.wait_for(lambda: self.verdict is not None or self._answered >= question, seconds)
 
     def close(self) -> None:
-        """Before Python ends."""
+        """End the watcher, before Python exits."""
         if not self.ended:
             self.say({"left": 0})
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ class Watch:
             self._process.wait(timeout=2.0)
 
     def explained(self) -> str:
-        """The lost rank, in words."""
+        """The error message about the lost rank."""
         assert self.verdict is not None
         self.told.set()
         if self.verdict["how"] == "unwatched":
@@ -151,7 +151,7 @@ class Watch:
             )
 
     def _frame(self) -> FrameType | None:
-        """Of the main thread."""
+        """The current frame of the main thread."""
         return sys._current_frames().get(self._main.ident or 0)
 
     def _warn(self, text: str) -> None:
@@ -172,7 +172,7 @@ class Watch:
         """End this process if the main thread waits for the lost rank where no error can reach it."""
         while not self.told.wait(grace):
             before = _place(self._frame())
-            if before is None:  # it does something else, and will find out when it communicates
+            if before is None:  # it is not waiting, and will find out when it communicates
                 continue
             if self.told.wait(min(grace, 1.0)) or self.ended:
                 return
@@ -184,7 +184,7 @@ class Watch:
 
 
 def _write_down(text: str, *, follows: bool) -> None:
-    """For the launcher, in torchelastic's format, because no exception leaves the script."""
+    """Write the error for the launcher, in torchelastic's format, because no exception leaves the script."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now = time.time()
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}}
@@ -194,7 +194,7 @@ def _write_down(text: str, *, follows: bool) -> None:
 
 
 def _place(frame: FrameType | None) -> tuple[int, int] | None:
-    """Which instruction the main thread is at, if it is in a call of torch.distributed, of backward or of fleetx."""
+    """The instruction that a frame is at, if it is in torch.distributed, backward or `fleetx.comm`; else None."""
     if frame is None:
         return None
     name = frame.f_code.co_filename
@@ -214,8 +214,8 @@ def _line(frame: FrameType | None) -> str | None:
 def _cut(ports: set[int], store: Any) -> None:
     """Close the connections to the other ranks, so that a collective that waits on them raises an error.
 
-    gloo cannot be interrupted: its `abort` does nothing. Its connections are those that came in at a port on which this
-    process listens, or go out to one on which another rank does. The store's are left alone.
+    gloo cannot be interrupted: its `abort` does nothing. Its connections are those that arrived on a port on which this
+    process listens, or that lead to one on which another rank listens. The store's are left alone.
     """
     for group in list(seams.c10d_world.pg_map) if torch.cuda.is_available() else ():
         with contextlib.suppress(Exception):
@@ -238,7 +238,7 @@ _sessions = 0
 
 
 def next_session() -> int:
-    """Number the sessions of this process. Every rank has the same number of them."""
+    """The number of the next session of this process. It is the same on every rank."""
     global _sessions
     _sessions += 1
     return _sessions

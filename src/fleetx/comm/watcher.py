@@ -1,11 +1,11 @@
-"""The watcher: a small process beside every rank. It beats for the rank, sees it end or stop, and hears of the others.
+"""A small process beside every rank: it sends heartbeats, sees the rank end or stop, and hears about the others.
 
-It is a process of its own because a thread of the rank cannot beat while C code holds the interpreter's lock, and a
-stopped process cannot say that it is stopped. The watcher of rank 0 keeps the hub (`hub.py`), and the others connect
-to it. Messages are lines of JSON. This file is run by its path with `python -I -S`: it imports only what costs nothing,
-and from fleetx only the files beside it.
+It is a separate process because a thread of the rank cannot send heartbeats while C code holds the GIL, and a stopped
+process cannot report that it is stopped. The watcher of rank 0 runs the hub (`hub.py`), to which the others connect.
+Messages are lines of JSON. This file is run by path, with `python -I -S`: it imports only what is cheap, and of fleetx
+only the files beside it.
 
-All that it needs is in its first message, so it can say that its rank was killed even if that happened before it ran.
+All it needs is in its first message, so it can report that its rank was killed even if that happened before it ran.
 """
 
 import mmap
@@ -29,18 +29,18 @@ else:
     from fleetx.comm.hub import CONNECT, SILENT, WAITING, Hub
     from fleetx.comm.lines import LONGEST, Lines
 
-BEAT = 0.5  # seconds between two heartbeats
-TICK = 0.2  # seconds between two looks at the rank
+BEAT = 0.5  # seconds between heartbeats
+TICK = 0.2  # seconds between checks of the rank
 SOON = 0.05  # the same while a rank may be lost
-STOPPED = 4.1  # seconds that a rank may be stopped by a signal; never more are counted than there were
-STRANGER = 1024  # bytes that whoever connects may send before the token is checked
-PROOF = 5.0  # seconds that they have for it
-SPARE = 16  # connections without a token that there may be, besides one for each rank
+STOPPED = 4.1  # seconds that a rank may be stopped by a signal; they are never overcounted
+STRANGER = 1024  # bytes that a new connection may send before its token is checked
+PROOF = 5.0  # seconds that it has to send the token
+SPARE = 16  # connections without a token to allow, besides one per rank
 PLACE = struct.Struct("<qqd32s")  # progress, steps, since when (monotonic), what the rank is doing
-LATECOMERS = 2.0  # seconds for the other watchers to come if rank 0 ends before they have
-SCAN = 10  # beats between two looks at the ports of the rank
-BUSY = 0.1  # of a core: what uses less does not compute
-LAST = {"left", "raised", "gave up", "follows"}  # how a rank says that it ends
+LATECOMERS = 2.0  # seconds for the other watchers to connect if rank 0 ends before they have
+SCAN = 10  # heartbeats between checks of the rank's ports
+BUSY = 0.1  # of a core: a rank that uses less is not computing
+LAST = {"left", "raised", "gave up", "follows"}  # how a rank announces its end
 
 
 class Watcher:
@@ -51,24 +51,24 @@ class Watcher:
         self.pidfd = kernel.pidfd(self.pid)
         self.ended = False  # has the rank said how it ends?
         self.stopped: float | None = None  # seconds that the rank has been stopped by a signal
-        self.silent = 0.0  # seconds without a word from the hub
-        self.patience = CONNECT  # how many it may be; until its first word its process may still be starting
+        self.silent = 0.0  # seconds since the last message from the hub
+        self.patience = CONNECT  # how many to allow; until its first message, the hub may still be starting
         self.up: Any = None  # the connection to the hub
         self.hub: Any = Hub(self.size, self.from_own_hub) if self.rank == 0 else None
         self.clients = {}  # on rank 0: connection -> rank of another watcher
-        self.strangers = {}  # connection -> when it was made (monotonic): has not shown the token yet
+        self.strangers = {}  # without a token so far: connection -> when it was made (monotonic)
         self.listener: Any = listener
         self.verdict: Any = None
         self.hub_host, self.hub_left = start["hub_host"], False
         self.memory_kills = kernel.memory_kills()
         self.ports, self.beats = [], 0
-        self.at, self.asked = None, None  # the line of the user's code that the rank is in, if it stays there
+        self.at, self.asked = None, None  # the user's line that the rank stays in, and its progress there
         self.waits = False  # is that a call that communicates?
-        self.idle: Any = None  # since when, when it was last looked at, and how many seconds it had computed by then
+        self.idle: Any = None  # since when; when that was last checked, and the CPU seconds used by then
 
     # --- the connections --------------------------------------------------------------------------
     def connect(self):
-        """To the hub. Only the rank is told if that fails: the others learn it when they miss this watcher."""
+        """Connect to the hub. If this fails, tell only this rank: the others find out when they miss this watcher."""
         if self.hub is not None:
             self.hub.join(0, self.host)
             return
@@ -109,7 +109,7 @@ class Watcher:
                 self.parent_died()
                 return
             now = time.monotonic()
-            passed, last = min(now - last, BEAT), now  # while this process was stopped itself, nobody was silent
+            passed, last = min(now - last, BEAT), now  # silence does not count while this process itself was stopped
             self.look_at_rank(passed)
             if now - beaten >= (BEAT / 2 if self.still() else BEAT):
                 beaten = now
@@ -117,13 +117,13 @@ class Watcher:
             self.look_around(passed)
 
     def look_at_rank(self, passed):
-        """Only what lies between two looks counts as stopped, so that it is never more than it was."""
+        """Check if the rank is stopped. Only time between two such checks counts, so that it is never overcounted."""
         if self.ended or not kernel.stopped(self.pid):
             self.stopped = None
             return
         before, self.stopped = self.stopped, 0.0 if self.stopped is None else self.stopped + passed
         if (before or 0.0) <= STOPPED < self.stopped:
-            self.ports = kernel.listening(self.pid)  # the rank may have made a process group since the last look
+            self.ports = kernel.listening(self.pid)  # the rank may have made a process group since the last scan
             self.tell_hub({"stopped": "", "ports": self.ports, **self.place()})
 
     def look_around(self, passed):
@@ -146,7 +146,7 @@ class Watcher:
         return {"progress": progress, "steps": steps, "for": time.monotonic() - since, "doing": text}
 
     def still(self):
-        """Has the rank been in one place for so long that others may soon be told?"""
+        """Has the rank been in one place for so long that it may soon be reported?"""
         return time.monotonic() - PLACE.unpack_from(self.memory)[2] > WAITING - 4 * BEAT
 
     def beat(self):
@@ -209,11 +209,11 @@ class Watcher:
             self.tell_hub({"killed": "", "memory": killed, **self.place()})
         end = time.monotonic() + LATECOMERS
         while self.hub is not None and len(self.hub.ranks) < self.size and time.monotonic() < end:
-            for one in kernel.readable(self.doors(), SOON):  # they must hear of it too
+            for one in kernel.readable(self.doors(), SOON):  # they must hear about it too
                 self.from_door(one)
         if self.hub is not None:
             self.hub.tell_all({"bye": True})
-        time.sleep(0.05)  # until what was sent is on its way
+        time.sleep(0.05)  # until all messages are on their way
 
     # --- what arrives from the hub ----------------------------------------------------------------
     def from_hub(self):
@@ -261,7 +261,7 @@ class Watcher:
             self.from_stranger(one)
 
     def accept(self):
-        """Whoever cannot prove to belong to the job costs little: few bytes, few seconds, few connections."""
+        """A client that cannot prove that it belongs to the job costs little: few bytes, seconds and connections."""
         connection, _ = self.listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.strangers) >= self.size + SPARE:  # the oldest gives way: a watcher shows its token at once
@@ -288,7 +288,7 @@ class Watcher:
         self.from_client(client, rest)
 
     def knows(self, token):
-        from hmac import compare_digest  # only here: it takes longer to import than all else
+        from hmac import compare_digest  # only here: it takes longer to import than everything else
 
         return isinstance(token, str) and compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
@@ -302,7 +302,7 @@ class Watcher:
 
 
 def main():
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # it ends when its rank has ended
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the watcher ends when its rank has ended
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     parent = Lines(socket.socket(fileno=int(sys.argv[1])))
     messages: Any = []

@@ -25,14 +25,14 @@ from fleetx.comm.roles import Place, several_nodes
 from fleetx.comm.session import waits
 from fleetx.errors import WorldError
 
-# With gloo's default, half an hour, a user waits that long to learn that a peer is dead.
+# gloo's default is half an hour: too long for a user to wait to learn that a peer is dead.
 TIMEOUT = timedelta(minutes=10)
 _BROADCAST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, as one of them sees it. Collectives are no-ops in a world of one."""
+    """The processes that train together, as one of them sees them. Collectives are no-ops in a world of one."""
 
     place: Place
     device: torch.device
@@ -100,7 +100,7 @@ class World:
         return made
 
     def owned(self, owner: object) -> World:
-        """The same world with a list of its own of the groups made from it. They end with the owner."""
+        """The same world with its own list of the groups made from it. They are destroyed once the owner is gone."""
         _destroy_abandoned()
         made = replace(self, groups=[])
         _owned.append((weakref.ref(owner), made))
@@ -114,12 +114,12 @@ class World:
         self.groups.clear()
 
     def number(self, rank: int) -> int:
-        """The global rank, counted over all processes."""
+        """The global rank of a rank of this world."""
         return rank if self.members is None else dist.get_global_rank(self.members, rank)
 
     @property
     def numbers(self) -> list[int] | None:
-        """Its ranks, counted over all processes; None: every process."""
+        """The global ranks of its members; None: every process."""
         return None if self.members is None else [self.number(rank) for rank in range(self.size)]
 
     def split(self, parts: list[list[int]]) -> World:
@@ -135,7 +135,7 @@ class World:
         return replace(self._place(mine), members=members, siblings=tuple(made))
 
     def subset(self, ranks: list[int]) -> World | None:
-        """A world of some of the ranks; None on the others. Every rank must call it, also those of sibling worlds."""
+        """A world of some of the ranks; None on the others. Every rank must call it, even in sibling worlds."""
         group = self.group(ranks)
         return replace(self._place(ranks), members=group, siblings=()) if self.rank in ranks else None
 
@@ -145,7 +145,7 @@ class World:
         return replace(self, place=replace(self.place, rank=ranks.index(self.rank), size=len(ranks), endpoints=known))
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, by rank. Never pickle: what a peer sends cannot run code here."""
+        """The JSON values of all ranks, by rank. Never pickled, so what a peer sends cannot run code here."""
         text = _encode(value)
         lengths = self.gather(torch.tensor(len(text), device=self.device)).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -185,8 +185,8 @@ _owned: list[tuple[weakref.ref[object], World]] = []
 def _destroy_abandoned() -> None:
     """Destroy the groups of owners that are gone: each costs three threads, which wake a hundred times a second.
 
-    This waits until a new owner comes, because garbage is collected at another moment on each rank, when a peer may
-    still be reading from a group.
+    This waits until a new owner comes, because each rank collects garbage at a different moment, when a peer may still
+    be reading from a group.
     """
     if any(world.groups for _, world in _owned):
         gc.collect()  # old models that only a reference cycle keeps alive
@@ -232,8 +232,11 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
 
 
 def _start_autograd() -> None:
-    """The first backward decides whether a forked process may run one: not if there is a GPU. Once fake tensors were
-    used, torch for CUDA believes in a GPU that is not there. `auto` needs both, fake tensors and forks."""
+    """Run a first backward, which decides whether forked processes may run one: not if torch sees a GPU.
+
+    Once fake tensors have been used, a CUDA build of torch sees a GPU even where there is none, and `auto` uses both
+    fake tensors and forks.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), device="cpu", requires_grad=True).backward()
 
@@ -277,9 +280,10 @@ def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
 
 
 def _check_address(place: Place, env: Mapping[str, str] = os.environ, *, patience: float = 60.0) -> None:
-    """127.0.x.x leads each machine to itself: ranks on several machines would wait there until the timeout.
+    """Raise an error if the address of rank 0 does not resolve, or leads each machine to itself, as 127.0.x.x does.
 
-    Several launchers may run on one machine, so an address of that kind is only wrong if nobody listens there.
+    Ranks on several machines would wait there until the timeout. Several launchers may run on one machine, so such an
+    address is wrong only if nothing listens there.
     """
     host, _, port = (place.master or f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}").rpartition(":")
     here = env.get("LOCAL_WORLD_SIZE", "")
@@ -307,11 +311,11 @@ def _check_address(place: Place, env: Mapping[str, str] = os.environ, *, patienc
 def rejoin(world: World, host: str, port: int, listening: int) -> World:
     """In a forked child: forget the parent's groups, whose threads do not exist here, and join the other children.
 
-    listening: on rank 0, a socket that already listens. Otherwise a child that connects before rank 0 listens may be
-    given that very port as its own end, and would talk to itself.
+    listening: on rank 0, a socket that already listens. Otherwise a child that connects before rank 0 listens may get
+    that very port as its local port, and would connect to itself.
     """
     torchs = seams.c10d_world
-    _of_the_parent.extend([*torchs.pg_map, torchs.default_pg])  # destroying them here would hang
+    _of_the_parent.extend([*torchs.pg_map, torchs.default_pg])  # kept: destroying them here would hang
     for table in seams.GROUP_TABLES:
         getattr(torchs, table).clear()
     _owned.clear()
@@ -331,6 +335,6 @@ _of_the_parent: list[object] = []
 
 
 def _leave() -> None:
-    """Without this, gloo's threads abort one exit in five, with SIGABRT after a successful run."""
+    """Destroy the process group. Without this, gloo's threads abort one exit in five, after a successful run."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -2,9 +2,9 @@
 
 A batch has, in this order, `src_ids`, `pos_ids`, `sent_ids` (n, width), `input_mask` (n, width, 1), which is 1 for
 words and 0 for padding, `mask_label`, `mask_pos` (masked words, 1) and `labels` (n, 1). `mask_pos` indexes the
-flattened batch: row * width + column. With masked="row" both are (n, most masked words in a row), `mask_pos` holds
-columns, and rows with fewer are padded with -100 and 0. Such batches can be split along the first dimension, as a
-pipeline does.
+flattened batch: row * width + column. With masked="row", `mask_label` and `mask_pos` are (n, most masked words in a
+row), `mask_pos` holds columns, and rows with fewer masked words are padded with -100 and 0. Such batches can be split
+along the first dimension, as a pipeline does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BertOptions(LoaderOptions, total=False):
     it is detected.
     generate_neg_sample: for each line, add a sample with label 0 whose second sentence is from another line. The
     default is True for "ch".
-    masked: the form of `mask_pos` and `mask_label`, see above.
+    masked: "batch" or "row", the form of `mask_pos` and `mask_label`; see the top of this module.
     vocab_size: the model's vocabulary size, if smaller than the vocabulary. With it, "en" needs no vocabulary.
     cache_dir: a folder for parsed data, to reuse it later and to share it among all processes of a machine. Without it,
     each process holds the data in its own memory, about half the size of the text.
@@ -141,7 +141,7 @@ def _load(
     limit = MaxTokens(batch_size, max_seq_len) if in_tokens else MaxSamples(batch_size)
     if not paths:
         raise DataError(f"{origin} has no data files")
-    if missing := [path for path in paths if not os.path.isfile(path)]:  # unlike Path, for any name
+    if missing := [path for path in paths if not os.path.isfile(path)]:  # unlike Path.is_file, works for any name
         raise DataError(
             f"{missing[0]} does not exist; it is one of {len(paths)} files in {origin}. If a download with shard_num "
             "left it out, list only the files of this node and pass replica=(fleet.local_rank(), workers on this node)"
@@ -208,7 +208,7 @@ class BertSource:
         )  # fmt: skip
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
-        """Each line, followed, if negatives are wanted, by its first sentence with the second one of another line."""
+        """Each line; with negatives, followed by its first sentence with the second sentence of another line."""
         first, lengths = self._short, self._corpus.lengths[self._short].astype(np.int64)
         rows = np.stack([first, first], 1)
         if self._negatives:

@@ -7,8 +7,8 @@ Semicolons separate fields, single spaces separate numbers.
 
 All text is parsed once, up front: a .gz file has no random access, and batches cannot be formed before the lengths of
 all lines are known. As small integers the data takes half the space of the text, later epochs need no parsing, and
-invalid lines are found before training starts. Parsed data can be kept on disk; it is memory-mapped then, so that all
-processes of a machine share one copy.
+invalid lines are found before training starts. Parsed data can be kept on disk and memory-mapped, so that all processes
+of a machine share one copy.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Corpus(NamedTuple):
     sentences: np.ndarray
     positions: np.ndarray
     present: np.ndarray  # 0 for padding
-    masked_counts: np.ndarray  # masked words per line; the data has them only if it is English
+    masked_counts: np.ndarray  # masked words per line; only English data has them
     masked: np.ndarray  # positions of masked words
     answers: np.ndarray  # original words at these positions
     labels: np.ndarray
-    heads: np.ndarray  # words per line up to the first [SEP], included; 0 for English
+    heads: np.ndarray  # words per line up to and including the first [SEP]; 0 for English
 
 
 _EMPTY = Corpus(*[_NONE] * len(Corpus._fields))
 
 
 def join(parts: Iterable[Corpus]) -> Corpus:
-    """Concatenate, in the smallest types that hold the values."""
+    """Concatenate, in the smallest dtypes that hold the values."""
     return Corpus(*(_shrink(np.concatenate(arrays)) for arrays in zip(_EMPTY, *parts, strict=True)))
 
 
@@ -85,7 +85,7 @@ def parse(texts: list[bytes], vocabulary: Vocabulary, lang: str, *, longest: int
           only_positive: bool = False) -> tuple[Corpus, dict[int, str]]:  # fmt: skip
     """Parse lines; return the valid ones, and what is wrong with each of the others, by index.
 
-    longest: the caller drops lines with more words than this; in the others, positions must be less.
+    longest: the caller drops lines with more words than this; positions in the other lines must be less than this.
     only_positive: the caller builds negative samples, so lines must be positive and have two sentences.
     """
     parsed: dict[int, Corpus] = {}
@@ -177,7 +177,7 @@ def _check_not_negative(*arrays: np.ndarray) -> None:
 def _check(
     corpus: Corpus, vocabulary: Vocabulary, lang: str, longest: int | None, only_positive: bool
 ) -> tuple[Corpus, dict[int, str]]:
-    """Check values, for many lines at once, because numpy calls per line would take longer than the parsing.
+    """Check the values of many lines at once: numpy calls for each line would take longer than parsing it.
 
     Returns the complete corpus, and a message for each invalid line.
     """
@@ -197,7 +197,7 @@ def _check(
     ]
     if lang == "ch":
         separators = np.append(np.flatnonzero(words == vocabulary.sep), ends[-1])
-        first = separators[np.searchsorted(separators, starts)]  # of each line, or after its end
+        first = separators[np.searchsorted(separators, starts)]  # of each line; at or beyond its end if it has none
         heads = _shrink(np.minimum(first + 1, ends) - starts)
         corpus = corpus._replace(heads=heads, present=np.ones(len(words), np.uint8))
         ordinary = (words != vocabulary.sep) & (words != vocabulary.cls)
@@ -209,7 +209,7 @@ def _check(
             rules.append((labels != 1, f"the label is {{label}}, but {own}its own"))
             rules.append((first >= ends, f"no [SEP] (id {vocabulary.sep}) between two sentences"))
         rules.append((~np.logical_or.reduceat(ordinary, starts), "no word can be masked"))
-    return corpus, {  # of several errors, the first rule's
+    return corpus, {  # the first rule wins
         int(i): message.format(word=word[i], sentence=sentence[i], position=position[i], label=labels[i])
         for wrong, message in reversed(rules)
         for i in np.flatnonzero(wrong)
@@ -217,7 +217,7 @@ def _check(
 
 
 def detect_language(paths: list[Path]) -> str:
-    """The language of the first line that has either number of fields."""
+    """The language of the first line with 4 or 7 fields."""
     counts = (text.count(b";") + 1 for path in paths for _, text in _lines(path))
     return next((lang for count in counts for lang, known in FIELDS.items() if count == known), "ch")
 
@@ -251,7 +251,7 @@ def load_or_create(folder: Path, paths: list[Path], settings: tuple[object, ...]
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even if the process dies
         entry = folder / name
         if not entry.is_dir():
-            skipped = RecordErrors("skip")  # other loaders may skip what this one raises
+            skipped = RecordErrors("skip")  # another loader may skip the lines for which this one raises
             _write(read(skipped), skipped.messages, entry)
     errors.add(*json.loads((entry / "invalid.json").read_text()))
     return Corpus(*(np.load(entry / f"{name}.npy", mmap_mode="r") for name in Corpus._fields))

@@ -40,7 +40,7 @@ def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> Non
 
 
 def listed_paths(filelist: Path) -> list[Path]:
-    """The files that a list names, next to it: the first word of each line."""
+    """The files named in a list, relative to its folder: the first word of each line."""
     try:
         text = filelist.read_text(encoding="utf-8-sig")  # sig: Windows editors write a BOM
     except OSError as error:
@@ -65,7 +65,7 @@ class RecordErrors:
 
 
 def optional(module: str, who_needs_what: str) -> Any:
-    """Import a module that is not installed with fleetx alone."""
+    """Import a module that fleetx does not require; if it is missing, raise an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -29,12 +29,12 @@ def load_dataset(
 ) -> DatasetLoader:
     """Load any map-style dataset: `dataset[i]` for i from 0 to len(dataset) - 1.
 
-    batch_size: samples per rank and step. Every rank gets equally many batches. The last ones of an epoch may be
-        smaller, also than those of other ranks: pass the size of each to `fleet.weight`, or set drop_last.
-    collate_fn: makes a batch of a list of samples; torch's own by default.
+    batch_size: samples per rank and step. Every rank gets the same number of batches. The last ones of an epoch may be
+        smaller, and their size may differ between ranks: pass it to `fleet.weight`, or set drop_last.
+    collate_fn: turns a list of samples into a batch; torch's `default_collate` if not given.
 
-    The other options are those of `fleetx.data.Loader`. Seed, epoch and the number of a sample determine what
-    `dataset[i]` draws from the generators of torch, numpy and random, whichever rank or worker reads it.
+    The other options are those of `fleetx.data.Loader`. Seed, epoch and i determine what `dataset[i]` draws from the
+    generators of torch, numpy and random, whichever rank or worker reads it.
     """
     _check(dataset, options)
     source = DatasetSource(dataset, collate_fn or default_collate)
@@ -44,7 +44,7 @@ def load_dataset(
 
 
 class DatasetLoader(Loader):
-    """A loader that knows its dataset, as a DataLoader does: scripts print `len(loader.dataset)`."""
+    """A loader with a `dataset` attribute, like a DataLoader: scripts print `len(loader.dataset)`."""
 
     dataset: Dataset[Any]
     batch_size: int
@@ -65,7 +65,7 @@ def _check(dataset: Any, options: LoaderOptions) -> None:
 
 
 class DatasetSource(RecordSource):
-    """Samples by number. A batch is what collate_fn returns."""
+    """Samples by index. A batch is what collate_fn returns."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]):
         self.invalid: list[str] = []
@@ -75,7 +75,7 @@ class DatasetSource(RecordSource):
         return len(self._dataset)  # type: ignore[arg-type]
 
     def fingerprint(self) -> str:
-        """Not of its content, which only the dataset knows how to read, and which may be random."""
+        """Of its class and length, not of its content, which only the dataset can read and which may be random."""
         kind = type(self._dataset)
         return fingerprint(kind.__module__, kind.__qualname__, len(self))
 
@@ -106,7 +106,7 @@ def _seed(number: int) -> None:
 
 @contextmanager
 def _generators() -> Iterator[None]:
-    """What a sample draws must not change what the training draws; a worker draws nothing else."""
+    """Restore the generators: what a sample draws must not change what training draws. Workers need not do so."""
     if get_worker_info() is not None:
         yield
         return

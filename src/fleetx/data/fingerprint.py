@@ -1,4 +1,4 @@
-"""A fingerprint that detects other data: other files, or other samples built from the same files."""
+"""A fingerprint that tells data apart: different files, or different samples built from the same files."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ def load_imagenet_from_file(
 ) -> Loader:
     """Load the images of a list: random crops and flips for "train", centre crops for "val".
 
-    Paths are relative to the folder with the name of the list without .txt, or else to the folder next to the list with
-    the name of the phase. By default "train" is shuffled and "val" is not. Both are split among the ranks unless
-    shard=False. With `num_classes`, a record with a larger label is invalid.
+    Paths are relative to the folder named like the list without .txt, if there is one, else to the folder next to the
+    list that is named after the phase. By default "train" is shuffled and "val" is not. Both are split among the ranks
+    unless shard=False. With `num_classes`, a label of `num_classes` or more makes a record invalid.
     """
     shuffle = shuffle_by_default(phase, shuffle)
     check_choice("data_layout", data_layout, LAYOUTS)
@@ -171,6 +171,6 @@ def _root(filelist: Path, phase: str) -> Path:
 
 def _read(filelist: Path) -> bytes:
     try:
-        return filelist.read_bytes().removeprefix(codecs.BOM_UTF8)  # Windows editors write it
+        return filelist.read_bytes().removeprefix(codecs.BOM_UTF8)  # which Windows editors write
     except OSError as error:
         raise DataError(f"cannot read the image list {filelist}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""A loader: seed and epoch determine an order, which is split among the ranks and read by torch's DataLoader.
+"""A loader: seed and epoch determine the order, which is split among the ranks and read by torch's DataLoader.
 
     for batch in loader:        # or loader(): one epoch; the next `for` runs the next epoch
         ...
@@ -100,7 +100,7 @@ class _Pass:
 
 
 class Loader:
-    """Batches of named tensors, or of what a dataset's collate_fn makes.
+    """Yields batches: dicts of named tensors, or what a dataset's collate_fn returns.
 
     seed: with the epoch, determines the order and everything random in a sample.
     drop_last: only full batches. Samples at the end of the epoch that do not fill a step of all ranks are dropped.
@@ -108,8 +108,8 @@ class Loader:
     a batch has no valid record, the next valid one replaces it, because the other ranks wait for the batch.
     shard: False gives all batches to every rank.
     replica: (index, number) of the share to read. By default fleet decides, whenever an epoch starts.
-    With neither of these two, all ranks must have the same data. They compare it in the first `for`, which every rank
-    must therefore run.
+    Without shard=False and replica, all ranks must have the same data. They compare it in the first `for`, so every
+    rank must run that one.
     num_workers, prefetch_factor, pin_memory, persistent_workers: passed to torch's DataLoader.
     device: where to copy the tensors of each batch; with pin_memory, without waiting for the copy.
     """
@@ -289,7 +289,7 @@ class Loader:
         return self._source.fingerprint()
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Where the loader is: after the last batch it returned, counted in samples over all ranks."""
+        """The position after the last batch that was returned, counted in samples over all ranks."""
         ended = self._running is not None and self._position == int(self._running.bounds[-1])  # no NumPy in the state
         return {
             "version": _VERSION,
@@ -326,8 +326,8 @@ class _Dataset:
 class _ByValue(dict[str, Tensor]):
     """A batch whose small tensors are pickled by value.
 
-    torch passes each tensor in a shared memory file of its own. For the seven small tensors of a BERT batch that takes
-    about four times as long.
+    torch passes each tensor in its own shared memory file, which takes about four times as long for the seven small
+    tensors of a BERT batch.
     """
 
     def __reduce__(self) -> Any:

@@ -97,7 +97,7 @@ def _wait(store: dist.Store, keys: list[str], rank: int) -> None:
 
 
 def _disagreement(values: list[str]) -> str:
-    """Which ranks differ from which, or "" if none do."""
+    """Which ranks differ, as text; "" if all agree."""
     groups = [[rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)]
     shown = [", ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "") for group in groups[:4]]
     return f"rank {' against '.join(shown)}{' ...' if len(groups) > 4 else ''}" if len(groups) > 1 else ""

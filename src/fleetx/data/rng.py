@@ -1,7 +1,7 @@
 """Stateless random numbers: each is a hash of (seed, epoch, purpose), a sample and a counter.
 
-Because no generator is carried along, results do not depend on which rank or worker asks, in which order, or how often.
-The hash is SplitMix64 (Steele, Lea and Flood, 2014), written out because torch and numpy may change the streams of
+Because there is no generator state, results do not depend on which rank or worker asks, in which order, or how often.
+The hash is SplitMix64 (Steele, Lea and Flood, 2014), implemented here because torch and numpy may change the streams of
 their generators.
 """
 

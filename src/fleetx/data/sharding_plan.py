@@ -36,10 +36,10 @@ class BatchLimit(Protocol):
         """Ends of the batches from `first` on; the last one is the end of the order."""
 
     def fits(self, lengths: np.ndarray) -> bool:
-        """Can samples of these lengths form a batch?"""
+        """Whether samples of these lengths can form a batch."""
 
     def full(self, lengths: np.ndarray) -> bool:
-        """Is there no room for another sample?"""
+        """Whether there is no room for another sample."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def _balance_tail(limit: BatchLimit, lengths: np.ndarray, bounds: list[int], ran
     in_last = len(bounds) - 1 - start
     start -= ranks
     first, end = bounds[start], bounds[-1]
-    if end - first < 2 * ranks:  # most batches have one sample, so that there is hardly room for the rest
+    if end - first < 2 * ranks:  # most batches have one sample, so there is hardly any room for the rest
         even = _even(first, end, ranks)
         if not all(limit.fits(lengths[a:b]) for a, b in pairwise(even)):
             _warn_too_large(limit.batch_size)
         return bounds[:start] + even
-    # A run that resumes in the middle cuts batches from there and must also get one step. So the middle comes after at
-    # least as many batches as the last step had.
+    # A run that resumes at `middle` cuts its batches from there, and these too must be a single step. So `middle` comes
+    # after at least as many batches as the last step had.
     middle = max((first + end) // 2, bounds[start + in_last])
     earlier = [bound for bound in bounds[start:] if bound < middle] + [middle]
     later = [middle, *limit.ends(lengths, middle)]

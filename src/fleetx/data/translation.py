@@ -1,10 +1,10 @@
 """Parallel text in byte pair encoding, such as WMT16: a line is a source sentence, a tab and its translation.
 
-Words are separated by spaces and looked up in a vocabulary with one word per line, with <s>, <e> and <unk>. A batch
-has `src_word`, `src_pos` (n, source), `src_slf_attn_bias` (n, 1, 1, source), `trg_word`, `trg_pos` (n, target),
+Words are separated by spaces and looked up in a vocabulary with one word per line, including <s>, <e> and <unk>. A
+batch has `src_word`, `src_pos` (n, source), `src_slf_attn_bias` (n, 1, 1, source), `trg_word`, `trg_pos` (n, target),
 `trg_slf_attn_bias` (n, 1, target, target), `trg_src_attn_bias` (n, 1, 1, source), `lbl_word` and `lbl_weight`
-(n, target). The source ends with <e>; the target begins with <s> and its labels end with <e>. Padding is <e> with the
-weight 0; a bias hides padding, and from a word of the target the words after it.
+(n, target). The source ends with <e>; the target begins with <s> and its labels end with <e>. Padding is <e> with
+weight 0. The biases hide padding and, from each word of the target, the words after it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _load(
 
 
 def read_words(path: Path, max_size: int | None = None) -> dict[str, int]:
-    """The id of each word: its line, from 0."""
+    """The id of each word: its line number, from 0."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -190,7 +190,7 @@ class TranslationSource:
         )  # fmt: skip
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
-        """Shuffled pairs, sorted by length in large pools, and these cut into batches in random order."""
+        """Shuffle the pairs, sort large pools of them by length, cut these into batches, and shuffle the batches."""
         rows = self._short
         if shuffle:
             rows = rows[rng.permutation(rng.key(seed, epoch, "order"), len(rows))]

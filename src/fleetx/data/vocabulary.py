@@ -1,7 +1,7 @@
 """BERT's words: the vocabulary, vocab.txt, and masking.
 
-vocab.txt has one token per line. Its id is the line number, or the number after a tab. Of 15 % of the words, 80 % are
-masked as [MASK], 10 % become a random word, and 10 % stay.
+vocab.txt has one token per line. The id of a token is its line number, from 0, or the number after a tab. Masking
+selects 15 % of the words: 80 % of these become [MASK], 10 % become a random word, and 10 % stay.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def mask(
     seed: int,
     epoch: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mask words; return row, column and original of each, in row order.
+    """Mask words; return row, column and original word of each, in row order.
 
     [CLS] and [SEP] are never selected, and every row gets at least one masked word. The result for a word depends on
     seed, epoch, sample and column, not on the rest of the batch.

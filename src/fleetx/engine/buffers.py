@@ -1,4 +1,4 @@
-"""The buffers of a model, which every rank takes over from rank 0."""
+"""The buffers of a model, which every rank copies from rank 0."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from fleetx.base.trees import as_real
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
 
-WORTH = 2**20  # bytes of unchanged buffers from which it is worth asking all ranks whether they changed
+WORTH = 2**20  # bytes of unchanged buffers that make it worth asking all ranks whether they changed
 Key = tuple[str, str]  # the names of a module and of its buffer
 
 
 class ModelBuffers:
-    """Sends the buffers of rank 0 to all ranks, and large ones only if they changed on some rank.
+    """Sends the buffers of rank 0 to all ranks. If they are large, sends only those that changed on some rank.
 
-    Values are compared, because a change through `.data` or in a kernel of BatchNorm does not show in the version
-    counter. A buffer that changed once is always sent: most change in every round.
+    Values are compared, because the version counter does not show a change through `.data` or in a BatchNorm kernel.
+    A buffer that has changed once is always sent from then on: most such buffers change in every round.
     """
 
     def __init__(self, model: nn.Module):
         # Cheaper than traversing the model in every round.
         self._tables = [(path, seams.buffers(module)) for path, module in model.named_modules()]
-        self._kept: dict[Key, Tensor] = {}  # copies of what was sent, of buffers that have not changed yet
+        self._kept: dict[Key, Tensor] = {}  # copies of what was sent, for buffers that have not changed yet
         self._changing: set[Key] = set()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Afterwards the buffers are the same objects with the same values as before."""
+        """On exit, the buffers are the same objects with the same values as on entry."""
         found = [(table, name, b) for _, table in self._tables for name, b in (table or {}).items()]
         values = [None if b is None or b.is_meta or b.layout is not torch.strided else b.clone() for _, _, b in found]
         try:
@@ -46,7 +46,7 @@ class ModelBuffers:
                         _once(b.detach()).copy_(_once(before))
 
     def send(self, world: World, *, skip: Collection[Tensor] = (), strict: bool = True) -> None:
-        """A collective. skip: buffers that stay as they are. strict: raise if one cannot be sent, or skip it too."""
+        """A collective. skip: buffers to leave alone. strict: raise if one cannot be sent, instead of skipping it."""
         found = self._found({id(b) for b in skip}, strict) if world.size > 1 else {}
         if not found:
             return
@@ -60,7 +60,7 @@ class ModelBuffers:
                 self._kept[key] = found[key].clone()
 
     def _found(self, skip: set[int], strict: bool) -> dict[Key, Tensor]:
-        """As real numbers, without the elements that share memory with others, as after expand()."""
+        """The buffers to send, as real numbers, without elements that share memory with others, as after expand()."""
         found = {}
         for path, table in self._tables:
             for name, b in table.items() if table else ():
@@ -76,7 +76,7 @@ class ModelBuffers:
         return found
 
     def _agree(self, known: list[Key], found: dict[Key, Tensor], world: World) -> set[Key]:
-        """Those that no rank has changed."""
+        """The buffers that no rank has changed."""
         changed = [not torch.equal(found[key], self._kept[key]) for key in known]
         mask = torch.tensor(changed, dtype=torch.uint8, device=world.device)
         world.maximum(mask)

@@ -22,7 +22,7 @@ from fleetx.strategy.part import switch_of
 from fleetx.strategy.stage import Fact, Stage
 
 Names = Mapping[nn.Parameter, str]
-# Where these hold, a strategy also changes the parameters, or which of them the optimizer has.
+# A strategy that makes one of these also changes the parameters, or which of them the optimizer has.
 _APART = {Fact.LOCAL, Fact.RESIDUAL, Fact.PARTED, Fact.STAGED}
 
 
@@ -43,7 +43,7 @@ def check(plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> N
 
 
 def _model(model: nn.Module) -> Iterator[str]:
-    for module in model.modules():  # one below the top is as after Fabric's setup()
+    for module in model.modules():  # Fabric's setup() puts one below the top
         if name := _manager(module):
             how = f"is wrapped in {name}" if module is model else f"contains {name}"
             yield f"the model {how}, which fleetx replaces: pass the plain model"
@@ -56,7 +56,7 @@ def _model(model: nn.Module) -> Iterator[str]:
 
 
 def _replicas(plan: Plan, world: World) -> Iterator[str]:
-    """What ranks exchange with each other needs several that hold the same shards."""
+    """What acts between replicas needs several ranks that hold the same shards."""
     for part in plan.parts:
         if 1 < part.shards(world) == world.size:
             for switch in plan.between_replicas:
@@ -68,12 +68,12 @@ def _replicas(plan: Plan, world: World) -> Iterator[str]:
 
 
 def _manager(module: nn.Module) -> str:
-    """What else reduces or divides the parameters of this module."""
+    """The name of what else reduces or divides the parameters of this module, or ""."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kinds = [DistributedDataParallel, nn.DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else [])]
     if any(isinstance(module, kind) for kind in kinds):
         return type(module).__name__
-    # Without that module nothing was applied, and importing it takes a while.
+    # If torch's module was not imported, nothing was applied; importing it takes a while.
     applied = seams.applied_to(module) if seams.COMPOSABLE in sys.modules else None
     return "replicate()" if applied and "replicate" in applied else ""
 

@@ -1,4 +1,4 @@
-"""What an act is told besides its value.
+"""What an act receives besides its value.
 
 Context        the part's own state and notes, the ranks, the model; for every act
 SetupContext   MODEL and UPDATE: also arranges how the model is divided and reduced
@@ -45,10 +45,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Outgoing(Bucket):
-    """A bucket that is to be averaged over the ranks of a network: of gradients, or of what parameters have moved.
+    """A bucket to average over the ranks of a network: of gradients, or of how far the parameters have moved.
 
     factor: what its values are multiplied by, such as a loss scale.
-    undoable: may the update for which it is sent still be withheld?
+    undoable: can the update for which it is sent still be withheld?
     """
 
     network: Network
@@ -80,7 +80,7 @@ def _stopped(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shows(path: str) -> Any:
-    """An attribute that reads this one of the run."""
+    """A property that reads this attribute of the run."""
     return property(attrgetter(f"_run.{path}"))
 
 
@@ -109,8 +109,8 @@ class Context:
     # --- the ranks ---
     world: World = _shows("world")  # all ranks
     replica_group: World = _shows("layout.replica_group")  # those that train the same stage on different batches
-    island: World | None = _shows("layout.island")  # those that update with the same gradient, where not all ranks do
-    network: Network = _shows("network")  # the paths to the others that hold what this one holds, such as its shards
+    island: World | None = _shows("layout.island")  # those that update with the same gradient, unless all ranks do
+    network: Network = _shows("network")  # paths to the other ranks that hold the same as this one, such as its shards
 
     # --- what is trained ---
     device: torch.device = _shows("device")  # of the model
@@ -121,12 +121,12 @@ class Context:
     round: int = _shows("round")  # rounds that have ended: 0 until the first update is done; equal on all ranks
     clock: tuple[int, int] = _shows("clock")  # (round, steps in it so far): equal on all ranks and after a resume
     reduced: bool = _shows("layout.reduced")  # does backward itself reduce gradients, as under sharding?
-    # Enters the FORWARD contexts again, for a part that runs a piece of the forward again.
+    # Enters the FORWARD contexts again, for a part that reruns a piece of the forward.
     forward: Callable[[], AbstractContextManager[Any]] = _shows("forward_context")
 
     @property
     def coded(self) -> bool:
-        """Is what the ranks send rounded or left out in part?"""
+        """Are the values that the ranks send rounded, or partly left out?"""
         return bool(self._run.plan.at(Stage.WIRE))
 
     @property
@@ -158,7 +158,7 @@ class SetupContext(Context):
     def divide(
         self, group: World, *, reduced: bool = False, leaves: Callable[[], Iterable[Tensor]] | None = None
     ) -> None:
-        """Declare that these ranks hold one copy of the model together.
+        """Declare that these ranks together hold one copy of the model.
 
         reduced: does backward itself reduce gradients over the group, and hand them to `reduce`?
         leaves: the tensors in which backward accumulates, if they are not the parameters.
@@ -183,7 +183,7 @@ class SetupContext(Context):
     def make_islands(self, size: int) -> Network:
         """Group consecutive replicas that update with the same gradient. Returns the paths within this rank's island.
 
-        Then `network` leads from island to island: each of them counts once.
+        From then on, `network` connects the islands, and each of them counts once.
         """
         run, replicas = self._run, self.replica_group
         island = replicas.split([list(range(first, first + size)) for first in range(0, replicas.size, size)])
@@ -207,11 +207,11 @@ class SetupContext(Context):
         }
 
     def measure_steps(self, every: int) -> None:
-        """Have `StepContext.step_square` measured, in every so many rounds."""
+        """Have `StepContext.step_square` measured once per `every` rounds."""
         self._run.step_norm.every = every
 
     def on_release(self, undo: Callable[[], None]) -> None:
-        """Have `fleet.release` call this. Wrapped modules and hooks of the engine are undone automatically."""
+        """Have `fleet.release` call this. The engine's hooks and wrapped modules are removed automatically."""
         self._run.undo.append(undo)
 
 
@@ -225,7 +225,7 @@ class StepContext(Context):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters of the optimizer that this rank holds; the same list until there are others."""
+        """The parameters of the optimizer that this rank holds. The same list object until they change."""
         return self._run.gradients.params()
 
     @property
@@ -257,7 +257,7 @@ class StepContext(Context):
 
     @property
     def divisor(self) -> float:
-        """Turns the sum over merged steps into their mean: their number, or what `fleet.weight` gave."""
+        """What the sum over merged steps is divided by: their number, or what follows from `fleet.weight`."""
         return self._run.weights.divisor(self._run.merged)
 
     @property
@@ -266,7 +266,7 @@ class StepContext(Context):
         return Fact.SCALED in self._facts
 
     def mean(self, bucket: Outgoing) -> Future[Tensor]:
-        """Start to replace a bucket by its mean over the ranks of its network, coded as the strategy says."""
+        """Start replacing a bucket with its mean over the ranks of its network, coded as the strategy says."""
         return self._run.mean(bucket)
 
     def broadcast_buffers(self, skip: Collection[Tensor] = ()) -> None:
@@ -280,10 +280,10 @@ class StepContext(Context):
             self._run.island_buffers.send(self.island)
 
     def withhold_if(self, found: Tensor, then: Callable[[bool], None]) -> None:
-        """Withhold this update on every rank if `found` (one element) is not zero on any; `then` learns whether it is.
+        """Withhold this update on every rank if `found` (one element) is nonzero on any; `then` is told if it was.
 
-        The value stays on the device until all acts have run. Then all such values are read at once. A collective only
-        where ranks may see different gradients.
+        The value stays on the device until all acts have run; then all such values are read at once. This is a
+        collective only if ranks may see different gradients.
         """
         everywhere = bool(self._facts & {Fact.LOCAL, Fact.PARTED, Fact.STAGED})
         self._run.step.doubts.append(Doubt(found, everywhere, then))

@@ -1,15 +1,15 @@
 """The engine's state in checkpoints of torch.distributed.checkpoint (DCP).
 
-DCP keeps the options of the optimizer's groups, saves one copy of what several ranks have under the same name, and
-loads nothing but the names that the training which loads has already, in the sizes that it has. So the state is bytes,
-as options of a group, under names that follow from the strategy alone:
+DCP saves the options of the optimizer's param groups. It saves only one copy of what several ranks have under the same
+name, and loads only names that the loading run already has, in the sizes that they have there. So the state is stored
+as bytes, in options of a param group, under names that follow from the strategy alone:
 
-    fleetx.shared     what any ranks can resume from
+    fleetx.shared     what any number of ranks can resume from
     fleetx.rank_<n>   all of rank n's state, where ranks can differ; also its parameters, buffers and optimizer state,
-                      as far as they may differ from those of the rank whose copy DCP keeps
+                      as far as they may differ from those of the rank whose copy DCP saves
 
-A rank that finds nothing of its own from the moment of the shared state (other ranks resume, or rank 0 has broadcast
-its state) takes the shared one, or raises an error if that is not enough.
+If a rank does not find its own state from the same moment as the shared state (because other ranks resume, or rank 0
+has broadcast its state), it uses the shared state, or raises an error if that is not enough.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def calls() -> bool:
 
 
 def _caller() -> FrameType | None:
-    """Its innermost frame."""
+    """The innermost frame of torch.distributed.checkpoint."""
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
     return next((frame for frame in frames if str(frame.f_globals.get("__name__")).startswith(_TORCH)), None)
 
 
 def make_state(engine: Run) -> None:
-    """DCP loads nothing but what is there already, and a new optimizer has no state.
+    """Create the state of a new optimizer, because DCP loads only what is already there.
 
-    `get_state_dict` makes it; an optimizer that is passed itself must do so.
+    `get_state_dict` creates it; if the optimizer itself is passed to DCP, nothing else does.
     """
     if calls() and not engine.plan.at(Stage.SCHEDULE):
         seams.init_optimizer_state(engine.optimizer)
 
 
 def makes_state(engine: Run) -> bool:
-    """Is this step one of torch, which makes the state of a new optimizer with gradients of zero? It must not count."""
+    """Is this step torch's own, with zero gradients, to create the state of a new optimizer? It must not count."""
     if engine.optimizer.state or not calls():
         engine.drop_blank_state()
         return False
@@ -84,7 +84,7 @@ def refuse_stages(engine: Run) -> None:
 
 
 def _refuse_flat() -> None:
-    """DCP then has a place for options of single parameters only, and drops the others without a word."""
+    """Raise an error for a flat state dict: it holds only options per parameter, and DCP silently drops the others."""
     caller = _caller()
     info = caller.f_locals.get("info") if caller is not None else None
     if getattr(info, "flatten_optimizer_state_dict", False):
@@ -96,7 +96,7 @@ def _refuse_flat() -> None:
 
 # --- saving ---------------------------------------------------------------------------------------
 def encoded(engine: Run, state: dict[str, Any]) -> dict[str, bytes]:
-    """The engine's state, for an option of the optimizer's first group."""
+    """The engine's state, to be stored as an option of the optimizer's first param group."""
     refuse_stages(engine)
     _refuse_flat()
     parts = {key_of(part): part for part in engine.plan.parts}
@@ -112,7 +112,7 @@ def encoded(engine: Run, state: dict[str, Any]) -> dict[str, bytes]:
 
 
 def complete(state_dict: dict[str, Any]) -> None:
-    """DCP misses the state of a parameter for which the optimizer keeps none, as under dgc."""
+    """Add empty state for parameters for which the optimizer keeps none, as under dgc: DCP requires it."""
     if state_dict["state"]:
         for group in state_dict["param_groups"]:
             for number in group["params"]:
@@ -124,13 +124,13 @@ def _name(engine: Run) -> str:
 
 
 def _ranks_differ(engine: Run) -> bool:
-    """Can ranks have state of their own? The strategy alone tells, because DCP loads only names that it is given."""
+    """Can ranks have their own state? The strategy alone decides, because DCP loads only names that it is given."""
     own = any(part.per_rank_state for part in engine.plan.parts) or not engine.shares_buffers
     return own or bool(engine.plan.at(Stage.GATE)) or engine.plan.makes(Fact.LOCAL)
 
 
 def _own(engine: Run) -> dict[str, Any]:
-    """What may be different on another rank now, of what DCP keeps one copy."""
+    """What may now differ between ranks, of the things of which DCP saves only one copy."""
     model, optimizer = dict[str, Tensor](), dict[str, Any]()
     if engine.world.size == 1:
         return {"model": model, "optimizer": optimizer}
@@ -174,12 +174,12 @@ def decoded(engine: Engine, saved: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def merged_in(saved: Mapping[str, bytes]) -> int:
-    """Steps of a merge window in it."""
+    """How many steps of an unfinished merge window the checkpoint has."""
     return _read(saved[_SHARED])["state"]["merged"]
 
 
 def _check_shared(engine: Engine, shared: Mapping[str, Any]) -> None:
-    """May a rank resume without state of its own?"""
+    """Raise an error if a rank cannot resume without its own state."""
     here = f"rank {engine.world.rank} of {engine.world.size}"
     if shared["merged"]:
         raise UsageError(
@@ -199,7 +199,7 @@ def _read(data: bytes) -> dict[str, Any]:
 
 @torch.no_grad()
 def give_back(engine: Run, found: Mapping[str, Any]) -> None:
-    """After torch has loaded the copy of one rank: what this rank had."""
+    """Restore what this rank had, after torch has loaded one rank's copy."""
     params = {name: p for p, name in engine.names.items()}
     for name, values in found["optimizer"].items():
         kept = engine.optimizer.state[params[name]]
@@ -215,7 +215,7 @@ def give_back(engine: Run, found: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def give_model_back(engine: Run) -> None:
-    """Also after the model itself was loaded, which may come later than the optimizer."""
+    """Restore this rank's own model. Also called after torch loads the model, possibly later than the optimizer."""
     own = engine.step.own
     if own:
         for name, t in (*engine.model.named_parameters(), *engine.model.named_buffers()):

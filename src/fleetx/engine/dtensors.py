@@ -25,14 +25,14 @@ def _dtensor() -> Any:
 
 
 def local(t: Tensor) -> Tensor:
-    """What this rank holds of it, to be changed in place."""
+    """The part of a tensor that this rank holds. Not a copy: it can be changed in place."""
     if type(t) in (Tensor, nn.Parameter) or not isinstance(t, _dtensor()):
         return t
     return seams.local_tensor(t)
 
 
 def shard_of(p: Tensor, part: Tensor) -> Tensor:
-    """What a rank holds, as a piece of a tensor that is divided as this parameter is."""
+    """This rank's part, as a shard of a tensor that is divided like this parameter."""
     if local(p) is p:
         return part
     whole: Any = p
@@ -44,7 +44,8 @@ def shard_of(p: Tensor, part: Tensor) -> Tensor:
 class WholeReader:
     """`p.full_tensor()` of a sharded parameter in a loss: each rank's gradient counts, as in data parallelism.
 
-    torch takes the gradient of the whole tensor to be equal on all ranks, and keeps only this rank's part of its own.
+    torch assumes that the gradient of the whole tensor is equal on all ranks, and keeps only this rank's part of its
+    own gradient.
     """
 
     def __init__(self, p: Any, replicas: World | None, *, momentum: bool = False):
@@ -53,7 +54,7 @@ class WholeReader:
         momentum: do the gradients that a backward leaves contain momentum?
         """
         self._p, self._replicas, self._momentum, self._expected = weakref.ref(p), replicas, momentum, False
-        p.full_tensor = self  # found before the method of the class
+        p.full_tensor = self  # found before the class's method
         p.register_hook = _refuse_hook
 
     def __call__(self, *, grad_placements: Any = None) -> Tensor:
@@ -79,7 +80,7 @@ class WholeReader:
         return mean
 
     def check(self, grad: Tensor) -> None:
-        """When a backward reaches the shard itself, other than through FSDP."""
+        """Called when a backward reaches the shard itself, other than through FSDP."""
         if not self._expected:
             raise UsageError(OF_SHARDS)
         self._expected = False
@@ -117,7 +118,7 @@ def _refuse(protocol: Any) -> Any:
 def renamed(
     before: Mapping[nn.Parameter, str], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[nn.Parameter, str]:
-    """The parameters of a model that may have others under the same names now; the optimizer is given these.
+    """The names of a model's parameters after some may have been replaced. The optimizer is given the new ones.
 
     A collective if they are divided and the optimizer has state.
     """
@@ -135,7 +136,7 @@ def renamed(
 
 
 def _divided(t: Tensor, p: Tensor) -> Tensor:
-    """Divide a tensor of an optimizer's state as its parameter is divided; rank 0's values count."""
+    """Divide a tensor of the optimizer's state like its parameter, using the values of rank 0."""
     if local(p) is p or t.shape != p.shape:
         return t
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""The engine arms a model and an optimizer with a plan. It alone touches torch's hooks and knows no part by name.
+"""The engine applies a plan to a model and an optimizer. Only it touches torch's hooks, and it knows no part by name.
 
     model(x)          before: enter the FORWARD contexts
                       after:  leave them; tap the outputs
@@ -84,7 +84,7 @@ class Engine(Windows):
         made = [a.claim.makes for a in self.plan.acts if a.stage in (Stage.LOSS, Stage.GATE)]
         self.gradients = Gradients(self.optimizer, self.names, self.world, facts=frozenset().union(*made))
         self.reducer = self._make_reducer()
-        # With nothing to do to a backward or to a step, the engine leaves both alone.
+        # If the engine has nothing to do in a backward or a step, it leaves both alone.
         self._watching = self.reducer is not None or self._owns_grad
         self._tapping = self.taps and (self._watching or self.layout.reduced)
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
@@ -111,7 +111,7 @@ class Engine(Windows):
             self.handles.append(self.model.register_forward_pre_hook(before, prepend=True))  # before FSDP's own
             readers = [(p, self._reader(p)) for p in self.names]
             self.handles += [reader for _, reader in readers]
-            # Not through the attribute, which is no longer the user's to call.
+            # Not p.register_hook, which the reader has replaced with a function that raises an error.
             self.handles += [Tensor.register_hook(p, reader.check) for p, reader in readers if p.requires_grad]
 
     def _make_reducer(self) -> Reducer | None:
@@ -129,11 +129,11 @@ class Engine(Windows):
 
     # --- model(x) ---------------------------------------------------------------------------------
     def _before_gathering(self, model: nn.Module, args: Any) -> None:
-        """FSDP gathers in every forward, in which a rank alone would wait, or take part in another forward."""
+        """FSDP gathers in every forward: a rank that runs one alone would wait, or join another forward's gather."""
         if model is not self.model or self._forwards:
             return
         self._places.check()
-        if self.round & (self.round - 1) == 0:  # ever more rarely, because it takes time for every parameter
+        if self.round & (self.round - 1) == 0:  # less and less often, because it takes time for every parameter
             self._places.check(every=True)
             check_known(model, self.names)
         if not model.training or not torch.is_grad_enabled():
@@ -207,7 +207,7 @@ class Engine(Windows):
         return grad if step.scaled_at_loss or not self._scales else grad * self._factor
 
     def _leave_backward(self, grad: Tensor) -> Tensor:
-        """What comes before the model gets its gradient as if the model were plain."""
+        """What comes before the model gets the gradient that a plain model would give it."""
         plain = self.step.scaled_at_loss or not self._scales or self.weights.empty or self.step.reads
         return grad if plain else grad / self._factor
 
@@ -220,7 +220,7 @@ class Engine(Windows):
         return self.loss_scale() * self.weights.factor
 
     def _begin_backward(self) -> None:
-        """Once per backward that enters through the output and reaches parameters."""
+        """Called once per backward that enters through the output and reaches parameters."""
         self.check_not_lent()
         if self.merged == 0:
             self.step_norm.begin_backward()
@@ -237,13 +237,13 @@ class Engine(Windows):
             self.reducer.begin_backward()
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
-        """Forward and backward in the form that works under every strategy."""
+        """Run forward and backward in the form that works under every strategy."""
         loss = loss_by(self.model, inputs, target, loss_fn)
         self.backward(loss)
         return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
-        """LOSS at the loss itself, for a loss that reads parameters past the model's output."""
+        """Apply LOSS at the loss itself, for a loss that reads parameters other than through the model's output."""
         if local(loss) is not loss:
             raise UsageError(taps.OF_SHARDS)
         before, self.step.scaled_at_loss = self.step.backward, True
@@ -262,13 +262,13 @@ class Engine(Windows):
     # --- optimizer.step() -------------------------------------------------------------------------
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self.check_not_lent()
-        self.rates.restore()  # the step before has raised an error
+        self.rates.restore()  # in case the previous step raised an error
         if dcp.makes_state(self):
             return None
         self._session.stepped = weakref.ref(self)
         self._session.begin_step()
         self._scaler.check(self.optimizer)
-        if self._watching and self.taps and not self.layout.reduced:  # the others have no hooks on parameters
+        if self._watching and self.taps and not self.layout.reduced:  # else there are no hooks on parameters
             self._places.check()
         changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
         step, self.updated, self.finite = self.step, False, True
@@ -293,7 +293,7 @@ class Engine(Windows):
         return changed
 
     def _look_at_gradient(self) -> None:
-        """Inside step(closure), where no strategy is active."""
+        """Called inside step(closure), if no strategy is active."""
         self.updated = self._finish_gradient()
         if not self.updated:
             self.gradients.take_away(keep=False)
@@ -317,7 +317,7 @@ class Engine(Windows):
         self.step = self.step.next()
 
     def _finish_gradient(self) -> bool:
-        """Run GRADIENT on the gradients of this round. May the update be applied?"""
+        """Run GRADIENT on the gradients of this round. Returns whether the update may be applied."""
         self.gradients.check_none_left()
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         if not self.gradients.any and self.layout.shard_group is None:
@@ -325,7 +325,7 @@ class Engine(Windows):
         if self.rates.factor != 1:
             self.rates.scale(self.rates.factor)
         for call, ctx in self._calls[Stage.GRADIENT]:
-            call(self.gradients.present(), ctx)  # looked up again: an act may add what another rank has
+            call(self.gradients.present(), ctx)  # looked up each time: an act may add gradients that another rank has
         self._session.gradient(self)
         self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
         return self.finite

@@ -28,17 +28,17 @@ class Gradients:
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._loaded = False  # was a checkpoint loaded while there were gradients?
         self._restored: list[nn.Parameter] = []  # parameters whose gradients were put back for this backward
-        self._seen: _Seen | None = None  # after a backward
+        self._seen: _Seen | None = None  # the gradients after the last backward
         self._left: tuple[nn.Parameter, int, int] | None = None  # a gradient of the last update that is still there
         self._checked, self._late = 0, list[nn.Parameter]()  # number of parameters, and those added too late
-        self._groups: list[tuple[list[nn.Parameter], int]] = []  # of the optimizer, and how long they were
-        self._params: list[nn.Parameter] = []  # in them
+        self._groups: list[tuple[list[nn.Parameter], int]] = []  # the optimizer's groups, and their lengths
+        self._params: list[nn.Parameter] = []  # of these groups
         self._versions: list[int] = []  # of the parameters, at the start of a step that must not change them
 
     def params(self) -> list[nn.Parameter]:
         """All parameters of all groups, including groups added later, except those that only other ranks hold.
 
-        Asked several times in a step, so the list is kept while the groups hold the same lists of the same length.
+        Called several times per step, so the list is kept while the groups hold the same lists of the same length.
         """
         groups = [group["params"] for group in self._optimizer.param_groups]
         if len(groups) != len(self._groups) or any(
@@ -49,7 +49,7 @@ class Gradients:
         return self._params
 
     def forget(self) -> None:
-        """This rank holds other parameters now."""
+        """Build the list of parameters again: this rank holds other parameters now."""
         self._groups = []
 
     @property
@@ -69,7 +69,7 @@ class Gradients:
         self._restored = []
 
     def put_back(self) -> None:
-        """Called when a backward enters the model: it adds to the withheld gradients."""
+        """Called when a backward enters the model, so that it adds to the withheld gradients."""
         waiting, self._withheld = self._withheld, []
         for p, grad in waiting:
             if p.requires_grad:
@@ -90,7 +90,7 @@ class Gradients:
             ) from error
 
     def check_restored(self) -> None:
-        # All of them: a single one may have been cleared on purpose, to freeze a layer for this step.
+        # Only if all are gone: a single one may have been cleared on purpose, to freeze a layer for this step.
         if self._restored and all(p.grad is None for p in self._restored):
             raise UsageError(
                 "zero_grad() after backward() erased gradients that earlier steps of this merge window had collected: "
@@ -136,9 +136,9 @@ class Gradients:
             self._left = _marked(self._left[0])
 
     def _check_erased(self, *, raises: bool) -> None:
-        """Is a gradient of the last update still there? It is not of the kind that was added to it.
+        """Is a gradient of the last update still there? New gradients, still scaled or summed, must not be added to it.
 
-        Only a step tells: in a GAN the generator's backward reaches the discriminator before its zero_grad().
+        Only a step can tell: in a GAN, the generator's backward reaches the discriminator before its zero_grad().
         """
         if self._left is None:
             return
@@ -151,7 +151,7 @@ class Gradients:
             )
 
     def look_again(self) -> None:
-        """The reducer has moved the gradients, possibly between a backward and its step."""
+        """Accept the gradients as they are now: fleetx or torch has moved or rewritten them, with the same values."""
         if self._seen is not None:
             self.look()
 
@@ -201,7 +201,7 @@ class Gradients:
         self._seen = None
 
     def check_known(self) -> None:
-        """The optimizer may get parameters of the model later, but not others."""
+        """Parameters of the model may be added to the optimizer later, but no others."""
         params = self.params()
         if len(params) != self._checked:
             self._checked, self._late = len(params), [p for p in params if p not in self._names]
@@ -213,7 +213,7 @@ class Gradients:
                 )
 
     def detach(self) -> None:
-        """Give p.grad memory of its own: it may be a view into a bucket of the reducer."""
+        """Give p.grad its own memory: it may be a view into one of the reducer's buckets."""
         for p in self.params():
             if p.grad is not None:
                 p.grad = p.grad.clone()
@@ -258,7 +258,7 @@ class Gradients:
 
 
 class _Seen:
-    """Gradients and their versions at one moment. Made and compared without a line of Python for each of them."""
+    """Gradients and their versions at one moment, cheap to record and to compare."""
 
     def __init__(self, params: list[nn.Parameter]):
         self._params = params
@@ -266,7 +266,7 @@ class _Seen:
         self._versions = _versions(self._grads)
 
     def changed(self) -> list[Tensor]:
-        """Those that were replaced or changed in place since; not those that were erased."""
+        """The gradients that were since replaced or changed in place; not those that were erased."""
         grads = list(map(_grad, self._params))
         versions = _versions(grads)
         if versions == self._versions and all(map(operator.is_, grads, self._grads)):

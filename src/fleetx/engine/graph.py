@@ -1,4 +1,4 @@
-"""The autograd graph of the backward that is running: what it was asked for, and which way it goes."""
+"""The autograd graph of the running backward: what it was asked for, and which nodes it reaches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code_
 
 @dataclass(frozen=True)
 class Call:
-    """A call of torch.autograd.backward, which Tensor.backward calls, or of torch.autograd.grad."""
+    """A call to torch.autograd.backward, which Tensor.backward calls, or to torch.autograd.grad."""
 
     roots: list[Node]  # where it begins
-    wanted: list[Node]  # of which it was asked for the gradient; empty: of all leaves
+    wanted: list[Node]  # whose gradients it was asked for; empty: those of all leaves
 
 
 def running() -> Call | None:
-    """The call that runs the backward in which this is called. None: it was not started from Python."""
+    """The call that started the running backward; None if it was not started from Python."""
     frame = _find(sys._getframe(1))
-    if frame is None:  # on a GPU, nodes run in a thread of their own, while the caller waits
+    if frame is None:  # on a GPU, nodes run in their own thread, while the caller waits
         frame = next(filter(None, map(_find, sys._current_frames().values())), None)
     if frame is None:
         return None
@@ -49,7 +49,7 @@ def _nodes(given: Any) -> list[Node]:
 
 
 def before(starts: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """These nodes and all that backward reaches from them, nearest first, but nothing behind one that stops it."""
+    """These nodes and all that backward reaches from them, nearest first, but none beyond a node at which to `stop`."""
     seen, waiting = set[Node](), deque(starts)
     while waiting:
         node = waiting.popleft()
@@ -72,6 +72,6 @@ def all_before(starts: Iterable[Node], wanted: Collection[Node]) -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """When the running backward has ended, and DDP has finished its reduction in a callback of its own."""
+    """Call this when the running backward has ended, after DDP's own callback has finished its reduction."""
     queue = seams.backward_engine.queue_callback
     queue(lambda: queue(call))

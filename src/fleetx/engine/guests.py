@@ -33,16 +33,16 @@ _TWICE = (
 
 
 def check_not_wrapped(model: nn.Module, reducer: Any) -> None:
-    """In a forward: DistributedDataParallel that was put around the model before it was distributed."""
+    """Called in a forward: was the model wrapped in DistributedDataParallel before it was distributed?"""
     active: Any = seams.active_ddp(DistributedDataParallel)
     if active is not None and active.module is model and active is not getattr(reducer, "ddp", None):
         raise UsageError(_TWICE.format("DistributedDataParallel"))
 
 
 class Wrappers:
-    """Has DistributedDataParallel and FSDP raise an error where they are put around parameters that are distributed.
+    """Makes DistributedDataParallel and FSDP raise an error if they wrap parameters that are already distributed.
 
-    The first would divide their gradients by the world size again; neither understands shards.
+    DDP would divide their gradients by the world size again, and neither understands shards.
     """
 
     _watched: ClassVar[weakref.WeakSet[Wrappers]] = weakref.WeakSet()
@@ -57,7 +57,7 @@ class Wrappers:
                     f"parameter {name!r} is also in a model that is distributed already, and each of the two would "
                     "reduce its gradient: put both models into one nn.Module, and distribute that"
                 )
-        self._params = frozenset(map(id, names))  # they live as long as the engine that holds this object
+        self._params = frozenset(map(id, names))  # valid: parameters live as long as the engine, which holds this
         self._watched.add(self)
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import
         for kind in (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else [])):
@@ -75,7 +75,7 @@ class Wrappers:
     @classmethod
     @contextmanager
     def ours(cls) -> Iterator[None]:
-        """While the engine makes its own reducer."""
+        """Allow wrapping while the engine makes its own reducer."""
         cls._ours, before = True, cls._ours
         try:
             yield
@@ -111,15 +111,15 @@ class Scaler:
 
     def __init__(self, plan: Plan, optimizer: Optimizer):
         self._mixed = next(filter(plan.makes, self._MIXED), None)
-        # With True, GradScaler.step hands its scale to every optimizer.step(), so that it can be seen there; with
-        # False it unscales the gradients before the step, which acts at GRADIENT need (fused optimizers set True).
+        # With True, GradScaler.step passes its scale to every optimizer.step(), where `check` can see it. With False,
+        # it unscales the gradients before the step, which acts at GRADIENT need (fused optimizers set True).
         if self._mixed is not None:
             setattr(optimizer, seams.SCALES_ITSELF, True)
         elif plan.at(Stage.GRADIENT) and hasattr(optimizer, seams.SCALES_ITSELF):
             setattr(optimizer, seams.SCALES_ITSELF, False)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Before a step."""
+        """Called before a step."""
         if self._mixed is None or "found_inf" not in vars(optimizer):
             return
         for name in ("found_inf", "grad_scale"):
@@ -133,14 +133,14 @@ class Scaler:
 class Measuring:
     """Lets a script measure the norm of gradients that are still scaled or summed: clip_grad_norm_(..., inf).
 
-    It multiplies every gradient by 1, which the guard against changes cannot tell from a clip: it compares versions.
-    The norm that it returns is that of the gradient that the update will use.
+    That call multiplies every gradient by 1, which the guard against changes, which compares versions, cannot tell from
+    clipping. The norm that it returns is that of the gradient that the update will use.
     """
 
     _watched: ClassVar[weakref.WeakSet[Measuring]] = weakref.WeakSet()
 
     def __init__(self, gradients: Gradients, multiple: Callable[[], float]):
-        """multiple: how many times the true gradient p.grad is now."""
+        """multiple: returns the factor by which p.grad is currently larger than the true gradient."""
         self._gradients, self._multiple = gradients, multiple
         self._watched.add(self)
         setattr(clip_grad, seams.CLIPS, _clip_or_measure)
@@ -156,7 +156,7 @@ class Measuring:
 
     @classmethod
     def multiple(cls, measured: Iterable[Tensor]) -> float:
-        """How many times their true length these gradients have."""
+        """The factor by which these gradients are larger than the true ones."""
         multiples = {id(p): each._multiple() for each in cls._watched for p in each._gradients.params()}
         found = {multiples.get(id(p), 1.0) for p in measured if p.grad is not None}
         if len(found) > 1:
@@ -171,7 +171,7 @@ _clip = seams.clip_grads
 
 
 def _clip_or_measure(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
-    """In place of torch's function, which clip_grad_norm_ calls."""
+    """Replaces the function of torch that clip_grad_norm_ calls."""
     if max_norm != math.inf:
         return _clip(parameters, max_norm, total_norm, foreach)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -184,7 +184,7 @@ def _clip_or_measure(parameters: Any, max_norm: float, total_norm: Tensor, forea
 
 
 def check_known(model: nn.Module | None, names: Collection[nn.Parameter]) -> None:
-    """Has a module with parameters joined the model, as when LoRA is added?"""
+    """Raise an error if parameters were added to the model, for example by LoRA."""
     new = [n for n, p in model.named_parameters() if p not in names] if model is not None else []
     if new:
         raise UsageError(
@@ -200,7 +200,7 @@ BEFORE = (
 
 
 class Places:
-    """Where the trainable parameters are, and their types. Torch's hooks stay behind when one is replaced or cast."""
+    """Where the trainable parameters are, and their types. If one is replaced or cast, torch's hooks do not follow."""
 
     def __init__(self, model: nn.Module, *, every: bool):
         self._all = [
@@ -212,7 +212,7 @@ class Places:
         self._some = self._all if every else self._all[:1] + self._all[-1:]
 
     def check(self, *, every: bool = False) -> None:
-        """In a step compare the first and the last one, which is cheap, unless told at set-up that it must be all."""
+        """Compare only the first and the last parameter, which is cheap, unless `every` is set here or at set-up."""
         for name, module, key, p, dtype, device, wrapper in self._all if every else self._some:
             if wrapper != _wrapper(p):
                 raise UsageError(
@@ -232,5 +232,5 @@ class Places:
 
 
 def _wrapper(p: nn.Parameter) -> int:
-    """What `p.data = ...` replaces of a parameter that is divided, instead of the part that this rank holds; else 0."""
+    """The storage that `p.data = ...` replaces in a sharded parameter, which is not this rank's part; else 0."""
     return 0 if local(p) is p else seams.storage_id(p.untyped_storage())

@@ -17,7 +17,7 @@ from fleetx.errors import UsageError
 
 
 class Hook:
-    """A hook that becomes a no-op in a copy or a pickle of the model, which is a plain model."""
+    """A hook that becomes a no-op in a copy or a pickle of the model, so that those are plain models."""
 
     def __init__(self, call: Any):
         self.call = call
@@ -71,10 +71,10 @@ class OuterStep:
 
 
 def run_closure(optimizer: Optimizer, args: Any, kwargs: Any, after: Callable[[], None] | None = None) -> Any:
-    """step(closure) computes gradients inside the step: run the closure first, and hand its loss to the optimizer.
+    """step(closure) computes gradients inside the step: run the closure first, and pass its loss to the optimizer.
 
-    after: nothing needs the gradients before the step. The optimizer may call its closure as it likes, and this after
-    each call.
+    after: given if nothing needs the gradients before the step. Then the optimizer may call its closure as it likes,
+    and `after` is called after each call.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):

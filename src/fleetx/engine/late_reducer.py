@@ -1,4 +1,4 @@
-"""Reduces gradients after backward, on request: of a merge window that ends without a backward, and of shards."""
+"""Reduces gradients on request, after backward: for pipelines, shards and merge windows that end without a backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LateReducer:
         """No-op: nothing is pending after backward."""
 
     def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
-        """Reduce gradients that no backward reduced, one bucket at a time: no copy as large as the model."""
+        """Reduce gradients that no backward reduced, one bucket at a time to avoid a copy as large as the model."""
         if not params:  # the same on every rank of the group
             return
         used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
@@ -46,7 +46,7 @@ class LateReducer:
             grads = [_gradient(p) for p in group]
             real = [as_real(g) for g in grads]
             flat = pack(real)
-            if len(flat):  # a rank may have nothing of parameters that others have
+            if len(flat):  # a rank may hold no part of parameters that others hold
                 flat = reduce(Bucket(flat, views(flat, real), [self._names[p] for p in group], index)).wait()
             for p, grad, g, v in zip(group, grads, real, views(flat, real), strict=True):
                 g.copy_(v)
@@ -54,5 +54,5 @@ class LateReducer:
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's part of the gradient; zeros if there is none."""
     return local(p.grad).resolve_conj() if p.grad is not None else torch.zeros_like(local(p))

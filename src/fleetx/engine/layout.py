@@ -26,9 +26,9 @@ class Layout:
     """Parts fill it in at MODEL, through SetupContext."""
 
     replica_group: World  # ranks that take different batches and train the same stage together
-    replicas: World  # of these, the ranks that hold the same shards: what the network leads to
-    island: World | None = None  # ranks that update with the same gradient, where islands update on their own
-    shard_group: World | None = None  # ranks that hold one copy together; None: each rank has a copy
+    replicas: World  # of these, the ranks that hold the same shards; the network connects them
+    island: World | None = None  # ranks that update with the same gradient, if islands update on their own
+    shard_group: World | None = None  # ranks that together hold one copy; None: each rank has a copy
     reduced: bool = False  # does backward itself reduce gradients?
     leaves: Callable[[], Iterable[Tensor]] | None = None  # where backward accumulates, if not in the parameters
     counts: Callable[[nn.Parameter], bool] = lambda p: True  # does this rank count it in a sum over the model?
@@ -41,11 +41,11 @@ class Layout:
 
     @property
     def sharing(self) -> list[int] | None:
-        """The ranks that hold one copy together, counted over all processes; None: every rank."""
+        """The global ranks that together hold one copy; None: every rank."""
         return None if self.shard_group is None else self.shard_group.numbers
 
     def meet_to_evaluate(self) -> None:
-        """Wait for the ranks that hold one copy together; an error within seconds if one of them does not evaluate."""
+        """Wait for the ranks that together hold one copy; raise an error within seconds if one does not evaluate."""
         peers.meet("an evaluation", otherwise=_EVALUATE_TOGETHER, ranks=self.sharing)
 
     def norm(self, grads: list[Tensor], params: Iterable[nn.Parameter]) -> Tensor:
@@ -67,5 +67,5 @@ def of(parts: Iterable[Part], model: nn.Module, world: World) -> Layout:
 
 
 def _strided(world: World, step: int) -> World:
-    """This rank, and those that are a multiple of so many ranks away."""
+    """The world of this rank and those that are a multiple of `step` ranks away."""
     return world.split([list(range(first, world.size, step)) for first in range(step)])

@@ -65,7 +65,7 @@ class LossWeights:
 
     # --- while a backward runs --------------------------------------------------------------------
     def begin(self, *, opens: bool) -> None:
-        """Only the first backward of a step counts. opens: it is the last step of its round, and is reduced."""
+        """Only the first backward of a step counts. opens: this is the last step of its round, which is reduced."""
         if self._begun:
             return
         if self.used and self._given is None:
@@ -83,7 +83,7 @@ class LossWeights:
             self._sum_up()
 
     def collect(self) -> None:
-        """Earlier steps are about to be reduced without a backward."""
+        """Called before earlier steps are reduced without a backward."""
         self._agree()
         if self.used:
             self._sum_up()
@@ -106,7 +106,7 @@ class LossWeights:
         return self._begun and self._given == 0
 
     def divisor(self, steps: int) -> float:
-        """Turns the sum over this many steps into their mean."""
+        """What the sum over this many steps is divided by, to get their mean."""
         if not self._averages:
             return 1.0
         return self._total / (self._unit * self._ranks) if self.used else float(steps)
@@ -117,7 +117,10 @@ class LossWeights:
         return self._own + (self._given if self._begun and self._given else 0.0)
 
     def _agree(self) -> None:
-        """Once. Ranks that use weights call it before their first backward, the others before they communicate."""
+        """Agree once whether weights are used.
+
+        Ranks that use weights call this before their first backward, the others before they communicate.
+        """
         if self._agreed:
             return
         known = -1.0 if self.used is None else float(self.used)
@@ -149,7 +152,7 @@ class LossWeights:
 
     # --- after a step -----------------------------------------------------------------------------
     def end_step(self, *, opened: bool, steps: int) -> None:
-        """A weight without a backward belongs to a batch that was skipped."""
+        """A weight without a backward belongs to a skipped batch, and does not count."""
         if opened:
             if self._total:
                 self._unit = _power_of_two(self._total / (self._ranks * steps))
@@ -162,7 +165,7 @@ class LossWeights:
         return {"own": self._own, "unit": self._unit}
 
     def load(self, saved: Mapping[str, float] | None, *, inside: bool) -> None:
-        """inside: within a merge window, its first steps decide whether weights are used."""
+        """inside: was it saved inside a merge window? Then its first steps decide whether weights are used."""
         self._own, self._unit = (saved["own"], saved["unit"]) if saved else (0.0, self._unit)
         self._given, self._begun, self._total = None, False, 0.0
         if inside:
@@ -185,5 +188,5 @@ def _checked(n: Any) -> float:
 
 
 def _power_of_two(number: float) -> float:
-    """The next power above, so that most weights become less than 1."""
+    """The next power of two above, so that most weights become less than 1."""
     return 2.0 ** math.ceil(math.log2(number))

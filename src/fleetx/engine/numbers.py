@@ -1,7 +1,7 @@
-"""Numbers that go wrong: gradients that are not finite, and replicas whose parameters have come apart.
+"""Numbers that go wrong: gradients that are not finite, and replicas whose parameters have diverged.
 
-A gradient that is not finite withholds its update on every rank, and says on which rank and in which parameter it
-arose. Under a float16 loss scale `amp` has seen it first: an overflow there is normal.
+If a gradient is not finite, the update is withheld on every rank, and a message says on which rank and in which
+parameter it arose. Under a float16 loss scale, `amp` sees it first: an overflow there is normal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fleetx.engine.dtensors import local
 from fleetx.engine.run import Doubt
 from fleetx.errors import NumbersError
 
-SMALL = 4096  # elements of a gradient that is looked at in every step
-MOST = 8  # gradients that are; the first one among them, to which what is not finite is passed on
+SMALL = 4096  # elements of a gradient that may be checked in every step
+MOST = 8  # how many of them are checked, including the first one, to which non-finite values propagate
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Checks:
     """What is checked during training. Pass it to `fleet.init(checks=...)`; the same on every rank."""
 
     on_nonfinite: Literal["skip", "stop", "restore", "ignore"] = "skip"
-    """If a gradient is not finite: skip the update, stop with an error, do nothing, or skip until `in_a_row` is reached
-    and then let `fleet.checkpoints` restore the last checkpoint after that step."""
+    """What to do if a gradient is not finite: "skip" the update, "stop" with an error, "ignore" it, or "restore": skip
+    until `in_a_row` is reached, and then have `fleet.checkpoints` restore the last checkpoint after that step."""
     in_a_row: int = 10
-    """After so many skipped updates in a row, stop with an error. Under "restore", how many until it restores."""
+    """After this many skipped updates in a row, stop with an error or, under "restore", restore the last checkpoint."""
     every_gradient: bool = False
-    """Look at every gradient, which costs a pass over them; by default at up to 8 with up to 4096 elements. Under
-    `clip` the norm tells of all of them."""
+    """Check every gradient, which takes a pass over them; by default, only up to 8 with up to 4096 elements. Under
+    `clip`, the norm covers all of them."""
     same_parameters: int = 100
-    """After the first update and then every so many, check that the parameters are finite, and equal on all replicas; 0
-    for never."""
+    """After the first update and then once per this many updates, check that the parameters are finite, and equal on
+    all replicas; 0: never."""
 
     def __post_init__(self) -> None:
         if self.on_nonfinite not in ("skip", "stop", "restore", "ignore"):
@@ -49,7 +49,7 @@ class Checks:
             raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
 
     def compares(self, round: int) -> bool:
-        """After this round? What parts the ranks in every step does so in the first one."""
+        """Compare after this round? Whatever makes ranks diverge in every step already does so in the first one."""
         return self.same_parameters > 0 and (round == 1 or round % self.same_parameters == 0)
 
 
@@ -57,19 +57,19 @@ class Numbers:
     """The checks of one training."""
 
     def __init__(self, checks: Checks, *, world: World, shared: bool):
-        """shared: do the ranks decide together? Not where each updates with a gradient of its own."""
+        """shared: do the ranks decide together? Not if each updates with its own gradient."""
         self._checks, self._world, self._shared = checks, world, shared
         self._bad = 0  # updates in a row that were withheld
-        self._among, self._some = list[nn.Parameter](), list[nn.Parameter]()  # the parameters, and those looked at
+        self._among, self._some = list[nn.Parameter](), list[nn.Parameter]()  # the parameters, and those to check
 
     def fine(self, run: Any, divided: bool) -> bool:
         """May this update be applied? divided: does this rank have only a piece of the gradient?
 
-        The host waits for the device here, and nowhere else in a step: to withhold an update it must know.
+        The host waits for the device here and nowhere else in a step: it must know whether to withhold the update.
         """
         doubts, run.step.doubts = run.step.doubts, []
         looks = self._checks.on_nonfinite != "ignore"
-        if looks and run.step.norm is not None:  # tells of every gradient, on every rank that has a piece of it
+        if looks and run.step.norm is not None:  # covers every gradient, on every rank that has a piece of it
             doubts.append(Doubt(_flag(run.step.norm.to(run.device)), False, lambda found: None))
         elif looks:
             grads = self._looked_at(run.gradients.params())
@@ -94,8 +94,8 @@ class Numbers:
         return False
 
     def _looked_at(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """Gradients. Without `every_gradient` few of them, so that a model of many parameters costs no more: some of
-        the small ones, spread over the model. What is not finite at one place is passed on to all before it."""
+        """The gradients to check. Without `every_gradient`, only some small ones, spread over the model, so that many
+        parameters cost no more: a non-finite value in one place propagates to all gradients before it."""
         if params is not self._among:
             self._among, self._some = params, params
             if params and not self._checks.every_gradient:
@@ -126,7 +126,7 @@ class Numbers:
         )
 
     def _told(self, run: Any, params: list[nn.Parameter]) -> str:
-        """Where it arose. A collective, where all ranks are here."""
+        """Where it arose. A collective, if the ranks decide together."""
         first = next((run.names.get(p, "?") for p in params if _bad(p.grad)), None)
         loss = run.step.loss
         mine = [first, None if loss is None else not bool(torch.isfinite(loss).all())]
@@ -152,8 +152,8 @@ def _chosen(grads: list[Tensor], *, every: bool) -> list[Tensor]:
 
 
 def _suspect(grads: list[Tensor], device: torch.device) -> Tensor:
-    """0 only if every value is finite. A sum is nan or inf if a value is, and takes a tenth of the time of the largest
-    value, but can also overflow: ask `_not_finite` then."""
+    """0 only if every value is finite. A sum is nan or inf if any value is, and takes a tenth of the time of a maximum,
+    but it can also overflow: then `_not_finite` decides."""
     if not grads:
         return torch.zeros(1, device=device)
     first = grads[0]
@@ -173,7 +173,7 @@ def _not_finite(grads: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _flag(norm: Tensor) -> Tensor:
-    """0 if it is finite, else nan, which is not zero either."""
+    """0 if it is finite, else nan, which counts as nonzero."""
     return (norm - norm).to(torch.float32).view(1)
 
 
@@ -192,7 +192,7 @@ def _read(doubts: list[Doubt], world: World) -> list[bool]:
 
 # --- parameters -----------------------------------------------------------------------------------
 def check_finite(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], *, round: int) -> None:
-    """Raise an error if a parameter is not finite. By default not every gradient is looked at, so one may be."""
+    """Raise an error if a parameter is not finite. By default not every gradient is checked, so this can happen."""
     held = [(p, as_real(local(p.detach()))) for p in params]
     held = [(p, values) for p, values in held if values.numel() and values.is_floating_point()]
     if not held or not bool(_suspect([values for _, values in held], held[0][1].device)):
@@ -210,7 +210,7 @@ def check_finite(names: Mapping[nn.Parameter, str], params: Iterable[nn.Paramete
 def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], group: World, *, round: int) -> None:
     """Raise an error that names the rank whose parameters differ. A collective of eight bytes per rank.
 
-    Only if they differ, each rank tells the others eight bytes per parameter.
+    Only if they differ do the ranks also exchange eight bytes per parameter.
     """
     kept = list(params)
     digests = [_digest(local(p)).to(group.device) for p in kept]
@@ -247,7 +247,7 @@ def _digest(p: Tensor) -> Tensor:
 
 
 def _combined(digests: Tensor) -> Tensor:
-    """One number for all. Each is multiplied by an odd number of its own: equal changes of two must not cancel out."""
+    """One number for all. Each is multiplied by its own odd number, so that equal changes in two do not cancel out."""
     odd = (torch.arange(1, len(digests) + 1, device=digests.device) * 0x1E3779B97F4A7C15) | 1
     odd = (odd ^ (odd >> 31)) * 0x14D049BB133111EB | 1  # wraps around, as does the sum
     return (digests * odd).sum()

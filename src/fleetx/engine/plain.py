@@ -1,4 +1,4 @@
-"""`fleet.release`: take everything off a model and an optimizer again."""
+"""`fleet.release`: remove everything from a model and an optimizer again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MISSING = object()
 
 
 def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
-    """Undo what arming did. Every rank must call it."""
+    """Undo what the engine set up. Every rank must call it."""
     if not engine.merged and not any(grad.any() for grad in engine.gradients.present()):
-        engine.step = Step()  # the gradients of the last backward were thrown away
+        engine.step = Step()  # the gradients of the last backward were discarded
     if engine.merged or engine.step.tapped:
         raise UsageError(
             "a merge window or a backward is still open: call optimizer.step() and fleet.flush() before fleet.release"
@@ -41,7 +41,7 @@ def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
 
 
 def take_off(engine: Engine) -> None:
-    """Remove hooks, threads and wrappers, and call what the parts have left to undo."""
+    """Remove hooks, threads and wrappers, and call what the parts passed to `on_release`."""
     for handle in engine.handles:
         handle.remove()
     engine.close()
@@ -52,7 +52,7 @@ def take_off(engine: Engine) -> None:
 
 
 def forget_compiled() -> None:
-    """torch.compile does not guard on hooks: what it compiled for this class before would not run them."""
+    """torch.compile does not guard on hooks: code that it compiled earlier for this class would not run them."""
     if seams.DYNAMO in sys.modules:
         sys.modules[seams.DYNAMO].reset()
 
@@ -71,7 +71,7 @@ class PlainOptimizer:
         return [dict(vars(self._optimizer)), dict(self._optimizer.defaults), *groups]
 
     def changed(self) -> None:
-        """Call when the strategy has made its changes: what the user changes later stays."""
+        """Call when the strategy has made its changes: `restore` keeps what the user changes later."""
         self._changes = [
             {k: old.get(k, _MISSING) for k in {*old, *new} if old.get(k, _MISSING) is not new.get(k, _MISSING)}
             for old, new in zip(self._before, self._options(), strict=True)

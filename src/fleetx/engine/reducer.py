@@ -33,7 +33,7 @@ from fleetx.errors import UsageError
 _FROZEN_ALIKE = "set requires_grad of the same parameters on every rank, in the same step"
 
 
-_trains = attrgetter("requires_grad")  # asked of all parameters for every reduction, so not in a loop of Python
+_trains = attrgetter("requires_grad")  # read from all parameters for every reduction, so not in a Python loop
 
 
 class Reducer(LateReducer):
@@ -53,12 +53,12 @@ class Reducer(LateReducer):
         super().__init__(names, world, bucket_cap_mb)
         self._model, self._gradients, self._finds_unused = weakref.ref(model), gradients, find_unused_parameters
         self._on_bucket = self._hook(reduce) if reduce is not None else None
-        self._changed = False  # were parameters frozen or unfrozen, and do the ranks not yet know of each other's?
+        self._changed = False  # were parameters frozen or unfrozen since the ranks last agreed?
         with _one_trained(names):  # a model that is all frozen may be unfrozen later
             self._make_buckets(first=True)
 
     def _make_buckets(self, *, first: bool) -> None:
-        """For the parameters that are trained now. With `first`, every rank takes over the model of rank 0."""
+        """Make buckets for the parameters that are trained now. With `first`, every rank copies the model of rank 0."""
         model = self._model()
         assert model is not None  # it is calling
         self._trained = [p for p in self._names if p.requires_grad]
@@ -66,7 +66,7 @@ class Reducer(LateReducer):
         self._prepared, self._rebuilt = False, False
         self._noted = False  # does DDP know which parameters earlier steps of the window have used?
         self.order = None
-        self._restores: tuple[list[str] | None] | None = None  # an order to go back to before the next reduction
+        self._restores: tuple[list[str] | None] | None = None  # an order to restore before the next reduction
         device = self._trained[0].device
         with _without_buffers(model), Wrappers.ours():
             self.ddp = DistributedDataParallel(
@@ -83,7 +83,7 @@ class Reducer(LateReducer):
             self.ddp.register_comm_hook(None, self._on_bucket)
 
     def _follow(self) -> None:
-        """Were parameters frozen or unfrozen? Then the buckets are others.
+        """Make new buckets if parameters were frozen or unfrozen.
 
         One rank alone may call a forward, so this does not communicate; `agree` does, in the next backward.
         """
@@ -95,7 +95,7 @@ class Reducer(LateReducer):
             self._changed = True
 
     def agree(self) -> None:
-        """All ranks must have frozen and unfrozen the same parameters. A collective after a change."""
+        """Check that all ranks have frozen and unfrozen the same parameters. A collective only after a change."""
         if not self._changed:
             return
         self._changed = False
@@ -119,7 +119,7 @@ class Reducer(LateReducer):
         return seams.post_forward(self.ddp, out) if self._finds_unused else out
 
     def begin_backward(self) -> None:
-        """This backward communicates. The forward prepared for one; a second backward is prepared here."""
+        """Begin a backward that communicates. The forward prepared for the first; a second one is prepared here."""
         self._reorder()
         if not self._prepared:
             if self._finds_unused:
@@ -130,43 +130,43 @@ class Reducer(LateReducer):
             self._prepare([])
             self.agree()
         self._prepared = False
-        if not self._rebuilt and not self._finds_unused:  # with it, DDP never does
+        if not self._rebuilt and not self._finds_unused:  # with it, DDP never rebuilds
             after_backward(self._rebuild)
 
     def _rebuild(self) -> None:
-        """After the first backward, DDP once reorders its buckets and moves the gradients into them.
+        """Once, after the first backward, have DDP reorder its buckets and move the gradients into them.
 
-        The ranks communicate for this. DDP does it in the next forward, which one rank alone may call.
+        The ranks communicate for this. DDP itself does it in the next forward, which one rank alone may call.
         """
         try:
             seams.check_reducer_finalized(self.ddp)
         except RuntimeError:
-            return  # `check_finished` tells
+            return  # `check_finished` reports it
         if seams.rebuild_buckets(self.ddp.reducer):
             self._rebuilt = True
-            if not any(seams.build_params(self.ddp)[1]):  # torch does not tell the buckets of sparse gradients
+            if not any(seams.build_params(self.ddp)[1]):  # torch does not reveal the buckets of sparse gradients
                 buckets = seams.zero_buckets(self.ddp.reducer)
                 params: list[Any] = [p for bucket in buckets for p in bucket.parameters()]
                 self.order = [self._names[p] for p in params]
             self._gradients.look_again()
 
     def restore_order(self, order: list[str] | None) -> None:
-        """Have the next reduction use the buckets of another run. Where a value is in a bucket decides in which order
-        the ranks' values are added up, so with three ranks or more another place rounds differently."""
+        """Have the next reduction use the buckets of another run. A value's position in its bucket decides the order in
+        which the ranks' values are added, so with three or more ranks, another position rounds differently."""
         self._forget_used()  # of the window that is abandoned
         fits = order is None or sorted(order) == sorted(self._names[p] for p in self._trained)
         if fits and order != self.order and not self._finds_unused:
             self._restores = (order,)
 
     def _reorder(self) -> None:
-        """DDP fills its buckets in the order of the parameters that it is given. The ranks communicate for this."""
+        """Restore the buckets: DDP fills them in the order of the parameters it is given. The ranks communicate."""
         if self._restores is None:
             return
         (self.order,), self._restores = self._restores, None
         params, sparse = seams.build_params(self.ddp)
         grads = [p.grad for p in params]
         for p in params:
-            p.grad = None  # a new bucket would take the place of gradients that wait in a merge window
+            p.grad = None  # or a new bucket would replace gradients that wait in a merge window
         given = params
         if self.order is not None:
             place = {name: i for i, name in enumerate(self.order)}
@@ -184,7 +184,7 @@ class Reducer(LateReducer):
             p.grad = grad
 
     def join_backward(self, params: list[nn.Parameter]) -> None:
-        """Take part in the reduction of a backward that only other ranks run, by a backward that adds zeros."""
+        """Take part in the reduction of a backward that only other ranks run, with a backward that adds zeros."""
         self._reorder()
         if self._finds_unused:
             params = [p for p in params if p.grad is not None]
@@ -216,8 +216,8 @@ class Reducer(LateReducer):
         self._prepared = True
 
     def _note_used(self) -> None:
-        """DDP notes which parameters the steps of a window use, and reduces no others. After a resume, or if a
-        parameter was frozen since, it has noted nothing: repeat it by a backward that adds zeros."""
+        """DDP records which parameters the steps of a window use, and reduces no others. After a resume, or if a
+        parameter was frozen since, the record is empty: restore it with a backward that adds zeros."""
         self._noted = True
         for p in self._gradients.withheld():
             if p.requires_grad:
@@ -226,7 +226,7 @@ class Reducer(LateReducer):
                 p.grad = grad
 
     def _forget_used(self) -> None:
-        """What DDP has noted ends with a backward that communicates, and can be erased only by a new one."""
+        """DDP erases its record in a backward that communicates; otherwise, only a new DDP starts without one."""
         if self._finds_unused:
             self._follow()
             if any(p.requires_grad for p in self._names):
@@ -237,7 +237,7 @@ class Reducer(LateReducer):
         self._forget_used()
 
     def check_finished(self, places: Places) -> None:
-        """Fail now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
+        """Raise an error now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
         try:
             seams.check_reducer_finalized(self.ddp)
         except RuntimeError as error:
@@ -266,7 +266,7 @@ class Reducer(LateReducer):
 
 @contextmanager
 def _one_trained(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """DDP takes no model without a trainable parameter."""
+    """DDP does not accept a model without a trainable parameter, so make one trainable inside."""
     frozen = None if any(p.requires_grad for p in params) else next(iter(params)).requires_grad_(True)
     yield
     if frozen is not None:
@@ -275,7 +275,7 @@ def _one_trained(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _without_buffers(model: nn.Module) -> Iterator[None]:
-    """Keep DDP from sending buffers when it is made: `engine.buffers` does it, also where elements share memory."""
+    """Keep DDP from sending buffers when it is made: `engine.buffers` sends them, even if elements share memory."""
     before = getattr(model, seams.UNSENT, None)
     setattr(model, seams.UNSENT, {*(before or ()), *(name for name, _ in model.named_buffers())})
     try:

@@ -29,7 +29,7 @@ class Doubt:
 
     found: Tensor  # one element; not zero: withhold the update
     everywhere: bool  # may the ranks see different gradients, so that all must be asked?
-    then: Callable[[bool], None]  # learns the answer
+    then: Callable[[bool], None]  # called with the answer
 
 
 @dataclass
@@ -41,16 +41,16 @@ class Step:
     backward: int = -1  # torch's number of the backward that last entered the model
     tapped: bool = False  # has a backward entered through the model's output?
     scaled_at_loss: bool = False  # is fleet.backward running, which scales the loss itself?
-    reads: bool = False  # does that one only return gradients, as torch.autograd.grad and torch.func do?
+    reads: bool = False  # does that backward only return gradients, as torch.autograd.grad and torch.func do?
     create_graph: bool = False  # was a backward itself made differentiable?
     flushing: bool = False  # is this fleet.flush, which updates whatever the gate says?
     collected: int = 0  # merged steps in the gradients that are being reduced outside a backward
-    loss: Tensor | None = None  # of this step, or of the last one, where it could be seen
+    loss: Tensor | None = None  # of this step or the last one, if it could be seen
     inputs: Any = None  # of the forward that is running
     norm: Tensor | None = None  # of the gradient, if an act has computed it
     overflowed: bool = False  # was the update withheld because of the loss scale?
-    made_by_torch: bool = False  # does torch.distributed.checkpoint make the optimizer's state? Not a step
-    own: dict[str, Tensor] | None = None  # what was loaded of the model for this rank alone, to be given back once more
+    made_by_torch: bool = False  # not a step: torch.distributed.checkpoint creates the optimizer's state
+    own: dict[str, Tensor] | None = None  # this rank's own part of a loaded model, to be restored once more
     doubts: list[Doubt] = field(default_factory=list)  # what GRADIENT found; read together, after the last act
 
     def next(self) -> Step:
@@ -58,7 +58,7 @@ class Step:
 
 
 class Rates:
-    """Scales the learning rates of all groups in one update, and restores them bit for bit, for the schedulers."""
+    """Scales the learning rates of all groups for one update, then restores them bit for bit, for the schedulers."""
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
@@ -66,7 +66,7 @@ class Rates:
         self.factor = 1.0  # of every update
 
     def scale(self, factor: float) -> None:
-        """Until `restore`, which the engine calls after the update."""
+        """Scale until `restore`, which the engine calls after the update."""
         for group in self._optimizer.param_groups:
             rate = group["lr"]
             if isinstance(rate, Tensor):
@@ -88,12 +88,12 @@ class Rates:
 class StepNorm:
     """The norm of one step's gradient on this rank, before it is merged or reduced. It stays on the device.
 
-    Measured where a part asks for it: if a round merges steps, on the gradient of its first step, which the gate
-    withholds, and otherwise on what the buckets of the reduction hold before they are sent.
+    Measured if a part asks for it: if a round merges steps, on the gradient of its first step, which the gate
+    withholds; otherwise, on the buckets of the reduction before they are sent.
     """
 
     def __init__(self) -> None:
-        self.every = 0  # rounds between two measurements; 0: no part asks
+        self.every = 0  # rounds between measurements; 0: no part asks
         self.square: Tensor | None = None  # of the current round
         self.backwards = 0  # in the current round
 
@@ -102,12 +102,12 @@ class StepNorm:
 
     @torch.no_grad()
     def add(self, grads: list[Tensor], factor: float) -> None:
-        """More of the gradient, which is still multiplied by this factor."""
+        """Add a piece of the gradient, which is still multiplied by this factor."""
         square = get_total_norm(grads).double().square() / factor**2
         self.square = square if self.square is None else self.square + square
 
     def begin_backward(self) -> None:
-        """The buckets of several backwards in one step do not add up to a gradient."""
+        """Start again: the buckets of several backwards in one step do not add up to a gradient."""
         self.backwards += 1
         self.square = None
 
@@ -134,21 +134,21 @@ class Run:
         self.in_progress: dict[str, dict[str, Any]] = {key_of(p): {} for p in plan.parts}  # dropped by a load
         self.extra: dict[str, Any] = {}  # what a front end wants to find again after a resume
         self.reducer_settings: dict[str, Any] | None = None  # set by the part that asks for a reducer
-        self.shares_buffers = True  # does every rank take over the buffers of rank 0 after a round?
+        self.shares_buffers = True  # does every rank copy the buffers of rank 0 after a round?
         self.buffers, self.island_buffers = ModelBuffers(model), ModelBuffers(model)
         self.undo: list[Callable[[], None]] = []  # what `release` calls, last first
         self.modules = weakref.WeakSet(model.modules())  # parts may wrap them; the user may replace some
         self.released = False
-        self.counts_feed = False  # does somebody want to know `feed`?
+        self.counts_feed = False  # does anything need `feed`?
         self.feed = 0  # samples of the last step on this rank
-        self.check_feed: Callable[[int], None] | None = None  # is that what was planned for?
-        self.lent = ""  # to what, while the parameters are not those of the training
+        self.check_feed: Callable[[int], None] | None = None  # checks `feed` against the plan
+        self.lent = ""  # to what the model is lent, while its parameters are not those of the training
         self.rates, self.step_norm = Rates(optimizer), StepNorm()
         self.gradients: Gradients  # made when the optimizer is final
         self.layout = layout.of(plan.parts, model, world)
         self.weights = LossWeights(plan, self.layout.replica_group)
         self.network = Network(self.layout.replicas)
-        # Not at exit: then `fleet` closes everything in the right order.
+        # Not at exit: there, `fleet` closes everything in the right order.
         weakref.finalize(self, self.network.close).atexit = False
 
     @property
@@ -157,7 +157,7 @@ class Run:
         return self.round, self.merged
 
     def drop_blank_state(self) -> None:
-        """Updates begin with the state that the optimizer makes itself: in torch's, Adam has already made a step."""
+        """Drop state that torch has made: in it, Adam has already counted a step. The optimizer then makes its own."""
         if self.blank_state:
             self.optimizer.state.clear()
             self.blank_state = False

@@ -26,10 +26,10 @@ class ScheduledEngine(Engine):
     """An engine in which a part runs forward and backward."""
 
     _running = False
-    taps = False  # `forward_backward` does what taps would notice
+    taps = False  # `forward_backward` itself does what taps would trigger
 
     def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
-        """Under `torch.no_grad()`, the forward alone."""
+        """Run forward and backward, or only the forward under `torch.no_grad()`."""
         ((run, ctx),) = self._calls[Stage.SCHEDULE]
         if self.counts_feed:
             self._count(inputs, trains=True)

@@ -1,6 +1,6 @@
 """What an engine adds to its optimizer's state_dict(): {version, round, merged, withheld, facts, rank, ranks, parts},
-`weights` where `fleet.weight` is used, `order` of the parameters in the buckets of the reduction, and `extra` of a
-front end. torch.distributed.checkpoint gets it in another form: see `dcp.py`.
+`weights` if `fleet.weight` is used, the `order` of the parameters in the buckets of the reduction, and the `extra` data
+of a front end. torch.distributed.checkpoint gets it in another form: see `dcp.py`.
 
 Plain tensors, numbers and names: `torch.load(weights_only=True)` reads it, and plain PyTorch ignores it.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-_MARK = "fleetx"  # an option of the first group: of what `dcp` makes, and in a checkpoint from inside a merge window
+_MARK = "fleetx"  # an option of the first group: what `dcp` makes, or a mark of a checkpoint inside a merge window
 
 
 def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_not_loaded(optimizer: Optimizer) -> None:
-    """A plain optimizer that is about to be armed."""
+    """Raise an error if a plain optimizer was loaded from a checkpoint with an unfinished merge window."""
     left = [group[_MARK] for group in optimizer.param_groups if _MARK in group]
     merged = sum(dcp.merged_in(found) if isinstance(found, Mapping) else found for found in left)
     if merged:
@@ -60,7 +60,7 @@ def save(engine: Engine) -> dict[str, Any]:
         clock["extra"] = dict(engine.extra)
     if engine.reducer is not None and engine.reducer.order is not None:
         clock["order"] = list(engine.reducer.order)
-    # In new containers, which nothing else changes.
+    # Copied into new containers, which nothing else changes.
     parts = {k: pytree.tree_map(lambda value: value, s) for k, s in engine.state.items() if s}
     return clock | engine.gradients.saved() | {"parts": parts}
 
@@ -68,7 +68,7 @@ def save(engine: Engine) -> dict[str, Any]:
 def checked(engine: Engine, saved: Mapping[str, Any] | None, *, own: bool = True) -> Mapping[str, Any]:
     """Check what is about to be loaded. None: a checkpoint of plain PyTorch.
 
-    own: the state of the parts is as one rank saved it; otherwise it was made for any rank.
+    own: is the state of the parts as one rank saved it? Otherwise it was made for any rank.
     """
     engine.check_not_lent()
     if saved is None:
@@ -115,7 +115,7 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     for part in engine.plan.parts:
         key = key_of(part)
         if key in saved["parts"]:
-            # A copy: the checkpoint stays the caller's.
+            # A copy: the checkpoint belongs to the caller.
             found = saved["parts"][key]
             engine.state[key] = pytree.tree_map_only(Tensor, lambda t: t.to(engine.device, copy=True), found)
         else:  # what it has kept belongs to the training that was abandoned
@@ -129,7 +129,7 @@ class Hooks:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._loading: Mapping[str, Any] = {}
-        self._from_torch: dict[str, Any] | None = None  # what `dcp` has found besides
+        self._from_torch: dict[str, Any] | None = None  # what `dcp` has found
 
     def registered(self, optimizer: Optimizer) -> list[RemovableHandle]:
         return [
@@ -162,7 +162,7 @@ class Hooks:
             refuse_pickling(state_dict.values())
 
     def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Before torch looks at the rest: nothing may be changed yet."""
+        """Runs before torch looks at the rest, so it must not change anything yet."""
         found = dcp.found_in(state_dict, _MARK)
         state_dict = unmarked(state_dict)
         self._from_torch = None if found is None else dcp.decoded(self._engine, found)

@@ -1,5 +1,5 @@
-"""What the engine does outside its hooks: when a step updates, how a bucket is reduced, and what ends a merge window
-without a backward of its own, such as a flush."""
+"""What the engine does outside its hooks: when a step updates, how a bucket is reduced, and how a merge window ends
+without a backward of its own, as in a flush."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Windows(Run):
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         super().__init__(plan, model, optimizer, world)
         self._line = user_line()
-        self.restore: Callable[[str], None] | None = None  # set by `fleet.checkpoints`: go back, for this reason
+        self.restore: Callable[[str], None] | None = None  # set by `fleet.checkpoints`; takes the reason
         self.updates_together = not plan.makes(Fact.LOCAL)  # do all ranks see the same gradient?
 
     def wrap_acts(self, around: Callable[[Act, Any], Any] | None) -> None:
@@ -53,7 +53,7 @@ class Windows(Run):
                 self._calls[act.stage].append((act.call if around is None else around(act, act.call), ctx))
 
     def context_of(self, part: Part) -> StepContext:
-        """For what a part does outside a step."""
+        """The context for what a part does outside a step."""
         return StepContext(self, key_of(part))
 
     def unfinished(self) -> list[Undone]:
@@ -67,7 +67,7 @@ class Windows(Run):
         return [(text, self._line) for text in found]
 
     def forward_context(self, *, first: bool = False) -> AbstractContextManager[Any]:
-        """The FORWARD contexts again, for a part that runs a piece of the forward again, or (`first`) alone."""
+        """Enter the FORWARD contexts for a part that reruns a piece of the forward, or (`first`) runs it alone."""
         self._check_not_released()
         stack = ExitStack()
         for act, (call, ctx) in zip(self.plan.at(Stage.FORWARD), self._calls[Stage.FORWARD], strict=True):
@@ -86,7 +86,7 @@ class Windows(Run):
         return next(n for n in itertools.count(1) if all(call(n, ctx) for call, ctx in self._calls[Stage.GATE]))
 
     def _count(self, inputs: Any, *, trains: bool) -> None:
-        """A batch enters the model."""
+        """Count and check the samples of a batch that enters the model."""
         self.feed = samples_in(inputs)
         if trains and torch.is_grad_enabled() and self.check_feed is not None:
             self.check_feed(self.feed)
@@ -117,7 +117,7 @@ class Windows(Run):
         self.network.close()
 
     def multiple(self) -> float:
-        """How many times the true gradient p.grad is now: it is still scaled, and a sum, between backward and step."""
+        """The factor by which p.grad is larger than the true gradient: until the step, it is still scaled and a sum."""
         if not self.step.tapped:
             return 1.0
         return self.loss_scale() * (self.merged + 1 if self.plan.makes(Fact.SUMMED) else 1)
@@ -146,10 +146,10 @@ class Windows(Run):
 
     @contextmanager
     def lend(self, to: str) -> Iterator[None]:
-        """The parameters have other values inside, so nothing may train, save or load. Buffers are restored."""
+        """Inside, parameters have other values, so nothing may train, save or load. Buffers are restored on exit."""
         self.check_not_lent()
         self.lent = to
-        torch.clear_autocast_cache()  # of weights
+        torch.clear_autocast_cache()  # it holds copies of weights
         try:
             with self.buffers.restored():
                 yield
@@ -173,7 +173,7 @@ class Windows(Run):
                 part.drain(params, self.context_of(part), last=last)
 
     def _catch_up(self) -> None:
-        """The last step of a window had no backward here: reduce what waits, as the ranks do whose backward did it."""
+        """The last step of a window had no backward here: reduce what waits, as other ranks did in their backward."""
         waiting, join = self.gradients.withheld(), isinstance(self.reducer, Reducer)
         if waiting or join:
             self._collect(self.merged, join=join)
@@ -194,7 +194,7 @@ class Windows(Run):
         self.step.tapped = True
 
     def _shard_reducer(self) -> Any:
-        """For gradients that FSDP has reduced only within its group."""
+        """A reducer for gradients that FSDP has reduced only within its group."""
         layout, settings = self.layout, self.reducer_settings
         if not layout.reduced or layout.replicas.size == 1 or settings is None:
             return None

@@ -99,7 +99,7 @@ __all__ = [
 Model = TypeVar("Model", bound=nn.Module)
 Optim = TypeVar("Optim", bound=Optimizer)
 
-updated: bool  # did the last optimizer.step() apply an update? (found by __getattr__ below)
+updated: bool  # whether the last optimizer.step() applied an update (see __getattr__ below)
 
 
 # --- the world ------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def init(
     timeout: timedelta | None = None,
     checks: Checks | None = None,
 ) -> None:
-    """Join the other workers that fleetrun, torchrun, Paddle's launcher or srun started; without one, train alone.
+    """Join the workers that fleetrun, torchrun, Paddle's launcher or srun started; without a launcher, train alone.
 
     timeout: how long a collective waits for a rank that does not answer before it raises; 10 minutes by default.
     checks: what to do about gradients that are not finite, and how often to compare the parameters of the ranks.
@@ -176,7 +176,7 @@ def distribute(
     engine = kind(plan, model, optimizer, _here())
     atexit.unregister(close)
     atexit.register(close)
-    current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to it change nothing here
+    current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to the original have no effect here
     if found is not None:
         watch_feed(engine, found)
     attach(current(), engine)
@@ -186,8 +186,8 @@ def distribute(
 def release(model: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
     """Undo `distribute`: returns the plain model and optimizer, with their own classes. Every rank must call it.
 
-    Trained values and the optimizer's state stay; every rank gets the whole model. What only a strategy keeps is
-    discarded, such as the residuals of `dgc`.
+    Trained values and the optimizer's state stay; every rank gets the whole model. State that only a strategy keeps,
+    such as the residuals of `dgc`, is discarded.
     """
     engine = _engine(model)
     peers.meet("fleet.release")
@@ -255,9 +255,10 @@ def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
 
 
 def flush(*, optimizer: Optimizer | None = None) -> bool:
-    """Apply the gradients of a partial merge window, divided by their true number. Every rank must call it.
+    """Apply the gradients of a partial merge window, divided by the actual number of steps. Every rank must call it.
 
-    Returns whether an update was applied. Call it at the end of the data; otherwise the tail waits for the next epoch.
+    Returns whether an update was applied. Call it at the end of the data; otherwise these gradients wait for the next
+    epoch.
     """
     engine = _engine(optimizer)
     if engine.flushes:
@@ -290,7 +291,7 @@ def _engine(which: nn.Module | Optimizer | None) -> Engine:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "updated":  # of the last optimizer.step() of any; False before the first
+    if name == "updated":  # by the last optimizer.step() of any model; False before the first
         engine = current().last()
         return engine is not None and engine.updated
     raise AttributeError(f"module 'fleetx.fleet' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What all ranks must agree on, checked before they wait for each other in different places."""
+"""Checks that all ranks agree, before a difference can leave them waiting for each other in different places."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 4  # differences that a message lists
 
 
 def check_strategy(strategy: DistributedStrategy, world: World) -> None:
-    """Raise an error that names the ranks whose strategies differ. One small collective if none does."""
+    """Raise an error that names the ranks whose strategies differ. Costs one small collective if none do."""
     if different := _compared(_flat(strategy), world):
         raise StrategyError([f"the ranks declare different strategies: {difference}" for difference in different])
 
@@ -52,7 +52,7 @@ def check_training(model: nn.Module, optimizer: Optimizer, world: World) -> None
 
 
 def _compared(mine: dict[str, Any], world: World) -> list[str]:
-    """What differs between ranks. They compare hashes first, and send the rest only if these differ."""
+    """What differs between ranks. They compare hashes first, and send the values only if the hashes differ."""
     if world.size == 1:
         return []
     text = json.dumps(mine, sort_keys=True, default=repr)

@@ -1,4 +1,4 @@
-"""`auto`, `batch` and `fleetx batch` in the facade: what becomes of a strategy when a model is distributed."""
+"""`auto`, `batch` and `fleetx batch` in the facade: how they change a strategy when a model is distributed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def planned(
     sample: Any,
     loss_fn: Callable[..., Tensor] | None,
 ) -> BatchPlan | None:
-    """The strategy that auto chooses, or the one that declares a batch; None if there is neither."""
+    """The split of the batch that auto chooses or the strategy declares, with its strategy; None with neither."""
     text = path = ""
     settings = os.environ.get(PLAN)
     if settings is not None:
@@ -88,7 +88,7 @@ def _with_auto(strategy: DistributedStrategy, text: str) -> DistributedStrategy:
 
 
 def _check_world(strategy: DistributedStrategy, model: nn.Module, world: World) -> None:
-    """Another number of replicas or merged steps would silently change the number of samples per update."""
+    """A different number of replicas or merged steps would silently change the number of samples per update."""
     declared, problems = strategy.batch_configs, []
     merged = strategy.gradient_merge_configs["k_steps"] if strategy.gradient_merge else 1
     if declared["merged"] != merged:
@@ -107,9 +107,9 @@ def _check_world(strategy: DistributedStrategy, model: nn.Module, world: World) 
 
 
 def watch_feed(engine: Engine, plan: BatchPlan) -> None:
-    """Check that batches have the planned size, because others would change the global batch.
+    """Check that batches have the planned size, because any other size would change the global batch.
 
-    The first one must have it; later ones may be smaller, as at the end of the data.
+    The first batch must have it; later ones may be smaller, as at the end of the data.
     """
     session.current().entries[engine].batch_plan = plan
     started = False

@@ -18,9 +18,9 @@ from fleetx.parts.ema import EMA
 def averaged(*, model: nn.Module | None = None) -> Iterator[None]:
     """`with fleet.averaged():` evaluate or export the average that `strategy.ema` keeps.
 
-    Inside, the model's parameters have the values of the average. Afterwards they have their own again, bit for bit,
-    and so have buffers, whatever the body does. Training, saving and loading inside raise `UsageError`. Under
-    `localsgd` the average is the mean over the ranks, and every worker must enter; otherwise one worker can do so
+    Inside, the model's parameters have the values of the average. Afterwards, parameters and buffers have their own
+    values again, bit for bit, whatever the body did. Training, saving and loading inside raise `UsageError`. Under
+    `localsgd` the average is the mean over the ranks, and every worker must enter; otherwise one worker can enter
     alone, unless the model itself is divided between workers.
     """
     engine: Engine = current().find(model)

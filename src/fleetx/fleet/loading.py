@@ -30,8 +30,8 @@ def loader(
 ) -> DatasetLoader:
     """A loader for any map-style dataset: each replica of the model gets its share of every epoch, in a seeded order.
 
-    It resumes in the middle of an epoch (`fleet.checkpoints(..., loader=loader)`), also with another number of ranks:
-    no sample is lost or seen twice. `fleetx.data.load_dataset` and `fleetx.data.Loader` document the options.
+    It resumes in the middle of an epoch (`fleet.checkpoints(..., loader=loader)`), even with a different number of
+    ranks: no sample is lost or seen twice. `fleetx.data.load_dataset` and `fleetx.data.Loader` document the options.
     """
     from fleetx.data import load_dataset  # few scripts need it
 

@@ -76,10 +76,10 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
 
 
 def estimate(squares: Sequence[Sequence[float]], steps: Sequence[int], feed: int = 1) -> NoiseEstimate:
-    """squares: of the gradient of one step's batch, and of the batch of `steps` such steps, for each measured update.
+    """squares: for each measured update, |gradient|^2 of one step's batch and of the batch of `steps` such steps.
 
-    Each pair gives an unbiased estimate of |G|^2 and of tr(C) (McCandlish et al. 2018, appendix A.1); the ratio of
-    their means has Fieller's interval, which is unbounded where |G|^2 cannot be told from 0.
+    Each pair gives an unbiased estimate of |G|^2 and of tr(C) (McCandlish et al. 2018, appendix A.1). The interval of
+    the ratio of their means is Fieller's, which is unbounded where |G|^2 cannot be told from 0.
     """
     gradients = [(n * big - small) / (n - 1) for (small, big), n in zip(squares, steps, strict=True)]
     noises = [feed * (small - big) / (1 - 1 / n) for (small, big), n in zip(squares, steps, strict=True)]
@@ -105,7 +105,7 @@ def _fieller(s: float, g: float, ss: float, gg: float, gs: float, t: float) -> t
 
 
 def _student(share: float, freedom: int) -> float:
-    """The quantile of Student's distribution, by its expansion around the normal one: to 1 % from 7 degrees on."""
+    """The quantile of Student's t, expanded around the normal one; exact to 1 % from 7 degrees of freedom on."""
     z = NormalDist().inv_cdf(share)
     terms = [(z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
     return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
@@ -114,8 +114,8 @@ def _student(share: float, freedom: int) -> float:
 def trust_ratios(*, model: nn.Module | None = None) -> TrustRatios:
     """Record the trust ratios of `lars` or `lamb` from now on: by how much each tensor's rate differs from `lr`.
 
-    Print the result after an update for a histogram, or call its `values()`; `close()` ends the recording. What only
-    other workers hold, as in a pipeline, is missing. Nothing waits for the device before you ask.
+    Print the result after an update for a histogram, or call its `values()`; `close()` ends the recording. Tensors
+    that only other workers hold, as in a pipeline, are missing. Nothing waits for the device until you ask.
     """
     engine: Engine = current().find(model)
     if not isinstance(engine.optimizer, Lars | Lamb):

@@ -1,9 +1,9 @@
-"""What the peak of a step is predicted to be, for the record of a run.
+"""Predicts the peak memory of a step, for the record of a run.
 
 The prediction runs the user's forward once more, on tensors without data. On a CPU that happens in a forked child: what
-the forward does to global variables, files or random numbers stays there, and the run waits for 30 seconds at most.
-A process that uses CUDA cannot be forked, so there it happens in this process, and only if it is asked for.
-A prediction that cannot be made is a fact, with its reason; it never stops a run.
+the forward does to global variables or random numbers stays in the child, and the run waits for at most 30 seconds.
+A process that uses CUDA cannot be forked, so there the prediction runs in this process, and only if asked for.
+If it fails, the reason is recorded; it never stops a run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fleetx.record.recorder import Recorder
 
 Facts = dict[str, Any]
-LIMIT = 30.0  # seconds that a run waits for a prediction that nobody has asked for
-_ASKED = 3600.0  # the same, if somebody has
+LIMIT = 30.0  # seconds that a run waits for a prediction that was not asked for
+_ASKED = 3600.0  # the same, if it was asked for
 _ON_CUDA = (
     "on CUDA, the peak of a step is predicted only if asked for, because it calls the model once more in this process: "
     "fleet.record(..., predict_memory=True)"
@@ -34,7 +34,7 @@ _ON_CUDA = (
 
 
 def arrange(recorder: Recorder, engine: Engine) -> None:
-    """Have the memory of this training predicted, at its first batch. Each rank of a pipeline predicts its stages."""
+    """Have the memory of this training predicted at its first batch. Each pipeline rank predicts its own stages."""
     if recorder.predicts is False:
         recorder.ask(engine, lambda _: {"unpredicted": "fleet.record(..., predict_memory=False) turned it off"})
     elif recorder.predicts is None and recorder.world.device.type == "cuda":
@@ -51,11 +51,11 @@ def arrange(recorder: Recorder, engine: Engine) -> None:
 
 
 def _told(recorder: Recorder, engine: Engine, call: Callable[[], int]) -> Facts:
-    """Call it where it does no harm."""
+    """Make the prediction where it does no harm: in a child process, except on CUDA."""
     from fleetx.measure.child import Answer, forked
 
     if any(getattr(part, "memory_budget", None) is not None for part in engine.plan.parts):
-        return {}  # the part predicts it itself
+        return {}  # this part makes its own prediction
     with _silence():
         if recorder.world.device.type == "cuda":
             try:
@@ -76,7 +76,7 @@ def _told(recorder: Recorder, engine: Engine, call: Callable[[], int]) -> Facts:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """What runs now is no part of the training: neither the record nor the other ranks hear of it."""
+    """What runs inside is not part of the training: hide it from the record and from the other ranks."""
     session = current()
     was = session.recorder, session.peers, session.inside
     session.recorder = session.peers = None
@@ -87,13 +87,13 @@ def _silence() -> Iterator[None]:
 
 
 def _peak(engine: Engine) -> int:
-    """Of a step with the batch that is about to enter the model."""
+    """The peak of a step with the batch that is about to enter the model."""
     from fleetx.measure.fake_step import TrainingStep, estimate
     from fleetx.parts.recompute import budget
 
     args, kwargs = engine.step.inputs
     group = engine.layout.shard_group
-    # Where FSDP reduces, there are no buckets, and what the optimizer holds is counted as this rank holds it.
+    # With FSDP there are no buckets, and `_with_update` counts the optimizer state that this rank holds.
     ranks = engine.layout.replica_group.size if group is None else 1
     optimizer = engine.optimizer if group is None else SGD(engine.model.parameters(), lr=0.0)
     step = TrainingStep.under(engine.plan, engine.model, optimizer, ranks=ranks, args=args, kwargs=kwargs)
@@ -109,7 +109,10 @@ def _peak(engine: Engine) -> int:
 
 
 def _staged(engine: Engine, running: Callable[[bool], int]) -> int:
-    """Of a pipeline. running: predicts forward and backward on this rank, with parameters and gradients."""
+    """The peak of a step in a pipeline.
+
+    running: predicts forward and backward on this rank, with parameters and gradients.
+    """
     merged = bool(engine.plan.at(Stage.GATE))
     params = [p for p in engine.names if not p.is_meta]
     above = running(merged) - sum(p.nbytes for p in params)
@@ -120,7 +123,7 @@ def _staged(engine: Engine, running: Callable[[bool], int]) -> int:
 def _with_update(engine: Engine, running: int) -> int:
     """The peak of a step on a rank that holds only part of the model.
 
-    running: bytes of forward and backward, besides the parameters and what the optimizer and strategies keep.
+    running: bytes of forward and backward, without the parameters and what the optimizer and strategies keep.
     """
     from fleetx.measure.fake_step import update_bytes
 

@@ -1,4 +1,4 @@
-"""`fleet.record`, `fleet.log` and `fleet.progress`; what they need is imported when called."""
+"""`fleet.record`, `fleet.log` and `fleet.progress`. fleetx.record is imported only when called."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
     from fleetx.record.recorder import Recorder
 
-# Of the environment, what changes how a training runs. Never all of it: it may hold passwords.
+# Environment variables that change how a training runs. Never record all of them: some may hold passwords.
 _VARIABLES = (
     "FLEETX_DEVICE", "FLEETX_WATCH", "FLEETX_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "MALLOC_CONF", "LD_PRELOAD",
@@ -50,13 +50,13 @@ def record(
 ) -> Recorder:
     """Write what happens in this run to `folder`, as JSON lines. Every worker must call it, after `fleet.init`.
 
-    Rank 0 writes, with what the other ranks measured. `fleetx report FOLDER` makes a page of it. A run that is resumed
-    appends. It ends with the script, or with `close()` of what this returns, on every worker.
+    Rank 0 writes, including what the other ranks measured. `fleetx report FOLDER` turns the record into a page. A
+    resumed run appends. Recording ends with the script, or when every worker calls `close()` on the returned recorder.
 
-    every_rank: have the other ranks write their rounds as well, each to a file of its own.
-    predict_memory: predict the peak of a step, to compare it with what is measured. For this, the first batch runs once
-        more, on tensors without data. None: on a CPU, in a child process, for at most 30 seconds; True: on CUDA too,
-        where it calls a copy of the model in this process, and however long it takes; False: never.
+    every_rank: have the other ranks write their rounds as well, each to its own file.
+    predict_memory: predict the peak memory of a step, to compare it with the measured one. To do so, run the first
+        batch once more, on tensors without data. None: only on a CPU, in a child process, for at most 30 seconds; True:
+        for up to an hour, and on CUDA too, where it calls a copy of the model in this process; False: never.
     trackers: "tensorboard", "wandb" or "mlflow", or several: rank 0 passes the same facts on to them.
     """
     from fleetx.record import trackers as known
@@ -80,7 +80,7 @@ def record(
     )  # fmt: skip
     atexit.unregister(session.stop_recording)
     atexit.register(session.stop_recording)  # a script may fail before it has distributed anything
-    session.stop_recording()  # of fleet.progress, which keeps nothing
+    session.stop_recording()  # ends the recorder of fleet.progress, which keeps nothing
     recorder = session.recorder = Recorder(world, stream, predicts=predict_memory)
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
     recorder.say("start", schema=SCHEMA, ranks=world.size, device=world.device.type, restart=restart, **_environment())
@@ -111,7 +111,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _launcher() -> list[str]:
-    """The command of fleetrun or torchrun, which is the parent of a worker."""
+    """The command of fleetrun or torchrun, the parent of this worker."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
     try:
@@ -129,7 +129,7 @@ def explained(session: Session, engine: Engine) -> Explanation:
 def _plan(session: Session, engine: Engine) -> dict[str, Any]:
     entry = session.entries[engine]
     params = list(engine.names)
-    here = [p for p in params if not p.is_meta]  # a pipeline leaves the names of what is elsewhere
+    here = [p for p in params if not p.is_meta]  # a pipeline leaves other stages' parameters on meta
     held, whole = sum(local(p).nbytes for p in here), sum(p.nbytes for p in params)
     kept = sum(part.keeps(params, engine.plan) for part in engine.plan.parts) * held // max(whole, 1)  # on this rank
     found = [part.predicted(engine.context_of(part)) for part in engine.plan.parts]
@@ -160,10 +160,10 @@ def log(**values: float) -> None:
 
 
 def progress(loader: Iterable[Any], *, total: int | None = None, every: float = 10.0) -> Iterator[Any]:
-    """`for batch in fleet.progress(loader)`: a live table on rank 0, or a line now and then where there is no terminal.
+    """`for batch in fleet.progress(loader)`: a live table on rank 0, or a line now and then without a terminal.
 
-    total: how many batches there are, if the loader has no length.
-    every: seconds between two lines, where there is no terminal.
+    total: the number of batches, if the loader has no length.
+    every: seconds between two lines, without a terminal.
     """
     from fleetx.record.progress import shown
     from fleetx.record.recorder import Recorder

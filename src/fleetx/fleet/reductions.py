@@ -1,7 +1,7 @@
-"""`fleet.metrics` and `fleet.all_reduce`: numbers of all ranks, reduced to one result that every rank gets.
+"""`fleet.metrics` and `fleet.all_reduce`: reduce numbers over all ranks to one result that every rank gets.
 
-All leaves of one call travel together, as 64-bit integers and as the bits of float64, in one gather. Each rank then
-reduces them in the order of the ranks: exactly for integers, and with the same rounding everywhere.
+All leaves of a call travel together in one gather, as int64 or as the bits of float64. Each rank then reduces them in
+rank order, so integers are exact, and floats are rounded in the same way on every rank.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MODES = ("sum", "max", "min")
 
 
 class Metrics:
-    """`fleet.metrics()`: the facts of a recorded run. Its methods: reductions of numbers over ranks.
+    """`fleet.metrics()` returns the facts of a recorded run. Its methods reduce numbers over ranks.
 
-    Every rank must call them, with values of the same form.
+    Every rank must call these methods, with values of the same form.
     A value is a number, a tensor or an array, or a dict, list or tuple of them; the result has the same form. In
-    `mean` and `sum` each replica of the model counts once: the stages of a pipeline see the same batches.
+    `mean` and `sum` each replica of the model counts once, because the stages of a pipeline see the same batches.
     """
 
     def __call__(self) -> dict[str, Any]:
-        """The facts of the last round that are known, such as `loss`, `rate`, `seconds` and `time`.
+        """The facts of the last round whose numbers are known, such as `loss`, `rate`, `seconds` and `time`.
 
         Needs `fleet.record` or `fleet.progress`. docs/recording.md lists the keys.
         """
@@ -51,15 +51,15 @@ class Metrics:
         return _reduced("sum", value, model)
 
     def max(self, value: Any) -> Any:
-        """The largest value of any rank, element by element; nan if there is one."""
+        """The largest value of any rank, element by element; nan if any is nan."""
         return _reduced("max", value, None)
 
     def min(self, value: Any) -> Any:
-        """The smallest value of any rank, element by element; nan if there is one."""
+        """The smallest value of any rank, element by element; nan if any is nan."""
         return _reduced("min", value, None)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in a list by rank."""
+        """The values of all ranks, as a list in rank order."""
         return _reduced("gather", value, None)
 
 
@@ -91,12 +91,12 @@ class _Leaf:
         if not isinstance(self.value, Tensor | np.ndarray):
             number = found.item()
             if how == "mean":
-                return number / count  # of two integers, which rounds once
+                return number / count  # dividing two integers rounds only once
             return bool(number) if isinstance(self.value, bool | np.bool_) and how != "sum" else number
         if how == "mean":
             found = found.double() / count
         keep = not self.is_int or how not in ("sum", "mean")
-        found = found.reshape(self.shape).clone()  # not a view of all the others
+        found = found.reshape(self.shape).clone()  # not a view of all leaves
         if isinstance(self.value, Tensor):
             return found.to(self.value.device, self.value.dtype if keep else found.dtype)
         array = found.cpu().numpy()
@@ -154,7 +154,7 @@ def _rebuilt(how: str, value: Any, leaves: list[_Leaf], row: Tensor, count: int)
 
 
 def _meet(call: str, leaves: list[_Leaf]) -> None:
-    """The name of the call says what is in it: ranks with other values are told so before they mix up bytes."""
+    """Meet under a name that describes the values: ranks with other values get an error, not mixed-up bytes."""
     text = ", ".join(f"{leaf.path}{leaf.described}" for leaf in leaves)
     if len(text) > 200:
         text = f"{text[:180]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
@@ -162,7 +162,7 @@ def _meet(call: str, leaves: list[_Leaf]) -> None:
 
 
 def _counted(world: World, model: nn.Module | None) -> range:
-    """One rank of each replica, the first."""
+    """The first rank of each replica."""
     engines = list(current().entries) if model is None else [current().find(model)]
     replicas = {engine.layout.replica_group.size for engine in engines}
     if len(replicas) > 1:
@@ -171,7 +171,7 @@ def _counted(world: World, model: nn.Module | None) -> range:
 
 
 def _rows(how: str, leaves: list[_Leaf], world: World, counted: range) -> list[Tensor]:
-    """The bits of the result; of a gather, those of each rank."""
+    """The bits of the result; for a gather, one row per rank."""
     bits = torch.cat([leaf.bits for leaf in leaves]) if leaves else torch.empty(0, dtype=torch.int64)
     ints = torch.cat([torch.full_like(leaf.bits, leaf.is_int, dtype=torch.bool) for leaf in leaves] or [bits.bool()])
     width = max(1, _AT_ONCE // world.size)
@@ -201,7 +201,7 @@ def _one(how: str, every: Tensor, ints: Tensor, counted: range) -> Tensor:
 
 
 def _check_replicas(every: Tensor, counted: range) -> None:
-    """The ranks of one replica must have the same numbers, of which one is counted."""
+    """The ranks of one replica must have the same numbers, because only one of them counts."""
     shape = (len(counted), counted.step, every.shape[1])
     by_replica = every.reshape(shape)
     if not torch.equal(by_replica, by_replica[:, :1].expand(shape)):

@@ -1,4 +1,4 @@
-"""`fleet.save`, `load`, `latest`, `keep_batch`, `checkpoints` and `export`; what they need is imported when called."""
+"""`fleet.save`, `load`, `latest`, `keep_batch`, `checkpoints` and `export`. The checkpoint code is imported on use."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def save(
 ) -> None:
     """Save model, optimizer, strategies and random states to a folder. Every worker must call it.
 
-    Any number of workers, stages or shards can resume from it. The folder appears when it is complete and on disk. An
-    existing checkpoint of that name is replaced then; anything else of that name raises `UsageError` and stays.
+    Any number of workers, stages or shards can resume from it. The folder appears once it is complete and on disk, and
+    only then replaces an existing checkpoint of that name. Anything else of that name raises `UsageError` and stays.
 
     scheduler, loader: anything with state_dict and load_state_dict.
     extra: JSON that `load` returns.
@@ -69,7 +69,7 @@ def load(
 ) -> dict[str, Any]:
     """Resume from a checkpoint of `fleet.save`, and return its step and extra. Every worker must call it.
 
-    Call it after `fleet.distribute`. Nothing is changed before every file has been checked.
+    Call it after `fleet.distribute`. Every file is checked before anything is changed.
     """
     from fleetx.engine import checkpoint
 
@@ -83,9 +83,9 @@ def load(
 
 
 def latest(root: str | Path) -> Path | None:
-    """The newest checkpoint under a folder of which every file is as it was written, or None.
+    """The newest intact checkpoint under a folder, with every file as it was written, or None.
 
-    Damaged ones are named in the log. One worker can call it alone.
+    The log names damaged ones. One worker can call it alone.
     """
     from fleetx.engine import checkpoint
 
@@ -95,8 +95,8 @@ def latest(root: str | Path) -> Path | None:
 def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedStrategy:
     """The strategy with `gradient_merge` set so that an update has as many samples as in the newest checkpoint's run.
 
-    For a resume with another number of workers that feed batches of the same size. Every worker must call it, before
-    `fleet.distribute`. Without a checkpoint, the strategy stays as it is.
+    Use it to resume with a different number of workers that feed batches of the same size. Every worker must call it,
+    before `fleet.distribute`. Without a checkpoint, the strategy is returned unchanged.
     """
     from fleetx.engine import checkpoint
 
@@ -141,14 +141,15 @@ def checkpoints(
 ) -> Checkpoints | Branch:
     """`for step in fleet.checkpoints("run", every=100)`: resume from the newest good checkpoint, save as training runs.
 
-    It resumes when it is called, after `fleet.distribute`, on every worker. It saves every `every` steps, after `steps`
-    and on SIGTERM, after which the process exits with code 143. A save inside a merge window waits for its end.
+    Every worker must call it, after `fleet.distribute`; the call itself resumes. It saves every `every` steps, after
+    `steps` and on SIGTERM, after which the process exits with code 143. A save that falls inside a merge window waits
+    for the end of the window.
 
-    keep: how many checkpoints are kept; 0 keeps all.
+    keep: how many checkpoints to keep; 0 keeps all.
     scheduler, loader: anything with state_dict and load_state_dict.
-    extra: a dict of JSON values, saved as it is at that time and filled again by a resume.
+    extra: a dict of JSON values. Each save stores its current content, and resuming restores it.
     asynchronous: copy at the step, and write in the background. A failure is raised in a later step.
-    when_busy: if the save before is still running, "wait" for it or "skip" this one.
+    when_busy: if the previous save is still running, "wait" for it or "skip" this one.
     """
     from fleetx.engine import checkpoint
 

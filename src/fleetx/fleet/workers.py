@@ -1,4 +1,4 @@
-"""Which worker is this, and how many are there?"""
+"""Which worker this is, and how many there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def worker_num() -> int:
 
 
 def is_first_worker() -> bool:
-    """Is this rank 0, the one that should print and write?"""
+    """Whether this is rank 0, which should print and write."""
     return current().here().rank == 0
 
 

@@ -1,4 +1,4 @@
-"""The YAML settings that `accelerate config` writes, as a strategy."""
+"""Convert the YAML settings that `accelerate config` writes to a strategy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FSDP1 = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_modu
 
 
 def read(settings: dict[str, Any], folder: Path) -> Imported:
-    """folder: where `deepspeed_config_file` is looked for, if its path is relative."""
+    """folder: what a relative path in `deepspeed_config_file` is relative to."""
     given = Taken(settings)
-    if given.values.get("num_processes") == -1:  # accelerate's word for "not given"
+    if given.values.get("num_processes") == -1:  # accelerate's value for "not given"
         given.take("num_processes")
     kind = str(given.take("distributed_type", "NO")).upper()
     processes, machines = (given.whole(name) for name in ("num_processes", "num_machines"))
@@ -53,7 +53,7 @@ def _deepspeed(plugin: Taken, folder: Path, processes: int | None) -> Imported:
         found = deepspeed.read(read_json(folder / str(file)), processes)
         found.missing += [f"{name}: deepspeed_config_file has it" for name in plugin.rest()]
         return found
-    # accelerate writes these names; the rest are DeepSpeed's own.
+    # These names are accelerate's; the others are DeepSpeed's own.
     zero: dict[str, Any] = {"stage": plugin.take("zero_stage", 2)}
     for name in ("offload_param", "offload_optimizer"):
         if (device := plugin.take(f"{name}_device", "none")) != "none":
@@ -151,7 +151,7 @@ def _each(processes: int | None, machines: int) -> int:
 
 def _rest(given: Taken, found: Imported) -> None:
     for name in _NOTHING:
-        given.take(name)  # they describe accelerate's own launcher
+        given.take(name)  # these configure accelerate's own launcher
     if dynamo := given.section("dynamo_config").values:
         found.script.append(f"dynamo_config {dynamo}: call torch.compile(model) before fleet.distribute")
     for name in ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config"):

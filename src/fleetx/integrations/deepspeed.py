@@ -1,4 +1,4 @@
-"""The JSON settings of DeepSpeed as a strategy."""
+"""Convert DeepSpeed's JSON settings to a strategy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from fleetx.integrations.imported import Imported, Taken
 
-# Sections and keys that fleetx has nothing for, or needs nothing for. Every other unknown key is one of DeepSpeed's
-# own unknowns, which it drops without a word.
+# Sections and keys that fleetx has no equivalent for, or does not need. Any other key that is not read below is unknown
+# to DeepSpeed too, which silently ignores it.
 _LOGS = "it only measures or prints: use torch.profiler or your own logs"
 _PERFORMANCE = "it changes speed and memory only"
 _NOT_BUILT = "not built in fleetx"
@@ -53,7 +53,7 @@ _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecuti
 
 
 def read(settings: dict[str, Any], ranks: int | None = None) -> Imported:
-    """ranks: how many workers will train, to compute the merged steps from train_batch_size."""
+    """ranks: number of workers, to compute the merged steps from train_batch_size."""
     found = Imported("DeepSpeed")
     given = Taken(_without_auto(settings, found))
     _batch(given, found, ranks)
@@ -66,7 +66,10 @@ def read(settings: dict[str, Any], ranks: int | None = None) -> Imported:
 
 
 def _without_auto(settings: Any, found: Imported, where: str = "") -> Any:
-    """transformers' Trainer fills "auto" in; in a section, DeepSpeed itself drops it and uses its default."""
+    """Remove and report values that are "auto".
+
+    transformers' Trainer fills them in; in a section, DeepSpeed itself drops them and uses its defaults.
+    """
     if not isinstance(settings, dict):
         return settings
     kept = {}

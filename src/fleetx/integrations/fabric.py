@@ -1,8 +1,8 @@
-"""`FleetStrategy`: a strategy of Lightning Fabric that trains with a `DistributedStrategy`.
+"""`FleetStrategy`: a Lightning Fabric strategy that trains with a `DistributedStrategy`.
 
     fabric = Fabric(devices=2, strategy=FleetStrategy(fleet.DistributedStrategy(gradient_merge={"k_steps": 4})))
 
-Fabric keeps its launcher, its samplers and its collectives. The model that `fabric.setup` returns is fleetx's.
+Fabric keeps its launcher, samplers and collectives. The model that `fabric.setup` returns is fleetx's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fleetx import fleet
 from fleetx.errors import NOT_BUILT, StrategyError, UsageError
 from fleetx.strategy import DistributedStrategy
 
-_PRECISIONS = (Precision, DoublePrecision, HalfPrecision)  # exactly these: others derive from the first
+_PRECISIONS = (Precision, DoublePrecision, HalfPrecision)  # compared by exact type: all others derive from the first
 
 
 class FleetStrategy(DDPStrategy):
@@ -43,7 +43,7 @@ class FleetStrategy(DDPStrategy):
         self._optimizers: WeakKeyDictionary[nn.Module, Optimizer] = WeakKeyDictionary()
 
     def setup_environment(self) -> None:
-        """fleetx makes the process group, with a backend for each device; Fabric finds it."""
+        """fleetx creates the process group, with a backend for each device; Fabric finds and uses it."""
         rank = self.node_rank * self.num_processes + self.local_rank
         place = {"RANK": rank, "WORLD_SIZE": self.num_nodes * self.num_processes, "LOCAL_RANK": self.local_rank}
         place |= {
@@ -99,7 +99,7 @@ class FleetStrategy(DDPStrategy):
         fleet.backward(tensor, optimizer=self._optimizers[module] if module is not None else None)
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
-        """Where gradients are still scaled or summed then, the next step raises an error that names `clip`."""
+        """If the gradients are still scaled or summed here, the next step raises an error that names `clip`."""
         norm = super().clip_gradients_norm(module, optimizer, *args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -107,7 +107,7 @@ class FleetStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """A folder of `fleet.save`."""
+        """Write a folder with `fleet.save`."""
         if storage_options is not None or filter:
             raise UsageError(f"fabric.save with a filter or storage options {NOT_BUILT}: save everything")
         model, rest = self._sorted(state, "fabric.save")
@@ -116,7 +116,7 @@ class FleetStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """A file was written by another strategy of Fabric."""
+        """Load a folder with `fleet.load`. A file comes from another Fabric strategy, so Fabric loads it."""
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
         model, rest = self._sorted(state if isinstance(state, dict) else {}, "fabric.load")
@@ -126,7 +126,7 @@ class FleetStrategy(DDPStrategy):
         return found.unknown
 
     def _sorted(self, state: dict[str, Any], where: str) -> tuple[nn.Module, dict[str, Any]]:
-        """The model, and what is neither the model nor its optimizer."""
+        """Return the model, and everything that is neither the model nor its optimizer."""
         models = [v for v in state.values() if isinstance(v, nn.Module) and v in self._optimizers]
         if len(models) != 1 or not any(v is self._optimizers[models[0]] for v in state.values()):
             raise UsageError(
@@ -148,11 +148,11 @@ class _NoSync:
 
 
 class MissingError(UsageError, KeyError):
-    """Fabric raises a KeyError then."""
+    """Also a KeyError, because that is what Fabric raises in this case."""
 
 
 class _Rest:
-    """What else a script saves: objects with a state, and plain values."""
+    """Everything else that a script saves: objects with a state_dict, and plain values."""
 
     def __init__(self, items: dict[str, Any], *, strict: bool = True):
         self._items, self._strict = items, strict

@@ -1,5 +1,7 @@
-"""What `fleetx import` makes of the settings of another system, which are read as plain data: bounded in size and
-depth, and without duplicate names."""
+"""The result of `fleetx import`.
+
+The settings of another system are read as plain data: limited in size and depth, and without duplicate names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 
 @dataclass
 class Imported:
-    """A strategy, and everything that is not in it, each with a sentence."""
+    """A strategy, and a sentence about each setting that it covers only in part or not at all."""
 
     system: str
     strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
@@ -40,7 +42,7 @@ class Imported:
 
 
 class Taken:
-    """A mapping whose entries are taken one by one, so that what is left over can be named."""
+    """A mapping whose entries are taken one by one, so that those left over can be listed."""
 
     def __init__(self, values: dict[str, Any] | None, where: str = ""):
         self.values = dict(values or {})
@@ -50,7 +52,7 @@ class Taken:
         return self.values.pop(key, default)
 
     def flag(self, key: str) -> bool:
-        """True or false, also as a word in quotes."""
+        """Take a boolean, which may also be a word in quotes. False if it is missing."""
         found = self.take(key)
         if isinstance(found, str):
             found = _WORDS.get(found.lower(), found)
@@ -76,7 +78,7 @@ class Taken:
         return self.where + key
 
     def rest(self) -> list[str]:
-        """The names that nobody took."""
+        """The names that were not taken."""
         return [self.name(key) for key in self.values]
 
 

@@ -1,4 +1,4 @@
-"""`fleetx import`: a file of DeepSpeed, Accelerate or Paddle becomes a strategy. Files are read as plain data only."""
+"""`fleetx import`: convert a DeepSpeed, Accelerate or Paddle file to a strategy. Files are read as plain data only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleetx.paddle.static import prototxt
 
 
 def read(path: Path, ranks: int | None = None) -> Imported:
-    """The kind of file follows from its suffix: .json, .yaml or .prototxt."""
+    """The suffix determines the kind of file: .json, .yaml or .prototxt."""
     try:
         suffix = path.suffix.lower()
         if suffix == ".json":

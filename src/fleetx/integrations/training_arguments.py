@@ -1,7 +1,7 @@
-"""What `TrainingArguments` ask of the training loop becomes part of the strategy, or an error says why not.
+"""Add what `TrainingArguments` ask of the training loop to the strategy, or raise an error that says why not.
 
-A value that the strategy declares replaces a default of `TrainingArguments`. Two different values that were both given
-are an error.
+A value that the strategy declares replaces a default of `TrainingArguments`. Setting different values in both is an
+error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAT = {
 
 
 def strategy_for(args: TrainingArguments, strategy: DistributedStrategy) -> DistributedStrategy:
-    """The strategy with what the arguments ask for. Sets args.gradient_accumulation_steps to what it merges."""
+    """Return the strategy plus what the arguments ask for. Sets args.gradient_accumulation_steps to match it."""
     if not isinstance(strategy, DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
     made = copy.deepcopy(strategy)
@@ -50,7 +50,7 @@ def _with_source(problem: str, added: dict[str, str]) -> str:
 
 
 def _refused(args: TrainingArguments, strategy: DistributedStrategy) -> Iterator[str]:
-    """What would act beside the strategy, or be left out silently."""
+    """Problems: whatever would act alongside the strategy, or be silently ignored."""
     switches = "use the strategy's own switches instead"
     for name in ("deepspeed", "fsdp", "parallelism_config"):
         if getattr(args, name):
@@ -104,7 +104,7 @@ def _clipping(args: TrainingArguments, made: DistributedStrategy, declared: dict
 
 
 def _merging(args: TrainingArguments, made: DistributedStrategy, declared: dict[str, Any]) -> Iterator[str]:
-    """The Trainer scales the loss of each batch for the sum over the window: by samples, or by tokens."""
+    """Merge by sum: the Trainer already scales the loss of each batch for the window, by samples or by tokens."""
     steps = args.gradient_accumulation_steps
     if made.gradient_merge:
         ours = made.gradient_merge_configs["k_steps"]

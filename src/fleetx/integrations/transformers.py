@@ -1,7 +1,7 @@
 """`FleetTrainer`: transformers' `Trainer` with a `DistributedStrategy`.
 
-The Trainer keeps its loop, data, logs, evaluation and schedule. fleetx acts at four places: where the Trainer would
-wrap the model (`Accelerator.prepare`), at its backward, at its steps and at its checkpoints.
+The Trainer keeps its loop, data, logs, evaluation and schedule. fleetx takes over in four places: where the Trainer
+would wrap the model (`Accelerator.prepare`), and in its backward, its steps and its checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE = "fleetx"  # the folder in checkpoint-N that fleet.save writes
 
 
 class FleetTrainer(Trainer):
-    """A `Trainer` that trains with a strategy. For a Trainer of another class: `class Mine(FleetTrainer, Other)`.
+    """A `Trainer` that trains with a strategy. To extend another Trainer class: `class Mine(FleetTrainer, Other)`.
 
     strategy: what to train with. `fp16`, `bf16`, `max_grad_norm` and `gradient_accumulation_steps` of the arguments
         become amp, clip and gradient_merge, unless the strategy declares those itself.
@@ -51,11 +51,11 @@ class FleetTrainer(Trainer):
         fleet.init()
         args = args if args is not None else TrainingArguments("tmp_trainer")
         self.strategy = strategy_for(args, strategy or current().strategy or DistributedStrategy())
-        self.updated = True  # did the last update of the Trainer change the parameters?
+        self.updated = True  # whether the Trainer's last update changed the parameters
         self._distributed: tuple[nn.Module, Optimizer] | None = None
-        self._gathered: dict[str, Tensor] | None = None  # a divided model, while rank 0 saves it
+        self._gathered: dict[str, Tensor] | None = None  # the state of a sharded model, while rank 0 saves it
         super().__init__(model, args, *arguments, **keywords)
-        self.callback_handler.callbacks.insert(0, _AfterStep(self))  # before those that look at the parameters
+        self.callback_handler.callbacks.insert(0, _AfterStep(self))  # before callbacks that look at the parameters
 
     # --- set-up -----------------------------------------------------------------------------------
     def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class FleetTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = _Accelerator  # the Trainer names the class that it makes
+        self.accelerator.__class__ = _Accelerator  # the Trainer hard-codes the class that it creates
         self.accelerator.trainer = self
         if (seen := self.accelerator.num_processes) != fleet.worker_num():
             raise UsageError(
@@ -79,8 +79,8 @@ class FleetTrainer(Trainer):
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> None:
         if self._distributed is not None:
             if self._distributed[0] is model and self._distributed[1] is optimizer:
-                return  # another call of train()
-            fleet.release(self._distributed[0])  # model_init made a new one
+                return  # train() was called again
+            fleet.release(self._distributed[0])  # model_init created a new model
         fleet.distribute(model, optimizer, self.strategy)
         self._distributed = model, optimizer
 
@@ -97,14 +97,14 @@ class FleetTrainer(Trainer):
         return loss
 
     def stepped(self) -> None:
-        """After a step of the Trainer: the last batches of an epoch may be too few for a window."""
+        """Called after each step of the Trainer. Flushes if the last batches of an epoch are too few for a window."""
         self.updated = fleet.flush(optimizer=self.optimizer) if self._short_window() else fleet.updated
 
     def _short_window(self) -> bool:
         return self.current_gradient_accumulation_steps < self.args.gradient_accumulation_steps
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """`clip` does it, after the reduction."""
+        """A no-op: `clip` does it, after the reduction."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor | None:
         if self._short_window():
@@ -118,13 +118,13 @@ class FleetTrainer(Trainer):
 
     # --- checkpoints ------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """As in Trainer. True resumes from the newest checkpoint that is complete."""
+        """As in Trainer. True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest(str(self.args.output_dir))
         return super().train(resume_from_checkpoint, *arguments, **keywords)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in Trainer: `from_pretrained` reads it. Every worker must call it."""
+        """As in Trainer: `from_pretrained` can read the result. Every worker must call it."""
         self._gathered = _whole(self.model) if _divided(self.model) else None
         super().save_model(output_dir, _internal_call)
         self._gathered = None
@@ -137,7 +137,7 @@ class FleetTrainer(Trainer):
         fleet.save(folder, model=self.model, scheduler=self.lr_scheduler, step=self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The model too is loaded after it is distributed, below."""
+        """Only check the folder: the model is loaded below, with the optimizer, after it is distributed."""
         if not Path(resume_from_checkpoint).is_dir():
             raise UsageError(f"there is no folder {resume_from_checkpoint}: pass a folder checkpoint-N, or True")
         if not Path(resume_from_checkpoint, STATE).is_dir():
@@ -152,7 +152,7 @@ class FleetTrainer(Trainer):
             fleet.load(Path(checkpoint, STATE), model=self.model, scheduler=self.lr_scheduler)
 
     def _load_best_model(self) -> None:
-        """Into a model that is divided, too."""
+        """Also load into a sharded model."""
         if not _divided(self.model):
             return super()._load_best_model()
         values: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class FleetTrainer(Trainer):
 
 
 class _Accelerator(Accelerator):
-    """Divides the data, as in a plain Trainer, and leaves the model and the optimizer to fleetx."""
+    """Splits the data, as in a plain Trainer, and leaves the model and the optimizer to fleetx."""
 
     trainer: FleetTrainer
 
@@ -193,7 +193,7 @@ class _AfterStep(TrainerCallback):
 
 
 def _newest(output_dir: str) -> str:
-    """A killed run may have left a checkpoint that is incomplete; `trainer_state.json` is written last."""
+    """The newest complete checkpoint. A killed run may leave an incomplete one: `trainer_state.json` comes last."""
     for folder in reversed(sort_checkpoints(output_dir)):
         if os.path.isfile(os.path.join(folder, "trainer_state.json")):
             return folder
@@ -205,7 +205,7 @@ def _divided(model: nn.Module) -> bool:
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a divided model, on rank 0."""
+    """The parameters and buffers of a sharded model, gathered on rank 0."""
     found = {}
     for name, value in model.state_dict().items():
         value = value.full_tensor() if isinstance(value, DTensor) else value

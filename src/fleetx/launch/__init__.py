@@ -2,7 +2,7 @@
 
 The files, in the order of a run:
 
-    options.py        the command line -> Job, or a one-line error           (up to here without torch)
+    options.py        the command line -> Job, or a one-line error
     help.py           the text of --help, and why some options of other launchers are not supported
     devices.py        which GPUs this machine has, and which to use
     nodes.py          which of the machines in --ips this one is
@@ -10,7 +10,7 @@ The files, in the order of a run:
     start.py          the sequence of a run: logs, first workers, agent, report
     environment.py    the environment variables of a worker: torch's, Paddle's and our own
     workers.py        the processes of one attempt: start, watch, stop, kill their descendants
-    runner.py         the entry point of a worker: its log, its parent, its exception       (stdlib only)
+    runner.py         the entry point of a worker: its log, its parent, its exception (standard library only)
     warm.py           the fork server, from fleetrun's side
     fork_server.py    a process that has imported torch and forks the workers of a restart
     orphan_killer.py  a small process that cleans up if fleetrun is killed with `kill -9`
@@ -18,13 +18,16 @@ The files, in the order of a run:
     sockets.py        listening sockets, each bound to one address
     rendezvous.py     a fresh store for every attempt, on a single node
     multi_node.py     the same for several nodes
-    meeting.py        what several nodes agree on; kept by node 0
+    meeting.py        what several nodes agree on; node 0 keeps it
     meeting_server.py node 0's end of the meeting, meeting_client.py the other nodes'
-    frames.py         what they say to each other on the wire, authenticated with the job secret
+    frames.py         the wire protocol of the meeting, authenticated with the job secret
     secret.py         where the job secret comes from
     agent.py          torchelastic's agent: restarts all workers, or stops them, when one fails
     pace.py           how soon to restart
     report.py         what failed first
+
+Only agent.py, rendezvous.py and multi_node.py import torch (devices.py does on AMD GPUs), so a wrong command line is
+reported, and the first workers of a single node start, before torch is loaded.
 """
 
 from __future__ import annotations

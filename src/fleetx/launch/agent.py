@@ -63,7 +63,7 @@ class _Processes(SubprocessContext):
         self.subprocess_handlers = {worker.local_rank: cast(SubprocessHandler, worker) for worker in self._workers}
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """Nothing: the agent stops the workers for a restart, and start.py at the end."""
+        """Do nothing: the agent stops the workers for a restart, and start.py at the end."""
 
 
 class Agent(LocalElasticAgent):
@@ -146,7 +146,7 @@ class Agent(LocalElasticAgent):
         super()._initialize_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        """Skip torchelastic's barrier: `all_nodes_done` is ours."""
+        """Skip torchelastic's barrier: `all_nodes_done` replaces it."""
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # Nothing reads the events, and to build one torchelastic looks up this host's name in the DNS.

@@ -1,7 +1,7 @@
-"""`fleetx doctor`: is this machine, or a set of machines, ready for a run? Says what to fix.
+"""`fleetx doctor`: check whether this machine, or a set of machines, is ready for a run, and say what to fix.
 
-Other machines are asked through a port on which `fleetx doctor --listen ADDRESS` answers: no ssh is needed. An answer
-is one line of JSON, or as many bytes as were asked for, to measure the link.
+To check another machine, run `fleetx doctor --listen ADDRESS` there, which answers on a port: no ssh is needed. An
+answer is one line of JSON, an empty line to measure the latency, or LINK_BYTES bytes to measure the bandwidth.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Finding:
     what: str
     value: str
     fix: str = ""
-    fatal: bool = False  # can a run not work with it?
+    fatal: bool = False  # whether no run can work until it is fixed
 
     def __str__(self) -> str:
         mark = "ok  " if not self.fix else ("FAIL" if self.fatal else "warn")
@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def check_machine(folder: Path | None = None, *, several: bool = False) -> list[Finding]:
-    """several: will it train together with other machines?"""
+    """Check this machine. several: whether it will train together with other machines."""
     known = versions()
     findings = [Finding(name, known[name]) for name in COMPARED]
     if known["torch"] == "not installed":
@@ -102,7 +102,7 @@ def _loopback() -> Finding:
 
 
 def _port() -> Finding:
-    """How many ports are left for the connections between ranks."""
+    """The range of ports for the connections between ranks."""
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         fix = "widen net.ipv4.ip_local_port_range" if high - low < 1000 else ""
@@ -165,7 +165,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def serve(address: str, port: int, folder: Path | None) -> Server:
-    """Answer other machines, in a thread, until it is shut down."""
+    """Answer other machines in a thread, until the server is shut down."""
     handler = type("Answer", (_Answer,), {"folder": folder})
     try:
         server = Server((address, port), handler)

@@ -13,13 +13,13 @@ from fleetx.errors import LaunchError
 from fleetx.launch import nodes, secret
 from fleetx.launch.job import Attempt, Job
 
-# The second is set below, on GPUs only.
+# FLAGS_selected_gpus is set below, on GPUs only.
 _NOT_FOR_WORKERS = (secret.VARIABLE, "FLAGS_selected_gpus")
 FIRST_PORT = 6070  # of the endpoints on several nodes, as in Paddle; $FLAGS_START_PORT overrides it
 
 
 def common_environment(job: Job, *, environ: Mapping[str, str]) -> dict[str, str]:
-    """What all workers of this node have in common; `environ` is that of fleetrun."""
+    """The variables that all workers of this node share. environ: fleetrun's own."""
     return {
         **{name: value for name, value in environ.items() if name not in _NOT_FOR_WORKERS},
         "FLEETX_DEVICE": job.device,
@@ -78,7 +78,7 @@ def _interface(attempt: Attempt, *, rank: int, environ: Mapping[str, str]) -> di
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
-    """Worker 0 writes to a file, but if fleetrun echoes it to a terminal, let progress bars treat it as one."""
+    """Worker 0 writes to a file, but if fleetrun echoes it to a terminal, let progress bars treat the file as one."""
     if not sys.stdout.isatty():
         return {}
     size = shutil.get_terminal_size()

@@ -1,15 +1,17 @@
-"""The fork server: a process that has imported torch, and forks workers that need not import it again.
+"""The fork server: a process that has already imported torch and forks workers, which need not import it again.
 
     python -u fork_server.py PARENT SOCKET MODULES...
 
-A worker made here differs from one that was started with `python` only in speed:
+A forked worker behaves like one started with `python`, only faster:
 
-- What was imported ahead is hidden until the script imports it. A script that first sets a variable that torch reads
-  while it is imported, such as OMP_NUM_THREADS, would be too late: such a worker starts over, without the fork server.
-- The server has one thread, has not touched a GPU, and holds no socket but its own, which the workers close.
-- A worker is a child of the launcher like any other, because that adopts orphans and the process in between ends.
+- Preloaded modules stay hidden until the script imports one of them. If the script has by then changed a variable that
+  torch reads during import, such as OMP_NUM_THREADS, the worker starts over without the fork server: the change would
+  have no effect on a torch that is already loaded.
+- The server has a single thread, has not touched a GPU, and holds no socket but its own, which the workers close.
+- A worker is a child of the launcher like any other: its parent, an intermediate process, exits at once, and the
+  launcher adopts orphans.
 
-Like runner.py, this file is run by its path and imports nothing from fleetx before it imports what it was told to.
+Like runner.py, this file is run by its path, and imports nothing from fleetx until it preloads its modules.
 """
 
 import atexit
@@ -54,13 +56,13 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message; raises EOFError as `read_exactly` does."""
+    """The next message. Raises EOFError if the other end is gone."""
     (size,) = struct.unpack("!I", read_exactly(connection, 4))
     return json.loads(read_exactly(connection, size))
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; raises EOFError if the other end is gone."""
+    """Read exactly `size` bytes. Raises EOFError if the other end is gone."""
     data = b""
     while len(data) < size:
         if not (more := connection.recv(size - len(data))):
@@ -70,7 +72,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class Hidden:
-    """Modules that are loaded, but not in sys.modules until the script imports one of them. Finder and loader."""
+    """Loaded modules that stay out of sys.modules until the script imports one of them. Both finder and loader."""
 
     def __init__(self, modules: dict[str, ModuleType], *, compare_all: bool):
         self._modules = modules
@@ -86,7 +88,8 @@ class Hidden:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         module = self._modules.get(name)
         original = getattr(module, "__spec__", None)
-        if original is None or "." in name or PathFinder.find_spec(name, sys.path[:1]):  # or one next to the script
+        # A module of this name next to the script takes precedence.
+        if original is None or "." in name or PathFinder.find_spec(name, sys.path[:1]):
             return None
         spec = ModuleSpec(name, self, origin=original.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = original.submodule_search_locations
@@ -94,7 +97,7 @@ class Hidden:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Show all of them: the import of one would have imported most of the others."""
+        """Reveal all of them: importing one would have imported most of the others."""
         if self._changed():
             self._start_over()
         sys.meta_path.remove(self)
@@ -111,7 +114,7 @@ class Hidden:
 
 
 def import_ahead(names: list[str]) -> dict[str, ModuleType]:
-    """Import `names`, and return what is new in sys.modules, except the standard library."""
+    """Import `names` and return the modules that this added to sys.modules, except the standard library's."""
     before = set(sys.modules)
     for name in names:
         module = importlib.import_module(name.removesuffix(".*"))
@@ -123,7 +126,7 @@ def import_ahead(names: list[str]) -> dict[str, ModuleType]:
 
 
 def why_not() -> str | None:
-    """Why this process must not fork workers."""
+    """Why this process must not fork workers; None if it may."""
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         return f"an import started a thread ({names}), which a fork would lose"
@@ -137,7 +140,7 @@ def why_not() -> str | None:
 
 
 def serve(connection: socket.socket) -> tuple[dict, int]:
-    """Answer requests until the launcher is gone. Returns only in a worker: (its request, pid of the one in between)"""
+    """Answer requests until the launcher is gone. Returns only in a worker: (request, pid of its forking parent)."""
     while True:
         try:
             request = receive(connection)
@@ -175,7 +178,7 @@ def main(parent: int, descriptor: int, names: list[str]) -> None:
         return
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page
-    if "triton" in sys.modules:  # as in torch for CUDA: it would report whatever is still frozen when a worker ends
+    if "triton" in sys.modules:  # it comes with torch for CUDA, and reports all objects still frozen at exit
         atexit.register(gc.unfreeze)
 
     request, between = serve(connection)
@@ -188,7 +191,7 @@ def main(parent: int, descriptor: int, names: list[str]) -> None:
     modules["torch"].default_generator.seed()
     while os.getppid() == between:
         time.sleep(0.0005)
-    command = request["command"]  # as of `python -u runner.py`
+    command = request["command"]  # the arguments of `python -u runner.py`
 
     def start_over() -> None:
         os.execve(sys.executable, [sys.executable, "-u", RUNNER, *command], os.environ)

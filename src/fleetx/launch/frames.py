@@ -1,13 +1,13 @@
-"""What the nodes say to each other, on the wire: JSON, authenticated with the job secret.
+"""The wire protocol between nodes: JSON, authenticated with the job secret.
 
     server -> client   MAGIC, a nonce
     client -> server   MAGIC, its own nonce, proof: HMAC of both nonces
     server -> client   YES and its proof, or NO if the client's was wrong
 
 then frames in both directions: length (4 bytes), HMAC (32 bytes), JSON. The HMAC covers the direction and the number of
-the frame, under keys made from both nonces: a frame that is replayed, reordered, changed or sent in another connection
-is not accepted. Nothing is encrypted. Everything here is without sockets, so that it can be tested without them: it
-sends and reads through two functions, of which `read` returns exactly so many bytes.
+the frame, under keys derived from both nonces, so a frame that is replayed, reordered, changed or sent on another
+connection is rejected. Nothing is encrypted. To be testable, this module uses no sockets: callers pass functions to
+send and to read, and `read(n)` returns exactly n bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def let_in(secret: bytes, send: Send, read: Read) -> Channel:
 
 
 def enter(secret: bytes, send: Send, read: Read) -> Channel:
-    """The client's end. Raises WrongSecretError if either of the two does not know the secret."""
+    """The client's end of the handshake. Raises FrameError; WrongSecretError if either end does not know the secret."""
     hello, own = read(HELLO), os.urandom(NONCE)
     both = _nonce_of(hello) + own
     send(MAGIC + own + _mac(secret, b"client", both))
@@ -74,7 +74,7 @@ def enter(secret: bytes, send: Send, read: Read) -> Channel:
 
 
 class Channel:
-    """Packs and unpacks the frames of one connection, at one of its ends."""
+    """One end of a connection: packs and unpacks frames."""
 
     def __init__(self, secret: bytes, nonces: bytes, *, server: bool):
         to_client, to_server = (_mac(secret, name, nonces) for name in (b"to client", b"to server"))
@@ -97,7 +97,7 @@ class Channel:
         return self.unpack(read(MAC + length))
 
     def unpack(self, frame: bytes) -> dict[str, Any]:
-        """The message in what follows a header."""
+        """The message in `frame`, which follows the header."""
         mac, body = frame[:MAC], frame[MAC:]
         if not hmac.compare_digest(mac, _mac(self._in, struct.pack("!Q", self._received), body)):
             raise FrameError("a frame is not authentic")

@@ -25,8 +25,8 @@ class Job:
     log_dir: Path
     max_restarts: int
     restart_delay: int  # seconds, see pace.py
-    warm: bool  # whether a fork server makes the workers of a restart
-    preload: tuple[str, ...]  # what it imports besides torch and fleetx
+    warm: bool  # whether a fork server starts the workers of a restart
+    preload: tuple[str, ...]  # what the fork server imports besides torch and fleetx
     elastic: int | None  # the fewest workers (on a single node) or nodes to continue with; None if all are needed
     regrow_after: int  # seconds until workers that were left out come back, on a single node
     grace_period: int  # seconds that workers have after SIGTERM, or when others come or go, to save their state

@@ -1,7 +1,7 @@
 """What the nodes of a job agree on: who takes part, when the next attempt starts, when and why everything stops.
 
-Node 0 keeps the Meeting. All nodes call the same methods of it, node 0 directly and the others through the network
-(meeting_server.py). No sockets and no waiting here: a node that waits asks again.
+Node 0 keeps the Meeting. All nodes call the same methods: node 0 directly, the others over the network
+(meeting_server.py). There are no sockets here, and no method waits: a node that waits for something polls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LOST_AFTER = 15.0  # seconds of silence until a node counts as lost
-GONE_AFTER = 2.0  # seconds after its connection closed, which is what happens when its fleetrun is killed
-GATHER = 10.0  # seconds without a new node until an elastic job starts with fewer than it could have
+GONE_AFTER = 2.0  # the same once its connection is closed, as when its fleetrun is killed
+GATHER = 10.0  # seconds without a new node until an elastic job starts with fewer than its maximum
 
 SAME = {  # settings that must be the same on all nodes -> what to call them
     "workers": "workers", "nodes": "nodes", "elastic": "--elastic", "max_restarts": "--max_restarts",
@@ -23,18 +23,18 @@ SAME = {  # settings that must be the same on all nodes -> what to call them
 
 
 class MeetingError(Exception):
-    """The call is refused; the text says why."""
+    """A call was rejected; the message says why."""
 
 
 @dataclass
 class Member:
-    """One node: the fleetrun `token` on it."""
+    """One node; `token` identifies its fleetrun."""
 
     token: str
     settings: dict[str, Any]
     ready_for: int  # the attempt that it waits for or takes part in
     seen: float
-    away_since: float | None = None  # its connection is closed
+    away_since: float | None = None  # when its connection closed
     failed: bool = False  # whether it waits because a worker failed there
     done: int = -1  # the last attempt in which its workers succeeded
     failures: list[dict[str, Any]] | None = None  # of all attempts, once it has stopped
@@ -47,7 +47,7 @@ class Meeting:
         self.minimum = minimum
         self.elastic = minimum < nodes
         self._clock = clock
-        self._lock = threading.RLock()  # of node 0's main thread and its server
+        self._lock = threading.RLock()  # between node 0's main thread and its server
         self._members: dict[int, Member] = {}
         self._last_join = clock()
         self._plan: dict[str, Any] | None = None  # of the last attempt that started
@@ -55,12 +55,12 @@ class Meeting:
         self._stop: dict[str, Any] | None = None
         self._lost: list[int] = []
 
-    # ------------------------------------------------------------------ the calls of a node
+    # ------------------------------------------------------------------ calls from nodes
 
     CALLS = ("join", "arrive", "look", "done", "stop", "depart", "report", "reports", "leave")
 
     def call(self, name: str, node: int, **arguments: Any) -> Any:
-        """One call of a node; also a sign of life. Raises MeetingError, or TypeError if the arguments are wrong."""
+        """Handle a call from a node, also a sign of life. Raises MeetingError, or TypeError for wrong arguments."""
         if name not in self.CALLS:
             raise MeetingError("no such call")
         with self._lock:
@@ -73,7 +73,7 @@ class Meeting:
             return getattr(self, name)(node, **arguments)
 
     def join(self, node: int, *, token: str, settings: dict[str, Any]) -> int:
-        """Take part; again after a connection was lost. Returns the number of the last attempt, or -1."""
+        """Join, or rejoin after the connection was lost. Returns the number of the last attempt, or -1."""
         if not 0 <= node < self.nodes:
             raise MeetingError(f"--rank {node}: must be less than the number of nodes, {self.nodes}")
         if not isinstance(settings.get("address"), str):
@@ -93,7 +93,7 @@ class Meeting:
                         f"{theirs.settings.get(name)}; start all nodes with the same options and the same fleetx"
                     )
                     if self._plan is None:
-                        self.stop(0, reason=text)  # nobody need wait for this node any longer
+                        self.stop(0, reason=text)  # do not keep the others waiting for this node
                     raise MeetingError(text)
         self._members[node] = Member(token, settings, ready_for=number, seen=self._clock())
         self._last_join = self._clock()
@@ -101,12 +101,12 @@ class Meeting:
         return number
 
     def arrive(self, node: int, *, attempt: int, failed: bool) -> None:
-        """Wait for `attempt`: no worker of this node is running."""
+        """This node waits for `attempt`: none of its workers is running."""
         member = self._members[node]
         member.ready_for, member.failed = self._next(), failed and attempt == self._next()
 
     def look(self, node: int, *, attempt: int) -> dict[str, Any]:
-        """What a node that takes part in `attempt`, or waits for it, has to know."""
+        """What a node needs to know while it takes part in `attempt` or waits for it."""
         plan = self._plan
         in_plan = plan is not None and node in plan["members"] and plan["number"] >= attempt
         return {
@@ -121,11 +121,11 @@ class Meeting:
         self._members[node].done = attempt
 
     def stop(self, node: int, *, reason: str, signal: int | None = None) -> None:
-        """Stop all nodes. The first reason is kept."""
+        """Stop all nodes. Only the first reason is kept."""
         self._stop = self._stop or {"node": node, "reason": reason, "signal": signal}
 
     def depart(self, node: int, *, reason: str, signal: int | None = None) -> None:
-        """This node was told to stop: the others continue without it, if they are enough."""
+        """This node was told to stop: the others continue without it, if enough of them remain."""
         if not self.elastic or node == 0 or len(self._present()) - 1 < self.minimum:
             self.stop(node, reason=reason, signal=signal)
         else:
@@ -136,7 +136,7 @@ class Meeting:
         self._members[node].failures = failures
 
     def reports(self, node: int) -> dict[str, Any]:
-        """The failures on all nodes, and the nodes that have not told theirs yet."""
+        """The failures on all nodes, and the nodes that have not reported yet."""
         members = self._members.items()
         told = {str(number): member.failures for number, member in members if member.failures is not None}
         missing = [number for number, member in members if member.failures is None and not member.left]
@@ -145,7 +145,7 @@ class Meeting:
     def leave(self, node: int) -> None:
         self._members[node].left = True
 
-    # ------------------------------------------------------------------ for node 0
+    # ------------------------------------------------------------------ only for node 0
 
     def disconnected(self, node: int, token: str) -> None:
         with self._lock:
@@ -164,7 +164,7 @@ class Meeting:
             return None if gathering and len(present) < self.nodes else present
 
     def publish(self, members: list[int], **where: Any) -> bool:
-        """Start the next attempt; False if who takes part has changed since `ready`."""
+        """Start the next attempt. Returns False if the members have changed since `ready`."""
         with self._lock:
             if self.ready() != members:
                 return False
@@ -185,7 +185,7 @@ class Meeting:
             self._drop_lost()
             return all(member.left for node, member in self._members.items() if node != 0)
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ internal
 
     def _next(self) -> int:
         return self._plan["number"] + 1 if self._plan else 0
@@ -207,7 +207,7 @@ class Meeting:
             return "failure"
         running = self._plan["members"]
         busy = not any(self._members[node].done == self._plan["number"] for node in running if node in self._members)
-        return "resize" if waiting and busy else None  # once the first workers have finished, nobody is taken in
+        return "resize" if waiting and busy else None  # once the first workers are done, no node may join
 
     def _all_done(self) -> bool:
         plan = self._plan

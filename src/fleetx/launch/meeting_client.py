@@ -1,4 +1,4 @@
-"""The other nodes' end of the meeting: calls through the network."""
+"""The other nodes' end of the meeting: calls over the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_TIMEOUT = 15.0  # seconds
 
 
 class NoMeetingError(Exception):
-    """Nobody listens there, or not fleetrun; it may be worth another try."""
+    """Nothing listens at this address, or something other than fleetrun. Retrying may help."""
 
 
 class MeetingClient:

@@ -1,7 +1,7 @@
-"""Node 0's end of the meeting: it lets in those who know the secret, and answers their calls, each in a thread.
+"""Node 0's end of the meeting: admits peers that know the secret and answers their calls, one thread per connection.
 
-Whoever cannot prove to know the secret costs little and harms nothing: a connection has HANDSHAKE seconds, there are at
-most PENDING of them, and no byte of theirs is parsed before the proof has been checked.
+A peer that cannot prove that it knows the secret costs little and can do no harm: it has HANDSHAKE seconds, there are
+at most PENDING such connections, and no message is parsed before the proof has been checked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fleetx.launch.frames import FrameError, WrongSecretError, let_in
 from fleetx.launch.meeting import Meeting, MeetingError
 
 HANDSHAKE = 5.0  # seconds
-PENDING = 64  # connections that have not proved anything yet; the oldest gives way
-KNOWN = 4  # connections per node
+PENDING = 64  # connections without a proof yet; above this, the oldest is closed
+KNOWN = 4  # connections with a proof, per node
 
 
 class MeetingServer:
@@ -29,8 +29,8 @@ class MeetingServer:
     ):
         self._listener, self._meeting, self._secret = listener, meeting, secret
         self._print_status = print_status
-        self._refused: set[str] = set()  # addresses that were named already
-        self._connections: dict[socket.socket, float | None] = {}  # since when they prove nothing; None if they have
+        self._refused: set[str] = set()  # addresses already reported
+        self._connections: dict[socket.socket, float | None] = {}  # when each was accepted; None after its proof
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleetrun-meeting", daemon=True)
         self._thread.start()
@@ -79,7 +79,7 @@ class MeetingServer:
             return {"result": self._meeting.call(request["call"], int(request["node"]), **request["arguments"])}
         except MeetingError as error:
             return {"refused": str(error)}
-        except (KeyError, TypeError, ValueError, AttributeError):  # of another version of fleetx
+        except (KeyError, TypeError, ValueError, AttributeError):  # from another version of fleetx
             return {"refused": "node 0 does not understand this call: all nodes need the same version of fleetx"}
 
     def _close_slow(self) -> None:
@@ -93,4 +93,4 @@ class MeetingServer:
     def _close(self, peer: socket.socket) -> None:
         self._connections.pop(peer, None)
         with contextlib.suppress(OSError):
-            peer.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and closes it
+            peer.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it

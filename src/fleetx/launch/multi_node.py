@@ -1,7 +1,7 @@
 """Several nodes: how they rendezvous, agree on the next attempt, and tell each other when one fails.
 
-They meet at --master, where node 0 listens (meeting.py). The workers of an attempt have a store of their own there.
-Every wait polls, so that Ctrl-C works and a failure of another node is noticed during all of them.
+They meet at --master, where node 0 listens (meeting.py) and hosts a separate store for the workers of each attempt.
+Every wait polls, so that Ctrl-C works and a failure of another node is noticed while waiting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fleetx.launch.sockets import listen, port_of
 
 POLL_EVERY = 0.05  # seconds
 TICK_EVERY = 1.0  # seconds between signs of life while this node does something else
-QUIET_WAIT = 5.0  # seconds of waiting before we print what for
+QUIET_WAIT = 5.0  # seconds before we print what we are waiting for
 Found = TypeVar("Found")
 
 
@@ -38,11 +38,11 @@ class NodeFailedError(Exception):
 
     def __init__(self, text: str, *, signal: int | None):
         super().__init__(text)
-        self.signal = signal  # that stopped it
+        self.signal = signal  # the signal that stopped it
 
 
 class JobFinishedError(Exception):
-    """The job finished before this node was taken in."""
+    """The job finished before this node took part."""
 
 
 class MultiNodeRendezvous(FleetrunRendezvous):
@@ -163,9 +163,9 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         self._print_status("a node was lost" if why == "loss" else "a node joins or leaves")
 
     def members_change(self) -> bool:
-        """Whether workers lost their peers because a node came or went. Waits until that can be known.
+        """Whether the workers lost their peers because a node came or went. Waits until that can be known.
 
-        Without --elastic, a lost node stops the job; then this raises.
+        Without --elastic, a lost node stops the job, and this raises NodeFailedError.
         """
 
         def restart() -> str | None:
@@ -217,7 +217,7 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         with contextlib.suppress(LaunchError):
             self._call("report", failures=[asdict(failure) for failure in self._failures])
             if failed:
-                seconds = self._job.stop_timeout + GONE_AFTER + 1.0  # they stop their workers
+                seconds = self._job.stop_timeout + GONE_AFTER + 1.0  # so that they can stop their workers
                 self._poll(lambda: not self._call("reports")["missing"], seconds=seconds, raise_if_stopped=False)
                 told = self._call("reports")
                 silent = sorted({*told["missing"], *told["lost"]})
@@ -279,7 +279,7 @@ class MultiNodeRendezvous(FleetrunRendezvous):
             raise NodeFailedError(stop["reason"], signal=stop["signal"])
 
     def _wait_until(self, ready: Callable[[], Found | None], *, awaiting: Callable[[], str]) -> Found:
-        """Wait for at most --join_timeout seconds, and after a while print what for."""
+        """Wait until `ready`, at most --join_timeout seconds. After a while, print what we are waiting for."""
         quiet = min(QUIET_WAIT, self._job.join_timeout)
         if found := self._poll(ready, seconds=quiet):
             return found
@@ -291,7 +291,7 @@ class MultiNodeRendezvous(FleetrunRendezvous):
     def _poll(
         self, ready: Callable[[], Found | None], *, seconds: float, raise_if_stopped: bool = True
     ) -> Found | None:
-        """What `ready` returns, once that is something or after `seconds`."""
+        """Call `ready` until its result is true or `seconds` have passed, and return the last result."""
         deadline = time.monotonic() + seconds
         while not (found := ready()):
             if raise_if_stopped and self._joined:

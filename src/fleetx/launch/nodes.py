@@ -10,7 +10,7 @@ from fleetx.errors import LaunchError
 
 
 def local_addresses() -> dict[str, str]:
-    """Address -> interface, for this machine. Its host name would not do: it often resolves to 127.0.1.1."""
+    """Address -> interface, for this machine. The host name is not enough: it often resolves to 127.0.1.1."""
     import psutil  # takes 25 ms, and only a run on several nodes needs it
 
     return {
@@ -24,13 +24,13 @@ def local_addresses() -> dict[str, str]:
 def _resolve(host: str) -> set[str]:
     try:
         return {str(info[4][0]).split("%")[0] for info in socket.getaddrinfo(host, None)}
-    except (OSError, ValueError):  # ValueError: not even the form of a name
+    except (OSError, ValueError):  # ValueError: not a well-formed name
         return set()
 
 
 def interface_of(host: str) -> str | None:
     """The name of the interface with the address of `host`, or None if it is not an address of this machine."""
-    if host.startswith("127."):  # the usual case, and all of 127/8 is on this interface: no need for psutil
+    if host.startswith("127."):  # the usual case: all of 127/8 is on this interface, so psutil is not needed
         return "lo" if os.path.exists("/sys/class/net/lo") else None
     addresses = _resolve(host)
     return next((name for address, name in local_addresses().items() if address in addresses), None)

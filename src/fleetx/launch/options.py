@@ -20,7 +20,7 @@ from fleetx.launch.job import Job
 from fleetx.launch.secret import read_secret
 
 _MOST = 4096  # workers of one node
-_SECONDS = {"join_timeout": 600, "regrow_after": 60, "restart_delay": 1}  # unless given
+_SECONDS = {"join_timeout": 600, "regrow_after": 60, "restart_delay": 1}  # defaults
 _positive, _not_negative = click.IntRange(1, 1_000_000), click.IntRange(0, 1_000_000)
 
 # Also accepted: dashes instead of underscores, and these older names.
@@ -151,7 +151,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str], *, environ: Mapping[str, str]) -> Job | None:
-    """Check the command line. Returns None if it asked for the help or the version, which has then been printed."""
+    """Parse and check the command line. Returns None after printing the help or the version."""
     try:
         options = _command.main(arguments, prog_name="fleetrun", standalone_mode=False)
     except click.NoSuchOption as error:
@@ -235,7 +235,7 @@ def _job(*, environ: Mapping[str, str], script: str, arguments: tuple[str, ...],
 
 
 def _with_scheduler(options: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Fill in what the command line leaves open from the variables of a scheduler."""
+    """Fill in options that the command line leaves open from a scheduler's variables."""
     found = schedulers.options_of(environ)
     if any(options[name] is not None for name in ("ips", "nnodes", "master", "rank", "elastic")):
         found = {name: value for name, value in found.items() if name == "nproc_per_node"}

@@ -1,4 +1,4 @@
-"""A small process that waits for fleetrun to end and, if it was killed, kills what it had started.
+"""A small process that waits for fleetrun to end and, if fleetrun was killed, kills everything it had started.
 
 If fleetrun dies, the kernel kills its workers (see runner.py), but not their children, such as data loader processes.
 The orphan killer reads from a pipe that closes when fleetrun ends, for whatever reason, and then acts.
@@ -23,8 +23,8 @@ class OrphanKiller:
 
     `directory` is for the error files of the workers, and is removed at the end.
 
-    It is a fork. If torch is already loaded (as in `fleetx plan`), its OpenMP threads do not exist in the child, so a
-    parallel torch operation there could hang. The child never calls torch, so this does not matter.
+    The orphan killer is a fork. If torch is already loaded (as in `fleetx plan`), its OpenMP threads do not exist in
+    the child, so a parallel torch operation there could hang. The child never calls torch, so this does not matter.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class OrphanKiller:
         os.close(read_end)
 
     def mark(self, name: str) -> dict[str, str]:
-        """The variable by which processes of this run are recognised; for a worker, the file of its error as well."""
+        """The environment variable that marks processes of this run; for a worker, also the path of its error file."""
         return {MARK: str(self.directory / name)}
 
     def register(self, groups: Iterable[int]) -> None:
@@ -64,7 +64,7 @@ def _watch(read_end: int, directory: Path) -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(name, signal.SIG_IGN)
     os.setsid()
-    # Close fleetrun's output, or its readers would wait for us, and our copy of the pipe's write end.
+    # Close our copies of fleetrun's output, whose readers would wait for us, and of the pipe's write end.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
@@ -81,7 +81,7 @@ def _watch(read_end: int, directory: Path) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    while orphans := _descendants(directory):  # they may have left their group; repeat for those started meanwhile
+    while orphans := _descendants(directory):  # they may have left their group; repeat to catch new ones
         for process in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)

@@ -1,13 +1,13 @@
-"""How soon to restart: a script that always fails at once must not spin."""
+"""How soon to restart: a script that always fails at once must not restart in a tight loop."""
 
 from __future__ import annotations
 
-QUICK = 10.0  # seconds: an attempt that fails sooner has failed at once
+QUICK = 10.0  # seconds: an attempt that fails sooner is a quick failure
 LONGEST = 60.0  # seconds
 
 
 class Pace:
-    """The first failure is followed by a restart at once, further ones in a row by longer and longer waits."""
+    """Restarts at once after the first quick failure, and waits longer and longer after further ones in a row."""
 
     def __init__(self, *, delay: float):
         self._delay = delay  # before the third quick attempt; doubles from there

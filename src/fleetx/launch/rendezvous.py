@@ -1,8 +1,8 @@
 """A fresh store for every attempt.
 
-torchrun uses one store for all attempts, so that after a restart a rank may read the old address of a peer: with gloo,
-21 of 28 restarts failed this way (torch 2.13). Here every attempt has its own TCPStore on its own port. The agent hosts
-it, so it survives any worker. It listens on one address; torchrun's listens on all.
+torchrun uses one store for all attempts, so after a restart a rank may read the old address of a peer: with gloo, 21 of
+28 restarts failed this way (torch 2.13). Here every attempt has its own TCPStore on its own port. The agent hosts it,
+so it outlives any worker. It listens on one address; torchrun's listens on all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FleetrunRendezvous(RendezvousHandler):
     """torchelastic's rendezvous interface, plus what fleetrun's agent needs."""
 
     attempt: Attempt  # the current one
-    resizing = False  # the workers are stopped because others come or go: they have time to save their state
+    resizing = False  # the workers are stopped because others come or go: they get time to save their state
 
     def wait(self, seconds: float) -> None:
         """Wait before the next attempt."""
@@ -46,7 +46,7 @@ class FleetrunRendezvous(RendezvousHandler):
         """Keep failures of this node to report them to the other nodes."""
 
     def members_change(self) -> bool:
-        """Whether workers that lost their peers did so because a node has gone, which is not a failure of theirs."""
+        """Whether the workers lost their peers because nodes came or went, which is not a failure of their own."""
         return False
 
     def tick(self) -> None:
@@ -57,7 +57,7 @@ class FleetrunRendezvous(RendezvousHandler):
         return True
 
     def leave(self, *, failed: bool) -> list[Failure]:
-        """The end of this node; after a failure, returns the failures of the other nodes."""
+        """Leave the job. After a failure, returns the failures of the other nodes."""
         return []
 
     def get_backend(self) -> str:
@@ -87,8 +87,8 @@ class FleetrunRendezvous(RendezvousHandler):
 class SingleNodeRendezvous(FleetrunRendezvous):
     """A single node need not wait for others: its first workers start before torch is imported.
 
-    With --elastic, the workers that failed by themselves are left out of the next attempt, if enough others remain, and
-    come back after a while.
+    With --elastic, workers that failed on their own are left out of the next attempt if enough others remain, and come
+    back after --regrow_after seconds.
     """
 
     job: Job
@@ -97,7 +97,7 @@ class SingleNodeRendezvous(FleetrunRendezvous):
     listener: socket.socket | None  # of the next store; None if it has yet to be opened
     print_status: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
-    _failed: set[int] | None = field(default=None, init=False)  # slots, if the attempt failed
+    _failed: set[int] | None = field(default=None, init=False)  # slots at fault, if the attempt failed
     _grow_at: float = field(default=0.0, init=False)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -120,7 +120,7 @@ class SingleNodeRendezvous(FleetrunRendezvous):
         self._failed = {slots[failure.rank] for failure in failures if not failure.secondary}
 
     def num_nodes_waiting(self) -> int:
-        """Not 0 when workers that were left out are to come back."""
+        """1 when it is time for workers that were left out to come back, else 0."""
         self.resizing = len(self.attempt.slots) < self.job.workers and self.clock() >= self._grow_at
         if self.resizing:
             self.print_status(f"back to {self.job.workers} workers")

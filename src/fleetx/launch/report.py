@@ -14,8 +14,8 @@ from fleetx.launch.job import Job
 from fleetx.launch.logs import Logs, tail
 from fleetx.launch.workers import RUNNER, LocalWorkers, Worker
 
-# Errors of a rank whose peer is gone, in torch's words: never the cause if there is another failure. Where fleetx has
-# watched the ranks, the record itself says that an error follows another rank's.
+# torch's errors on a rank whose peer is gone: never the cause if there is another failure. If fleetx watched the ranks,
+# the record itself says that an error follows another rank's.
 _LOST_PEER = re.compile(
     r"gloo/(transport|rendezvous)|Connection (closed|reset) by peer|Dist(Network|Store|Backend)Error|nccl\w+Error"
     r"|remote process exited|TCPStore|Application timeout caused pair closure"
@@ -58,8 +58,8 @@ def first_cause_first(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def _failure_of(worker: Worker, *, workers: LocalWorkers, job: Job, logs: Logs) -> Failure | None:
-    # A record counts even if the process has not exited: after an exception that can take a while, and a peer that
-    # lost its connection may exit sooner.
+    # A record counts even if the process is still running: it can take a while to exit after an exception, and a peer
+    # that lost its connection may exit sooner.
     record = _read(worker.record) or (_read(worker.error_file) if worker.exit_code else None)
     stopped_at = workers.stopped_at or float("inf")
     ours: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _clip(text: str, *, width: int = 120) -> str:
 
 
 def failure_report(failures: Sequence[Failure], *, job: Job) -> str:
-    """The first failure in full, and one line for each of the others. `failures` are sorted."""
+    """The first failure in full, and one line for each of the others. `failures` must be sorted."""
     first, *rest = failures
     node = "" if job.single_node else f" on node {first.node}"
     attempts = f" in attempt {first.attempt + 1} of {rest[-1].attempt + 1}" if rest and rest[-1].attempt else ""

@@ -1,7 +1,7 @@
 """The entry point of a worker: python -u runner.py PARENT LOG script|module TARGET ARGUMENTS...
 
 It makes the worker die with its launcher, redirects its output to its log and runs the user's code as `__main__`. If
-that raises an exception, it writes a record of it next to $TORCHELASTIC_ERROR_FILE, in the format of torchelastic's
+the code raises an exception, it writes a record of it next to $TORCHELASTIC_ERROR_FILE, in the format of torchelastic's
 `@record`.
 
 This file is run by its path, not as a module. Before the user's first line it imports only modules that cost nothing,
@@ -17,7 +17,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 from types import CodeType, ModuleType, TracebackType
 
 PADDLE_API = "FLEETX_PADDLE_API"
-worker: int | None = None  # the process that `main` made a worker; a child that it forks is none
+worker: int | None = None  # the pid that `main` made a worker; its forked children are not workers
 record_file: str | None = None
 
 
@@ -76,8 +76,8 @@ def code_of_module(name: str) -> tuple[CodeType, dict[str, object]]:
 class PaddleScripts:
     """An import hook that makes `import paddle` load fleetx.static.
 
-    It is finder and loader, so that fleetx is loaded only by a real import, not by a library that checks whether paddle
-    is installed.
+    It is both finder and loader, so that fleetx is loaded only by a real import, not by a library that checks whether
+    paddle is installed.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ def record(error: BaseException, *, exit_code: int) -> None:
 
 
 def follows_another(error: BaseException | None) -> bool:
-    """Whether another rank caused the error, or one that led to it. fleetx.comm.peers marks such errors."""
+    """Whether another rank caused this error or one in its chain. fleetx.comm.peers marks such errors."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, "last_words"):
@@ -203,8 +203,8 @@ def run(kind: str, target: str) -> None:
 
 
 def end(code: int) -> None:
-    """Exit as Python does, except that objects are not destroyed one by one: with torch that can take a second, for
-    which the restart of a job would wait."""
+    """Exit as Python does, but without destroying objects one by one: with torch that can take a second, which would
+    delay a restart."""
     import atexit
     import contextlib
     import threading

@@ -1,10 +1,10 @@
-"""Where a scheduler put this node: what its environment says about nodes and workers, as options of fleetrun.
+"""Read nodes and workers from the environment that a scheduler sets, as options of fleetrun.
 
     Kubeflow's TrainJob     PET_*, the variables that torchrun reads
     SkyPilot                SKYPILOT_*
     SageMaker               SM_*
 
-Options on the command line win. Slurm and MPI start the workers themselves: see comm/roles.py.
+Options on the command line take precedence. Slurm and MPI start the workers themselves: see comm/roles.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PORT = 29500  # torchrun's
 
 
 def options_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What a scheduler sets; empty without one."""
+    """The options that a scheduler sets; empty without a scheduler."""
     for read in (_kubeflow, _skypilot, _sagemaker):
         if found := {key: value for key, value in read(environ).items() if value is not None}:
             return found
@@ -29,7 +29,8 @@ def options_of(environ: Mapping[str, str]) -> dict[str, Any]:
 def _kubeflow(environ: Mapping[str, str]) -> dict[str, Any]:
     nodes = _number(environ, "PET_NNODES")
     workers = environ.get("PET_NPROC_PER_NODE", "")
-    found: dict[str, Any] = {"nproc_per_node": int(workers) if workers.isdecimal() else None}  # auto, gpu, cpu: ours
+    # For auto, gpu and cpu, use our own default.
+    found: dict[str, Any] = {"nproc_per_node": int(workers) if workers.isdecimal() else None}
     if nodes is None or nodes == 1:
         return found | {"nnodes": nodes}
     host, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT", str(_PORT))

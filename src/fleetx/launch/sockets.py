@@ -40,7 +40,7 @@ def listen(host: str, *, port: int = 0) -> socket.socket:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different loopback ports, none of them in use now."""
+    """Distinct loopback ports that are free right now."""
     listeners = [listen(LOOPBACK) for _ in range(count)]
     ports = [port_of(listener) for listener in listeners]
     for listener in listeners:

@@ -49,7 +49,7 @@ class Launch:
         self.workers: LocalWorkers | None = None
         self.server: ForkServer | None = None
         self.helpers = {killer.pid}
-        self.asked: list[signal.Signals] = []  # to stop, while torchelastic was not handling signals
+        self.asked: list[signal.Signals] = []  # stop signals received while torchelastic was not handling them
 
     def run(self) -> int:
         _raise_on_signals(self.asked)
@@ -103,7 +103,7 @@ class Launch:
         job, server = self.job, self.server
         if not job.warm or (server and (server.alive() or server.refusal)):
             return
-        # The kernel shows this environment for the workers too, and for what they fork.
+        # In /proc, forked workers and their children show this environment too, so it must carry the mark.
         environ = {**common_environment(job, environ=self.environ), **self.killer.mark("fork_server")}
         self.server = ForkServer(environ=environ, modules=job.preload)
         self.helpers.add(self.server.pid)
@@ -112,7 +112,7 @@ class Launch:
     def _stop(
         self, sigval: signal.Signals, *, seconds: int | None = None, tick: Callable[[], None] = lambda: None
     ) -> None:
-        """Give the workers time: --grace_period after SIGTERM, else --stop_timeout. A second signal kills them."""
+        """Stop the workers: within --grace_period after SIGTERM, else --stop_timeout. A second signal kills them."""
         job = self.job
         if seconds is None:
             seconds = job.grace_period if sigval == signal.SIGTERM else job.stop_timeout
@@ -162,7 +162,7 @@ class Launch:
             failed = agent.run().is_failed()
         except NodeFailedError as error:
             failed, stopped_by = True, error
-            # If the other node was told to stop, the workers of all nodes have time to save their state together.
+            # If a signal stopped the other node, all workers get the grace period, to save their state together.
             self._stop(signal.SIGTERM, seconds=None if error.signal else job.stop_timeout, tick=rendezvous.tick)
         except JobFinishedError:
             rendezvous.leave(failed=False)
@@ -204,7 +204,7 @@ class Launch:
 
 
 def _raise_on_signals(asked: list[signal.Signals]) -> None:
-    """Note signals and raise StopRequested until torchelastic handles them. Under nohup, both ignore SIGHUP."""
+    """Note stop signals and raise StopRequested, until torchelastic handles them. Under nohup, both ignore SIGHUP."""
 
     def stop(number: int, _: FrameType | None) -> None:
         asked.append(signal.Signals(number))

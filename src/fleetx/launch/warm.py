@@ -42,7 +42,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def ready(self) -> bool:
-        """Whether it can fork; never waits."""
+        """Whether the server can fork. Never blocks."""
         if not self._answered and select.select([self._connection], [], [], 0)[0]:
             with contextlib.suppress(EOFError, OSError):
                 self.refusal = fork_server.receive(self._connection)["why_not"]
@@ -67,7 +67,7 @@ class ForkServer:
 
 
 class Forked:
-    """A child that subprocess did not start, with the interface of Popen that is needed here."""
+    """A child process that subprocess did not start, with the part of Popen's interface that is needed here."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -79,7 +79,7 @@ class Forked:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
             except ChildProcessError:
-                self.returncode = 255  # somebody else has waited for it
+                self.returncode = 255  # something else has reaped it
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:

@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 
 
 class Worker:
-    """One process, the leader of its own group. `proc` and `close` are torchelastic's interface SubprocessHandler."""
+    """One process, the leader of its own group. `proc` and `close` make it a SubprocessHandler of torchelastic."""
 
     def __init__(self, process: subprocess.Popen[bytes] | Forked, *, local_rank: int, error_file: Path):
         self.proc = process
@@ -53,13 +53,13 @@ class Worker:
             if death_sig == signal.SIGKILL:
                 os.killpg(self.proc.pid, signal.SIGKILL)
                 return
-            # Not its children: without its data loaders it could not save its state.
+            # Spare its children: without its data loaders it could not save its state.
             os.kill(self.proc.pid, death_sig or signal.SIGTERM)
-            # A stopped process handles no other signal, and would use up the whole --stop_timeout.
+            # A process stopped by SIGSTOP does not handle other signals, and would use up the whole --stop_timeout.
             os.kill(self.proc.pid, signal.SIGCONT)
 
     def poll(self) -> bool:
-        """Whether it has exited; the first call that finds so records the time."""
+        """Whether it has exited. The first call to notice records the time."""
         if self.exit_code is None and (code := self.proc.poll()) is not None:
             self.exit_code, self.exit_time = code, time.time()
             if self.pidfd is not None:
@@ -76,7 +76,7 @@ class LocalWorkers:
     logs: Logs
     killer: OrphanKiller
     environ: Mapping[str, str]
-    helpers: set[int]  # processes of fleetrun itself: neither workers nor left by workers
+    helpers: set[int]  # fleetrun's own processes: neither workers nor leftovers of workers
     server: ForkServer | None
     stopped_at: float | None = None  # when we began to stop them: a later exit is not the cause
     killed: int = 0  # workers that did not exit in time
@@ -112,7 +112,7 @@ class LocalWorkers:
         forked = self.server.fork(command, environ=variables)
         if forked is None:
             self.warm = False
-            self._kill_others()  # it may have forked without an answer
+            self._kill_others()  # the server may have forked without answering
         return forked
 
     @staticmethod

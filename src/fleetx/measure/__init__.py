@@ -1,1 +1,1 @@
-"""Memory and time of a training step, predicted on tensors without data or measured on real ones."""
+"""Memory and time of a training step, predicted on fake tensors or measured on real ones."""

@@ -1,6 +1,6 @@
-"""Splits a model into blocks and finds the cost of each: bytes on tensors without data, seconds on real ones.
+"""Splits a model into blocks and finds the cost of each: bytes on fake tensors, seconds on real ones.
 
-Only one block at a time runs for real, and of several identical blocks only one: even a model that does not fit into
+Only one block at a time runs for real, and of several identical blocks only one. So even a model that does not fit into
 memory can be profiled.
 """
 
@@ -28,9 +28,9 @@ from fleetx.measure.op_scratch import OpScratch, random_tensor, with_scratch
 from fleetx.measure.step_key import shapes_of
 from fleetx.measure.tracker import Tracker, bytes_of
 
-MAX_BLOCKS = 240  # the solver takes a second for so many
+MAX_BLOCKS = 240  # the solver takes a second for this many
 NEGLIGIBLE = 0.01  # of all saved bytes: a module is only split if the code between its children saves less
-REPEATS, ENOUGH = 4, 0.3  # runs of a block; after so many seconds, two runs will do
+REPEATS, ENOUGH = 4, 0.3  # runs of a block; after this many seconds, two runs are enough
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class ModuleCall:
     inside: list[ModuleCall] = field(default_factory=list)
     no_grad: list[ModuleCall] = field(default_factory=list)  # of the root: calls made without gradients
     own_saved: int = 0  # bytes saved by its own code, not by the modules that it calls
-    saved: int = 0  # with theirs
-    storages: dict[int, int] = field(default_factory=dict)  # those that its own code saved first, and their bytes
+    saved: int = 0  # including theirs
+    storages: dict[int, int] = field(default_factory=dict)  # which its own code was the first to save, and their bytes
     loose: int = 0  # bytes of its inputs that are not the unchanged output of another module
     in_place: bool = False  # it modifies an input
-    sources: set[Edge] = field(default_factory=set)  # where its inputs come from in autograd's graph
-    ops: tuple[int, int] = (0, 0)  # autograd's sequence numbers at its begin and end
-    order: tuple[int, int] = (0, 0)  # its begin and end among those of all calls
+    sources: set[Edge] = field(default_factory=set)  # where its inputs come from in the autograd graph
+    ops: tuple[int, int] = (0, 0)  # autograd's sequence numbers at its start and end
+    order: tuple[int, int] = (0, 0)  # of its start and end among those of all calls
 
 
 Split = Callable[[ModuleCall, Callable[[], ModuleCall]], list[list[ModuleCall]]]
@@ -105,7 +105,7 @@ def profile_blocks(step: TrainingStep, *, timed: bool = True) -> list[BlockProfi
 
 
 def profile(step: TrainingStep, divide: Split, *, timed: bool) -> list[BlockProfile]:
-    """divide: from a forward (and a function that repeats it with nothing frozen) to one or more lists of calls."""
+    """divide: turns a forward (and a function that repeats it with nothing frozen) into one or more lists of calls."""
     fake = FakeStep(step)
     with preserve_rng(), torch.enable_grad():
         known: dict[Any, BlockCost] = {}
@@ -114,7 +114,7 @@ def profile(step: TrainingStep, divide: Split, *, timed: bool) -> list[BlockProf
 
 # --- recording and splitting a forward ------------------------------------------------------------
 def _record(fake: FakeStep) -> ModuleCall:
-    """Run a forward without data, and record which modules are called and what they save."""
+    """Run a forward on fake tensors, and record which modules are called and what they save."""
     root = ModuleCall("", fake.model)
     stack = [root]
     held = itertools.chain(fake.model.parameters(), fake.model.buffers())
@@ -131,7 +131,7 @@ def _record(fake: FakeStep) -> ModuleCall:
         return t
 
     def around(name: str, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # calls without gradients belong to no segment
+        if not torch.is_grad_enabled():  # calls without gradients do not belong to a segment
             out = inner(*args, **kwargs)
             root.no_grad.append(ModuleCall(name, module, outputs=tensors_of(out), order=(next(order), next(order))))
             return out
@@ -255,7 +255,7 @@ def _cost(call: ModuleCall, fake: FakeStep, timed: bool) -> BlockCost:
 
 
 def _bytes(call: ModuleCall, fake: FakeStep, scratch: OpScratch) -> tuple[int, int, int]:
-    """On tensors without data: forward_peak, saving_peak, backward_peak."""
+    """forward_peak, saving_peak and backward_peak, on fake tensors."""
     with fake.mode, Tracker(scratch) as tracker:
         args, kwargs = map_tensors(_empty_like, (call.args, call.kwargs))
         for t in (*call.module.parameters(), *call.module.buffers(), *tensors_of((args, kwargs))):
@@ -280,7 +280,7 @@ def _bytes(call: ModuleCall, fake: FakeStep, scratch: OpScratch) -> tuple[int, i
 
 
 def _seconds(call: ModuleCall, fake: FakeStep) -> tuple[float, float]:
-    """Of a real forward and backward of a copy."""
+    """The time of a real forward and backward of a copy."""
     device = fake.step.device
     module = _real_copy(call.module, fake)
     times: list[tuple[float, float]] = []
@@ -318,12 +318,12 @@ def _random_like(t: Tensor) -> Tensor:
 
 
 def _not_a_leaf(t: Tensor, requires_grad: bool) -> Tensor:
-    """A module may modify its input in place, which autograd forbids for leaves."""
+    """Make it a non-leaf: a module may modify its input in place, which autograd forbids for leaves."""
     return t.requires_grad_().clone() if requires_grad else t
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has finished its work."""
+    """The time in seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

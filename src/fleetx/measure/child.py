@@ -1,6 +1,6 @@
 """Run a call in a forked child, which may run out of memory, hang or die without harming this process.
 
-A fork needs no pickling: models, closures and data are simply there, and what the child changes stays in the child.
+A fork needs no pickling: models, closures and data are already there, and what the child changes stays in the child.
 
 fork() copies only the calling thread. libgomp keeps a pool of worker threads for every thread that has run a parallel
 region, so in the child the forking thread would wait forever for workers that were not copied. A new thread has no
@@ -40,7 +40,7 @@ class Answer:
 
 
 def forked(call: Callable[[], Any], *, seconds: float) -> Answer:
-    """Call in a forked child and return its answer."""
+    """Run the call in a forked child and return its answer."""
     reading, writing = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -89,9 +89,9 @@ def _in_child(call: Callable[[], Any], pipe: int, parent: int) -> None:
     """Never returns, because the parent's exit handlers must not run here."""
     try:
         _isolate(parent)
-        gc.freeze()  # or the first collection here would write to, and so copy, every page with an object of the parent
-        # A new thread starts without the autocast of the one that forked. Not entered if it is off: an outer context
-        # would keep the casts of an inner one in torch's cache.
+        gc.freeze()  # or the first collection would write to, and so copy, every page with an object of the parent
+        # A new thread starts without the autocast of the one that forked. If autocast is off, do not enter a context:
+        # an outer context would keep the casts of an inner one in torch's cache.
         on = torch.is_autocast_enabled("cpu")
         autocast = torch.autocast("cpu", torch.get_autocast_dtype("cpu")) if on else nullcontext()
         thread = threading.Thread(target=_answer, args=(call, pipe, autocast), daemon=True)

@@ -1,4 +1,4 @@
-"""Predicts the peak memory of a training step by running it on tensors without data and counting their bytes.
+"""Predicts the peak memory of a training step by running it on fake tensors and counting their bytes.
 
 The model, autograd, recomputation and the optimizer all run as usual, but nothing is computed: a step of a large model
 takes about a second and needs no memory.
@@ -49,7 +49,7 @@ class TrainingStep:
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any, Any], Tensor] | None = None  # of outputs and targets
     targets: Any = None
-    batch: int | None = None  # predict for so many samples instead of those in the inputs
+    batch: int | None = None  # predict for this many samples instead of those in the inputs
     samples: int | None = None  # in the inputs
     parts: Sequence[Part] = ()  # those that change how a forward runs
     kept_gradients: bool = False  # gradients exist during the forward too: merged, or in buckets
@@ -60,7 +60,7 @@ class TrainingStep:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def loss(self, out: Any, targets: Any) -> Tensor:
-        """By `loss_fn`, or the model's own loss, or one that takes as much memory as cross-entropy."""
+        """The loss by `loss_fn`, or the model's own, or one that takes as much memory as cross-entropy."""
         if self.loss_fn is not None:
             return self.loss_fn(out, targets)
         if (own := loss_of(out)) is not None:
@@ -83,13 +83,13 @@ class TrainingStep:
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    """The buckets in which DDP reduces. If steps are merged, the gradients exist next to them."""
+    """Bytes of the buckets in which DDP reduces. If steps are merged, the gradients exist in addition to them."""
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. `peak` is the highest total; all but `running` and `updating` are there throughout the step."""
+    """Bytes. `peak` is the highest total; all others but `running` and `updating` are held throughout the step."""
 
     peak: int
     parameters: int
@@ -112,7 +112,7 @@ class Estimate:
 
 
 class FakeStep:
-    """Copies of a model, its optimizer and its inputs that hold no data."""
+    """Fake copies of a model, its optimizer and its inputs."""
 
     def __init__(self, step: TrainingStep):
         self.step = step
@@ -149,7 +149,7 @@ class FakeStep:
         return without_hooks(fake)
 
     def _whole(self, p: Tensor) -> Tensor:
-        """Of a parameter that ranks have divided, all of it."""
+        """A fake of the whole parameter, even if ranks have divided it."""
         if local(p) is p:
             return self.mode.from_tensor(p.detach())
         with self.mode:
@@ -204,7 +204,7 @@ def _estimate(step: TrainingStep, install: Install | None, scratch: OpScratch) -
 
 
 def update_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
-    """Of the parameters as this rank holds them: bytes of the state, of the gradients, and the peak of an update."""
+    """For the parameters that this rank holds: bytes of the state and of the gradients, and the peak of an update."""
     mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Any]()
     for p in (p for group in optimizer.param_groups for p in group["params"] if not p.is_meta):
         fakes[id(p)] = nn.Parameter(mode.from_tensor(local(p.detach())), requires_grad=p.requires_grad)
@@ -240,7 +240,7 @@ def _first_update(
 
 
 def _update(optimizer: Optimizer) -> bool:
-    """Returns False if the optimizer cannot run without data."""
+    """Returns False if the optimizer cannot run on fake tensors."""
     try:
         with torch.no_grad():
             optimizer.step()
@@ -251,11 +251,11 @@ def _update(optimizer: Optimizer) -> bool:
 
 
 def copy_optimizer(optimizer: Optimizer, params: Mapping[int, Any]) -> Optimizer:
-    """Same class and settings, without state and hooks. params: by the id of each parameter, the one to replace it."""
+    """Same class and settings, without state and hooks. params: maps the id of each parameter to its replacement."""
     kind = type(optimizer)
     made: Optimizer = object.__new__(kind)
     for key, value in vars(optimizer).items():
-        # A method on the object, such as the step() of a scheduler, would run the optimizer that is copied.
+        # A method on the object, such as a step() that a scheduler has wrapped, would run the original optimizer.
         if "hooks" in key or callable(getattr(kind, key, None)):
             continue
         inner = isinstance(value, Optimizer) and value is not optimizer
@@ -279,7 +279,7 @@ def preserve_rng() -> Iterator[None]:
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
-    """Remove the user's hooks from a copy: they must only see training."""
+    """Remove the user's hooks from a copy: they must see only the training itself."""
     for module in model.modules():
         for name in seams.HOOKS:
             getattr(module, name).clear()

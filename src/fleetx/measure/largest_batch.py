@@ -24,7 +24,7 @@ from fleetx.measure.tracker import Tracker
 from fleetx.strategy.compose import compose
 
 LIMIT = 1 << 20  # samples: the search stops here
-TRIAL_SECONDS = 3600  # a trial that takes longer hangs
+TRIAL_SECONDS = 3600  # a trial that takes longer is assumed to hang
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def search(
 
 
 def largest(peak: Callable[[int], int], memory: int, limit: int = LIMIT) -> int:
-    """The largest batch whose peak is within `memory`, or 0. Peaks grow almost linearly, so interpolation needs few."""
+    """The largest batch whose peak is within `memory`, or 0. Interpolates, because peaks grow almost linearly."""
     known: dict[int, int] = {}
 
     def fits(n: int) -> bool:
@@ -137,7 +137,7 @@ def try_out(step: TrainingStep, install: Install | None) -> int:
 
 
 def _try_on_cuda(step: TrainingStep, install: Install | None) -> int:
-    """In this process, because a full GPU only raises an error. On a copy, so that the user's model does not change."""
+    """Runs in this process, because a full GPU only raises an error, and on a copy, to leave the user's model alone."""
     model, optimizer = copies(step.model, step.optimizer)
     step = replace(step, model=model, optimizer=optimizer)
     torch.cuda.reset_peak_memory_stats(step.device)

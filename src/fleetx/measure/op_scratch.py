@@ -33,7 +33,7 @@ _known: dict[Any, int] = {}
 
 
 def with_scratch(device: torch.device, run: Callable[[OpScratch], Result]) -> Result:
-    """`run(scratch)`; if it met operations that were not measured yet, measure them and run again."""
+    """Return `run(scratch)`. If it met operations that had not been measured yet, measure them and run it again."""
     scratch = OpScratch(device)
     result = run(scratch)
     return run(scratch) if scratch.measure() else result
@@ -57,7 +57,7 @@ class OpScratch:
         return _known.get(key, 0)
 
     def measure(self) -> bool:
-        """Run the operations that were missing. Returns whether there were any."""
+        """Measure the operations that were missing. Returns whether there were any."""
         missing, self._missing = self._missing, {}
         found = allocator.peaks([partial(_prepare, *call) for call in missing.values()], self._device)
         _known.update(zip(missing, found, strict=True))

@@ -13,7 +13,7 @@ from fleetx.base.seams import pytree
 from fleetx.base.trees import tensors_of
 from fleetx.measure.fake_step import TrainingStep
 
-_VERSION = 2  # of what is stored
+_VERSION = 2  # of the stored format
 
 
 def shapes_of(value: Any) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:

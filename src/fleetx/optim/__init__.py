@@ -6,7 +6,7 @@ For Lars and Lamb, `dispatch` chooses, per tensor, one of three implementations 
 
     native.py          compiled kernels (kernels.c): fp32 on the CPU
     triton_kernels.py  Triton: fp32 on a CUDA device, if they run there
-    foreach.py         torch's foreach functions: every other device, dtype and layout, and where those are missing
+    foreach.py         torch's foreach functions: any other device, dtype or layout, or if those kernels are missing
 """
 
 from fleetx.optim.lamb import Lamb

@@ -26,14 +26,14 @@ def adoption_problems(
 ) -> Iterator[str]:
     """Why `optimizer` cannot become a `target`.
 
-    kinds, wanted   the classes that can, and their names for a user
+    kinds, wanted   the classes that can, and what to call them in a message
     own_options     the options that the part sets in a group, given the positions of excluded parameters
-    decays          does the part bring its own weight decay?
+    decays          does the part have its own weight decay?
     """
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, Layerwise):
         yield f"the optimizer is already a {name}: turn strategy.{part} off, or pass {wanted}"
-    elif type(optimizer) not in kinds:  # a subclass may have a step() of its own, which would be lost
+    elif type(optimizer) not in kinds:  # a subclass may have its own step(), which would be lost
         yield f"{part} needs {wanted}, not {name}: pass one to fleet.distribute"
     elif decays and any(group["weight_decay"] for group in groups):
         yield (
@@ -58,7 +58,7 @@ def adoption_problems(
 
 
 def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[Group], Group]) -> Layerwise:
-    """Make this very object a `kind`, with its groups, rates and state. `decide` returns the `own` options of a group.
+    """Turn this very object into a `kind`; it keeps its groups and state. `decide` returns a group's `own` options.
 
     With a new object, schedulers and scripts that ignore the return value of `fleet.distribute` would silently keep
     using the plain optimizer.

@@ -1,6 +1,6 @@
 """Which kernels compute which tensors, and how shards get the norms of their whole tensors.
 
-Triton kernels are checked on the device where they are to run.
+Triton kernels are checked on the device that they will run on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def kernel_calls(*lists: list[Tensor]) -> Iterator[KernelCall]:
         reduce = None
         if mesh is not None:
             chosen = [[local(t, placements) for t in values] for values in chosen]
-            flat = flat and not hasattr(chosen[0][0], "fake_mode")  # has no memory
+            flat = flat and not hasattr(chosen[0][0], "fake_mode")  # a fake tensor has no memory
             reduce = _reducer(mesh, placements)
         kernels = flat_kernels(device) if flat else foreach
         flat = flat and (kernels is not foreach or device.type == "cpu")
@@ -80,8 +80,8 @@ def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, torch.device, torch.dtype,
     p: Any = tensors[0]
     simple = p.dtype is torch.float32 and p.device.type in ("cpu", "cuda") and not hasattr(p, "fake_mode")
     if hasattr(p, "device_mesh"):
-        # All ranks of a mesh must choose alike or they would deadlock, so the result must not depend on anything that
-        # only this rank knows, such as the layout of its shard.
+        # All ranks of a mesh must make the same choice or they would deadlock, so the result must not depend on
+        # anything that only this rank knows, such as the layout of its shard.
         return simple, p.device, p.dtype, p.device_mesh, p.placements
     return simple and _same_layout(tensors), p.device, p.dtype, None, None
 
@@ -90,7 +90,7 @@ def _same_layout(tensors: tuple[Tensor, ...]) -> bool:
     """Whether all are dense and keep their elements in the same order in memory."""
     p = tensors[0]
     return _dense(p) and all(
-        type(t) in (Tensor, Parameter)  # in a subclass, a lazy negation or a zero tensor, memory is not the value
+        type(t) in (Tensor, Parameter)  # memory is not the value in a subclass, a lazy negation or a zero tensor
         and not t.is_neg()
         and not seams.is_zerotensor(t)
         and (t.dtype, t.device, t.shape, t.stride()) == (p.dtype, p.device, p.shape, p.stride())
@@ -109,7 +109,7 @@ def _dense(t: Tensor) -> bool:
 
 # --- shards -----------------------------------------------------------------------------------------
 def local(t: Any, placements: Any = None) -> Tensor:
-    """What this rank holds of a tensor, divided in this way."""
+    """The shard of a tensor that this rank holds, after redistributing it to these placements if they differ."""
     if not hasattr(t, "device_mesh"):
         return t
     if placements is not None and t.placements != placements:
@@ -145,7 +145,7 @@ def _reducer(mesh: Any, placements: Any) -> Reduce | None:
 # --- Triton -----------------------------------------------------------------------------------------
 @torch.no_grad()
 def _check(kernels: ModuleType, device: torch.device) -> str:
-    """Compare with the foreach functions, once: CI has no GPU on which it could have done this."""
+    """Compare with the foreach functions once, at run time, because CI has no GPU."""
     sizes, decays = (1, 1000, kernels.CHUNK + 77), [0.01, 0.0, 0.3]
     for name, kinds, step in (
         ("lars", 3, foreach.LarsStep(0.1, 0.02, decays, 1e-9, 0.9, nesterov=False, maximize=False)),

@@ -39,9 +39,9 @@ def positions(model: nn.Module, patterns: Sequence[str], params: Sequence[Tensor
 
 
 def _matching(model: nn.Module, pattern: str) -> list[Tensor]:
-    """By torch's names, including all names of tied weights; by Paddle's only if no torch name matches.
+    """The parameters with a matching torch name (tied weights have several), or else with a matching Paddle name.
 
-    Not by both: "fc", meant for the layer `model.fc`, is part of Paddle's name for every linear layer.
+    Not both, because "fc", meant for the layer `model.fc`, is part of Paddle's name for every linear layer.
     """
     named: list[tuple[str, Tensor]] = [
         (plain_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""LARS and LAMB in torch's foreach functions: for accelerators, and for whatever the compiled CPU kernels cannot take.
+"""LARS and LAMB with torch's foreach functions: for accelerators, and for what the compiled CPU kernels cannot take.
 
 Both optimizers need the norms of a whole tensor before its first element may change, so each tensor is visited twice.
 Tensors are processed in blocks (several small tensors, or one large tensor in pieces) to keep temporaries small and, on
@@ -29,7 +29,7 @@ _SMALLEST_RATE = 2.0**-29  # below it, 1 - (1 - rate) differs from the rate in f
 
 @dataclass(frozen=True)
 class LarsStep:
-    """The numbers of a step of LARS, for all implementations."""
+    """The scalars of a LARS step, for all implementations."""
 
     lr: float
     coeff: float
@@ -42,7 +42,7 @@ class LarsStep:
 
 @dataclass(frozen=True)
 class LambStep:
-    """The same of LAMB. `steps` include this one."""
+    """The same for LAMB. `steps` counts this one too."""
 
     lr: float
     beta1: float
@@ -199,7 +199,7 @@ class _Blocks:
             yield range(start, len(params)), [[values[start:] for values in self._lists]]
 
     def copies(self, key: int, tensors: Tensors, like: Tensors) -> Tensors:
-        """Copies in the dtype of `like`. On a CPU, page faults in new memory would take longer than the arithmetic."""
+        """Copies in the dtype of `like`. On a CPU, reuses memory: page faults would cost more than the arithmetic."""
         if self.plain:
             sizes = [t.numel() for t in tensors]
             if key not in self._memory:
@@ -241,7 +241,7 @@ def _square(t: Tensor) -> Tensor:
 
 
 def _constants(values: list[float] | list[bool], dtype: torch.dtype, beside: Tensor) -> Tensor:
-    """On the device of `beside`. Sending them makes the host wait for the device, so they are sent once and kept."""
+    """A tensor on the device of `beside`. Sending it makes the host wait for the device, so it is sent only once."""
     if beside.device.type == "cpu" or hasattr(beside, "fake_mode"):  # a fake tensor must not be kept
         return torch.tensor(values, dtype=dtype, device=beside.device)
     return _sent(tuple(values), dtype, beside.device)

@@ -1,4 +1,4 @@
-/* LARS and LAMB for lists of fp32 tensors in host memory, without Python or torch. native.py calls it through ctypes.
+/* LARS and LAMB for lists of fp32 tensors in host memory, without Python or torch. native.py calls this through ctypes.
 
    Memory bandwidth is the bottleneck, so the code is organised around memory accesses, not arithmetic:
 
@@ -11,7 +11,7 @@
    - A tensor whose step needs no norm is finished in the first pass.
 
    The result does not depend on the number of threads: norms are summed per block of fixed size, then over the blocks
-   in order. Sums are in double, in which the square of a float is exact. */
+   in order. Sums are in double, where the square of a float is exact. */
 
 #include <math.h>
 #include <stdint.h>
@@ -24,7 +24,7 @@
 #include <xmmintrin.h>
 #endif
 
-/* One version of each inner loop per kind of x86, chosen when the library is loaded. Needs gcc and glibc's loader.
+/* One version of each inner loop per x86 instruction set, chosen when the library is loaded. Needs gcc and glibc.
    "fma" rather than "avx2", which would not use fused multiply-add. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "fma", "default")))
@@ -41,8 +41,8 @@ enum { FIRST = 1, SECOND = 2 };
 
 /* ---- inner loops ----------------------------------------------------------------------------------------------------
 
-   They read everything before they write, and are vectorised by `omp simd` rather than `restrict`, with which gcc moves
-   reads behind writes. Large tensors start at the same offset in a page, and a processor that compares only the lower
+   They read everything before they write, and are vectorised by `omp simd` rather than `restrict`, which lets gcc move
+   reads after writes. Large tensors start at the same offset in a page, and a processor that compares only the lower
    bits of addresses mistakes a read of v[i] after a write of m[i] for a read of m[i], and stalls: LAMB's loops took up
    to 50% longer. */
 
@@ -103,7 +103,7 @@ CLONES static void lamb_moments(const float *p, const float *g, float *m, float 
     norms[1] = uu;
 }
 
-/* The same, and u is kept. */
+/* The same, but also keeps u. */
 CLONES static void lamb_moments_kept(const float *p, const float *g, float *m, float *v, float *kept, int64_t n,
                                      lamb_numbers c, double *norms) {
     double pp = 0, uu = 0;
@@ -273,7 +273,7 @@ static void total(const plan *s, int64_t tensor, double *norms) {
     }
 }
 
-/* Of a thread's part of a group, the last elements are kept, as many as fit in the thread's scratch memory. */
+/* The last elements of a thread's part of a group are kept: as many as fit in the thread's scratch memory. */
 typedef struct {
     float *scratch;
     int64_t from; /* the first element to keep, counted over all blocks */
@@ -306,7 +306,7 @@ static void walk(const job *j, const plan *s, int passes, const double *norms, i
 #endif
         }
         if (passes & SECOND) {
-            /* Join blocks of the same tensor again, because prefetching restarts with every block. */
+            /* Rejoin blocks of the same tensor, because prefetching restarts with every block. */
             int64_t summed = -1, from;
             double sums[2];
             for (int64_t i = end; i > begin; i = from) {

@@ -21,8 +21,8 @@ class Lamb(Layerwise):
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p
         p = p - lr * r * u,   r = |p| / |u|, or 1 if either is 0
 
-    Parameters in `exclude_from_weight_decay` get no decay and r = 1, or, with `always_adapt`, no decay only. A group
-    with `adapt=False` gets the same bits as from torch.optim.AdamW.
+    Parameters in `exclude_from_weight_decay` get no decay and r = 1; with `always_adapt`, they get no decay but keep r.
+    A group with `adapt=False` is updated as by torch.optim.AdamW, bit for bit.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps")

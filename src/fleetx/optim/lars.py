@@ -13,7 +13,7 @@ from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, 
 
 
 class Lars(Layerwise):
-    """Momentum SGD that scales the rate of each tensor by the ratio of its norm to that of its gradient.
+    """Momentum SGD that scales the learning rate of each tensor by the ratio of its norm to its gradient's.
 
         local = lr * lars_coeff * |p| / (|g| + weight_decay * |p| + epsilon)    where weight_decay, |p| and |g| are > 0
         local = lr                                                              otherwise
@@ -22,8 +22,8 @@ class Lars(Layerwise):
         p = p - v                                                               nesterov: p - (d + momentum * v)
 
     The rate is part of the velocity, so changing it does not rescale earlier steps. Without decay, in a group or for
-    parameters in `exclude_from_weight_decay`, this is plain momentum. `lars_coeff=None` turns scaling off and gives the
-    same bits as torch.optim.SGD.
+    parameters in `exclude_from_weight_decay`, this is plain momentum. `lars_coeff=None` turns scaling off and equals
+    torch.optim.SGD, bit for bit.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "momentum")
@@ -84,7 +84,7 @@ class Lars(Layerwise):
             call.kernels.lars(*call.tensors, step, self._noted(call, params, decays, adapted, ratio))
 
     def _decay_momentum(self, group: Group, params: list[Tensor]) -> None:
-        """A step at rate 0, at which a momentum buffer of SGD cannot be converted to a velocity yet."""
+        """A step with lr = 0, where SGD's momentum buffer cannot be converted to a velocity yet."""
         for p in params:
             for name in ("momentum_buffer", "velocity"):
                 if name in self.state.get(p, {}):
@@ -105,7 +105,7 @@ class Lars(Layerwise):
             sgd_update(self, group, chosen, group["momentum"], decay)
 
     def _convert_velocity(self, p: Tensor, lr: float) -> None:
-        """Into SGD's momentum buffer, which does not include the rate."""
+        """Convert the velocity to SGD's momentum buffer, which does not include the rate."""
         state = self.state.get(p, {})
         if lr and "momentum_buffer" not in state and (velocity := state.pop("velocity", None)) is not None:
             state["momentum_buffer"] = (velocity / lr).to(p.dtype)

@@ -1,6 +1,6 @@
 """The base class of Lars, Lamb and Muon: checks, excluded parameters, step() around the formula, checkpoints.
 
-And SGD and AdamW for the parameters that such an optimizer leaves to them: the same bits as from torch's own.
+Also SGD and AdamW for the parameters that such an optimizer leaves to them: bit for bit like torch's own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Formula = Callable[[float, float, float], float]  # the trust ratio, of |p|, |g|
 class Layerwise(Optimizer):
     """An optimizer whose step depends on each tensor as a whole: on its norm, or on its singular values.
 
-    `group["excluded"]` has the positions of the parameters that are updated as by a plain optimizer. They are not moved
-    to groups of their own, because schedulers and other code rely on the user's groups.
+    `group["excluded"]` has the positions of the parameters that get the update of a plain optimizer. They do not get
+    groups of their own, because schedulers and other code rely on the user's groups.
     """
 
     own: ClassVar[tuple[str, ...]]  # options of a group that the plain optimizer does not have, and `weight_decay`
     needs: ClassVar[tuple[str, ...]]  # options of the plain optimizer that the update needs
     excludes: ClassVar[str] = "exclude_from_weight_decay"  # what the user calls the patterns of excluded names
-    # Under a strategy, which sets the `own` options in place of the user and the checkpoint:
+    # Set under a strategy, which then decides the `own` options instead of the user and the checkpoint:
     decide: Callable[[Group], Group] | None = None  # returns them for a group
     declared: list[Group] | None = None  # what it returned, per group
     _patterns: Sequence[str] = ()  # names to exclude, without a strategy
-    recorder: Any = None  # records what each tensor's rate is multiplied by: TrustRatios
+    recorder: Any = None  # a TrustRatios, which records by what each tensor's rate is multiplied
 
     def __init__(self, params: Any, defaults: Group, *, exclude: Sequence[str], differentiable: bool):
         if differentiable:
@@ -67,7 +67,7 @@ class Layerwise(Optimizer):
             raise
 
     def _complete(self, group: Group, chosen: Group) -> None:
-        """Set the `own` options of a new group except those it came with, or at least which parameters it excludes."""
+        """Set the `own` options of a new group, except those it came with. Without a strategy, only set `excluded`."""
         if self.excludes in group:
             raise ValueError(f"{self.excludes} is not an option of a group: pass it to the optimizer")
         if self.decide is not None and self.declared is not None:
@@ -85,7 +85,7 @@ class Layerwise(Optimizer):
         raise NotImplementedError
 
     def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
-        """Update those parameters of a group that have a gradient."""
+        """Update the parameters of a group that have a gradient."""
         raise NotImplementedError
 
     @torch.no_grad()

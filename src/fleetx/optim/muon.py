@@ -16,17 +16,18 @@ from fleetx.optim.orthogonal import Sharing, blocks, orthogonalized, sides
 
 
 class Muon(Layerwise):
-    """Momentum whose direction is made orthogonal, so that a step moves all directions of a matrix equally.
+    """Orthogonalized momentum: a step moves all directions of a matrix equally.
 
         b = momentum * b + (1 - momentum) * g,   d = momentum * b + (1 - momentum) * g, or b without nesterov
         p = p - lr * weight_decay * p - lr * scale * U V^T,   where d = U S V^T
 
     U V^T is approximated by `ns_steps` Newton-Schulz iterations. With scale = rms * sqrt(max(rows, columns)), a step is
-    as large as AdamW's, so the rate can stay; with `rms=None` it is sqrt(max(1, rows / columns)), as in the original.
+    as large as AdamW's, so AdamW's learning rate still fits; with `rms=None`, scale = sqrt(max(1, rows / columns)), as
+    in the original.
 
-    Parameters with fewer than two dimensions or a side of 1, and those whose names contain a string of `adamw`, get the
-    same bits as from torch.optim.AdamW with `lr`, `betas`, `eps` and `weight_decay`. Name embeddings and the output
-    layer there: `adamw_names(model)` finds them.
+    Parameters with fewer than two dimensions or a side of 1, and those whose names contain a string of `adamw`, are
+    updated bit for bit as by torch.optim.AdamW with `lr`, `betas`, `eps` and `weight_decay`. List embeddings and the
+    output layer in `adamw`: `adamw_names(model)` finds them.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
@@ -87,7 +88,7 @@ class Muon(Layerwise):
                 self._step_together(group, [some[i] for i in run], sharing)
 
     def _sharing(self, p: Any) -> Sharing | None:
-        """The ranks between which this parameter's work is divided."""
+        """The ranks that divide the work on this parameter."""
         if hasattr(p, "fake_mode"):
             return None
         if not hasattr(p, "device_mesh"):
@@ -117,13 +118,13 @@ class Muon(Layerwise):
         )
         for p, update in zip(params, updates, strict=True):
             own = local(p)
-            value = own if own.dtype is update.dtype else own.to(update.dtype)  # 16 bits round only the result
+            value = own if own.dtype is update.dtype else own.to(update.dtype)  # in 16 bits, only the result is rounded
             value.mul_(1 - lr * float(group["weight_decay"])).add_(update, alpha=-lr * scale_of(p.shape, group["rms"]))
             if value is not own:
                 own.copy_(value)
 
     def _moment(self, p: Tensor) -> Tensor:
-        """The momentum. A run that AdamW began passes on its first moment, which is the same average."""
+        """The momentum. If AdamW started the run, its first moment is used, which is the same average."""
         state = self.state[p]
         if "momentum_buffer" not in state and "exp_avg" in state:
             first = state["exp_avg"]

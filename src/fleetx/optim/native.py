@@ -16,7 +16,7 @@ from fleetx.base.compiled import Library
 from fleetx.optim.foreach import LambStep, LarsStep, Reduce, Tensors
 
 _FIRST, _SECOND = 1, 2  # passes
-_SMALL = 1 << 16  # elements of scratch that are always affordable
+_SMALL = 1 << 16  # elements of scratch that we can always afford
 _library = Library(
     Path(__file__).with_name("_kernels"),
     # The last three arguments are passes, norms and threads.

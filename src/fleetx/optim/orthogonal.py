@@ -19,11 +19,11 @@ from torch import Size, Tensor
 # From Jordan et al. 2024: singular values end between 0.7 and 1.2, which is close enough and takes few iterations.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
-BLOCK = 1 << 24  # elements of which a rank has updates at the same time
+BLOCK = 1 << 24  # elements whose updates a rank holds at the same time
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """U V^T of the singular value decomposition U S V^T, approximately."""
+    """Approximate U V^T, where U S V^T is the singular value decomposition of the matrix."""
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix
@@ -56,7 +56,7 @@ class Sharing:
 
 
 def blocks(shapes: Sequence[Size], sharing: Sharing | None) -> Iterator[list[int]]:
-    """Positions in runs that are orthogonalized together."""
+    """Runs of positions whose matrices are orthogonalized together."""
     limit = BLOCK * (sharing.size if sharing is not None else 1)
     run: list[int] = []
     total = 0
@@ -127,7 +127,7 @@ def _gathered(
 def _summed(
     result: Callable[[int], Tensor], shapes: Sequence[Size], mine: Sequence[int], like: Tensor, sharing: Sharing
 ) -> list[Tensor]:
-    """The same where most ranks own nothing: a gather would receive a gap from each of them. The others add zeros."""
+    """The same if most ranks own nothing: a gather would receive padding from each of them. Here they add zeros."""
     flat = like.new_zeros(sum(shape.numel() for shape in shapes))
     views = _unpack(flat, shapes)
     for i in mine:

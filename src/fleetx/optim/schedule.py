@@ -119,7 +119,7 @@ class _LegacyWarmupDecay:
         return 1 - min(t, self.num_train_steps) / self.num_train_steps
 
 
-_OWN = ("_curve", "_ratio", "_by", "_counts", "_step_samples")  # not in a state: the new run's are used
+_OWN = ("_curve", "_ratio", "_by", "_counts", "_step_samples")  # not saved: a resumed run uses its own
 
 
 # --- the scheduler --------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ class _Schedule(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, curve: Any, ratio: float = 1.0, by: str = "steps", step_samples: int = 1):
         self._curve, self._ratio, self._by, self._counts, self._step_samples = curve, ratio, by, by, step_samples
-        self.samples = 0  # so far, if they are what is counted
+        self.samples = 0  # so far, if samples are counted
         super().__init__(optimizer)
 
     def _initial_step(self) -> None:
-        """The step that torch makes on construction, and again in SequentialLR: there was no update before it."""
+        """The step that torch takes on construction, and again in SequentialLR, without an update before it."""
         by, self._by = self._by, "steps"
         super()._initial_step()
         self._by = by
@@ -160,7 +160,7 @@ class _Schedule(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from the saved update with the settings of this scheduler, and set the optimizer's rates.
 
-        torch leaves the rates to `optimizer.load_state_dict`, and a scheduler that is created later overwrites them.
+        torch leaves the rates to `optimizer.load_state_dict`, but a scheduler that is created later overwrites them.
         """
         state = dict(state_dict)
         saved = state.pop("settings", None)
@@ -203,7 +203,7 @@ def large_batch(
 ) -> LRScheduler:
     """Scale the rate of each group by the batch size, warm it up to that peak, and decay it until `updates`.
 
-    updates             number of updates in the run; the rate stays constant after them
+    updates             number of updates in the run; after them the rate stays constant
     warmup              number of warm-up updates (int), or their fraction of all updates (float below 1)
     decay, power        "polynomial": (1 - s) ** power, 2 by default; "linear": power 1; "cosine"; "none"
     end                 final rate as a fraction of the peak
@@ -212,7 +212,7 @@ def large_batch(
     by                  "steps": count every scheduler.step(). "updates": count only those after an optimizer.step()
                         that applied an update, so merged and overflowed steps do not change the rate. "samples":
                         count step_samples in every scheduler.step(); updates and warmup are then samples too
-    step_samples        samples of a step, over all ranks
+    step_samples        samples per step, over all ranks
     """
     problems = _bad_count("updates", updates, least=1)
     problems += _bad_warmup(warmup, None if problems else updates)
@@ -244,8 +244,8 @@ def large_batch(
 def linear_warmup_decay(learning_rate: float, warmup_steps: int, num_train_steps: int) -> UnboundSchedule:
     """The original FleetX's X.utils.linear_warmup_decay: from 0 to the rate, then 1 - t / num_train_steps of it, to 0.
 
-    There it was a variable of the program. Here, call it with a number of updates, or bind it to an optimizer. Prefer
-    `large_batch` for new recipes: it neither wastes the first update nor drops after the warm-up.
+    There it was a variable of the program. Here, call the result with a number of updates, or bind it to an optimizer.
+    Prefer `large_batch` for new recipes: it neither wastes the first update nor drops after the warm-up.
     """
     problems = _bad_count("warmup_steps", warmup_steps, least=0)
     problems += _bad_count("num_train_steps", num_train_steps, least=1)
@@ -264,7 +264,7 @@ class UnboundSchedule:
 
     peak: float
     curve: Any
-    name: str = "scheduled_learning_rate"  # of the variable that it was in FleetX
+    name: str = "scheduled_learning_rate"  # of the variable in FleetX
 
     def __call__(self, t: int) -> float:
         """The rate after t updates."""
@@ -279,7 +279,7 @@ class UnboundSchedule:
             raise StrategyError(problems)
         for group in optimizer.param_groups:
             _set_rate(group, self.peak)
-            group.pop("initial_lr", None)  # torch would take that of an earlier scheduler for the peak
+            group.pop("initial_lr", None)  # from an earlier scheduler: torch would take it for the peak
         return _Schedule(optimizer, self.curve, by=by)
 
 

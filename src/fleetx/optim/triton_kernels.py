@@ -1,9 +1,9 @@
-"""LARS and LAMB in Triton, for lists of fp32 tensors on a GPU. As in kernels.c, which says more about the formulas.
+"""LARS and LAMB in Triton, for lists of fp32 tensors on a GPU. They work like kernels.c, which explains the formulas.
 
-All tensors of a call are updated by three launches, whatever their number: tensors are divided into chunks, and a
-program finds the addresses of its chunk in a table.
+Three launches update all tensors of a call, however many there are: tensors are divided into chunks, and a program
+finds the addresses of its chunk in a table.
 
-    squares or moments   squared norms of each chunk, in fp64, in which the square of a float is exact
+    squares or moments   squared norms of each chunk, in fp64, where the square of a float is exact
     total                squared norms of each tensor: sums over its chunks in order, without atomics
     lars or lamb         the new parameters
 
@@ -26,7 +26,7 @@ from fleetx.base.triton_kernels import OPTIONS, on, send
 from fleetx.optim.foreach import LambStep, LarsStep, Reduce, Tensors
 
 CHUNK = 8192  # elements per program
-BLOCK = 1024  # of these, at a time
+BLOCK = 1024  # elements of a chunk processed at a time
 
 
 # --- device -----------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def _pointer(addresses, n, tensor, kind: tl.constexpr):
 
 @triton.jit
 def lars_squares_kernel(chunks, counts, addresses, numbers, sums, n, chunk: tl.constexpr, block: tl.constexpr):
-    """Of p and g. numbers: lr, coeff, epsilon, momentum, sign; then the decay of each tensor."""
+    """Squares of p and g. numbers: lr, coeff, epsilon, momentum, sign; then the decay of each tensor."""
     program = tl.program_id(0)
     tensor = tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * chunk
@@ -119,7 +119,7 @@ def lamb_moments_kernel(chunks, counts, addresses, numbers, sums, n, chunk: tl.c
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * chunk
     count = tl.load(counts + tensor)
     adapt = tl.load(numbers + 6 + n + tensor) != 0
-    at_once = tl.where(adapt, start, count)  # up to here the parameters are finished
+    at_once = tl.where(adapt, start, count)  # parameters before this position are finished here
     lr = tl.load(numbers).to(tl.float32)
     beta1, first1 = tl.load(numbers + 1).to(tl.float32), tl.load(numbers + 2).to(tl.float32)
     beta2, first2 = tl.load(numbers + 3).to(tl.float32), tl.load(numbers + 4).to(tl.float32)
@@ -167,7 +167,7 @@ def lamb_kernel(chunks, counts, addresses, numbers, norms, n, chunk: tl.constexp
 
 # --- host -------------------------------------------------------------------------------------------
 def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
-    """As native.lars, for tensors on a GPU."""
+    """Like native.lars, for tensors on a GPU."""
     numbers = [step.lr, step.coeff, step.epsilon, step.momentum, -1.0 if step.maximize else 1.0, *step.decays]
     _run(lars_squares_kernel, lars_kernel, [params, grads, velocities], numbers, reduce, nesterov=bool(step.nesterov))
 
@@ -175,7 +175,7 @@ def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, r
 def lamb(
     params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
 ) -> None:
-    """As native.lamb, for tensors on a GPU."""
+    """Like native.lamb, for tensors on a GPU."""
     beta1, beta2, sign = step.beta1, step.beta2, -1 if step.maximize else 1
     numbers = [step.lr, beta1, sign * (1 - beta1), beta2, 1 - beta2, step.epsilon, *step.decays, *step.adapts]
     numbers += [1 / (1 - beta1**n) for n in step.steps] + [1 / (1 - beta2**n) for n in step.steps]

@@ -19,7 +19,7 @@ from fleetx.optim.layerwise import Formula
 
 @dataclass(frozen=True)
 class _Norms:
-    """Of one call of a kernel. They stay on the device until somebody asks."""
+    """The norms of one kernel call. They stay on the device until they are read."""
 
     params: list[Tensor]
     squares: Tensor  # (n, 2)
@@ -31,8 +31,8 @@ class _Norms:
 class TrustRatios:
     """Records the ratios of the last update of a `Lars` or `Lamb`, until `close`. Print it for a histogram.
 
-    Costs a copy of two numbers per tensor and update, and on a CPU separate passes for norms and update, with which the
-    last bit of LAMB may differ.
+    Costs a copy of two numbers per tensor and update, and on a CPU separate passes for norms and update, which may
+    change the last bit of LAMB's results.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[Any, str] | None = None):
@@ -70,7 +70,7 @@ class TrustRatios:
         return found
 
     def histogram(self) -> list[tuple[float, float, int]]:
-        """(from, to, number of tensors) for powers of two, without empty ones at both ends."""
+        """(from, to, number of tensors) for powers of two, without empty bins at either end."""
         counts = Counter(math.floor(math.log2(r)) for r in self.values().values() if r > 0)
         return [(2.0**i, 2.0 ** (i + 1), counts[i]) for i in range(min(counts), max(counts) + 1)] if counts else []
 
@@ -90,7 +90,7 @@ class TrustRatios:
 
 
 def _names(optimizer: Any) -> dict[Any, str]:
-    """As the optimizer knows them, or numbers."""
+    """The names that the optimizer knows, or numbers."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     return dict(zip(params, names if len(names) == len(params) else map(str, range(len(params))), strict=True))

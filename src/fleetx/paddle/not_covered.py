@@ -1,4 +1,4 @@
-"""Errors for Paddle names of modules that fleetx does not support."""
+"""Errors for names in Paddle's modules that fleetx does not support."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def not_covered(module: str) -> Callable[[str], Any]:
 
 
 def shown(module: str) -> str:
-    """The name of a module as the script has it: fleet was paddle.fleet before it was paddle.distributed.fleet."""
+    """The name of a module as the script knows it: fleet was paddle.fleet before it was paddle.distributed.fleet."""
     name = module.removeprefix(_HOME)
     if (name == ".fleet" or name.startswith(".fleet.")) and "paddle.fleet" not in sys.modules:
         name = f".distributed{name}"

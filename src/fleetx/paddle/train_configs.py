@@ -64,5 +64,5 @@ def parse_train_configs() -> argparse.Namespace:
 
 
 def _initials(name: str) -> str:
-    """`--lr` of `--learning_rate`."""
+    """The initials of a name: `--lr` for `--learning_rate`."""
     return "--" + "".join(word[:1] for word in re.split("[-_]+", name.lstrip("-")))

@@ -4,7 +4,7 @@
     trainer.fit(model, loader, epoch=1)
     trainer.val(model, val_loader, ["acc1", "acc5"], 0)
 
-`minimize(model.loss)` was called for the model, or fleet.distribute returned it; the model returns its loss.
+The model must be one that `minimize(model.loss)` was called for or that fleet.distribute returned, and return its loss.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MultiGPUTrainer:
     def benchmark_val(
         self, model: nn.Module, dataloader: Any, target_list: Sequence[Any], use_dali: bool = False
     ) -> dict[str, list[float]]:
-        """Return each target of each batch of this worker; prints the steps per second."""
+        """Return each target for each batch of this worker, and print the steps per second."""
         self._check_call(model, use_dali)
         names = _names(target_list)
 
@@ -158,7 +158,7 @@ def _speed(seconds: list[float], first: int) -> float:
 def _timed(
     act: Callable[[nn.Module, Any], Out], model: nn.Module, loader: Any, number: int | None = None
 ) -> Iterator[tuple[Out, float]]:
-    """What `act` returns for each batch, and the seconds that it takes."""
+    """Yield what `act` returns for each batch, and the seconds that it takes."""
     for batch in _batches(loader, number):
         start = time.perf_counter()
         result = act(model, _inputs(model, batch))

@@ -1,1 +1,1 @@
-"""One file a strategy. The name of the file is the name of the switch."""
+"""One file or package per strategy, usually named after its switch."""

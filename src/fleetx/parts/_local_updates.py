@@ -28,8 +28,8 @@ from fleetx.strategy.stage import Fact, Stage, at
 class LocalUpdates(Part):
     """Each rank updates with its own gradient; `end_period` averages the parameters.
 
-    A subclass decides when a period ends. It lists the settings of its period in a second base class, because
-    dataclass fields are ordered from the last base to the first, and these settings come first.
+    A subclass decides when a period ends. It declares its own settings in a second base class, because dataclass
+    fields are ordered from the last base to the first, and those settings come first.
     """
 
     average_momentum: bool = False
@@ -39,9 +39,9 @@ class LocalUpdates(Part):
     overlap: bool = False
     """Average in the background during the next period, and apply the result at its end."""
     overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Fraction of the distance to such an average, which is one period old, that is applied."""
+    """With overlap, the fraction of the distance to the average, which is one period old, that is applied."""
     group_size: Annotated[int, Field(ge=1)] | Literal["host"] = 1
-    """Consecutive ranks in an island, which update with the mean of their gradients; 'host': those of a host."""
+    """Consecutive ranks per island, which update with the mean of their gradients; 'host': one island per host."""
     fragments: Annotated[int, Field(ge=1)] = 1
     """Parts of the model that are averaged in turn, each once per period."""
     outer_lr: Annotated[float, Field(gt=0)] = 1.0
@@ -56,7 +56,7 @@ class LocalUpdates(Part):
     own_per_parameter: ClassVar[tuple[str, ...]] = ("anchor", "outer")
 
     def period(self) -> int:
-        """Rounds in a period, as far as the cost of communication is concerned."""
+        """Rounds per period, to estimate the cost of communication."""
         raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
@@ -90,18 +90,18 @@ class LocalUpdates(Part):
             yield f"islands: {ctx.network.parties}, of {ctx.island.size} ranks each{alone}"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        # Of each fragment, the round of its last average; the last round in which all of them were averaged.
+        # last: the round of each fragment's last average. together: the last round in which all were averaged.
         return {"last": [0] * self.fragments, "together": 0}
 
     def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
         return bool(state.get("under_way"))
 
     def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Without the average under way: the ranks are equal already."""
+        """Drop the average in progress: the loaded parameters are already equal on all ranks."""
         return {key: value for key, value in states[0].items() if key != "under_way"}
 
     def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
-        """Copies: the parameters that were sent and their mean, the anchor, the outer momentum."""
+        """Bytes of the copies: the parameters that were sent and their mean, the anchor, the outer momentum."""
         anchored = self._outer or bool(plan.at(Stage.WIRE))
         return (2 * self.overlap + anchored + (self.outer_momentum > 0)) * sum(p.nbytes for p in params)
 
@@ -146,13 +146,13 @@ class LocalUpdates(Part):
 
     @at(Stage.GRADIENT, needs={Fact.LOCAL})
     def leave_out(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """drop the zeros that stand for gradients which only other ranks have, so that nothing decays here"""
+        """drop the zero gradients of parameters that only other ranks used, so that nothing decays here"""
         for p in ctx.notes["missing"] if ctx.notes.get("missing_in") == ctx.round else ():
             p.grad = None
 
     def _note_missing(self, bucket: Bucket, ctx: StepContext) -> None:
-        """The reducer fills the gradient of a parameter with zeros if this rank did not use it, but another one did."""
-        if ctx.reduced:  # FSDP leaves out what no rank of the group used
+        """Note which parameters this rank did not use: if another rank did, the reducer makes their gradient zero."""
+        if ctx.reduced:  # FSDP skips parameters that no rank of the group used
             return
         notes = ctx.notes
         if notes.get("missing_in") != ctx.round:
@@ -165,14 +165,14 @@ class LocalUpdates(Part):
             flags = torch.tensor(used, dtype=torch.uint8, device=ctx.device)
             ctx.island.maximum(flags)
             used = flags.tolist()
-        elif ctx.island is not None:  # a rank without a batch: the others of its island have one
+        elif ctx.island is not None:  # only a rank without a batch lacks gradients, and its island has them
             return
         notes["missing"] += [params[name] for name, yes in zip(bucket.names, used, strict=True) if not yes]
 
     def end_periods(self, params: list[Tensor], ctx: StepContext, begin: int, k: int) -> bool:
-        """Average the fragments whose period ends in this round, or start to. Was the first one of them?
+        """Average, or start to average, the fragments whose period ends in this round. Was the first one among them?
 
-        After a round in which all were averaged, the first periods are shorter: so they end in turn.
+        After a round in which all were averaged, the first periods are staggered, so that fragments take turns.
         """
         if ctx.round <= begin:
             ctx.state["together"] = ctx.round
@@ -186,7 +186,7 @@ class LocalUpdates(Part):
 
     def _last(self, ctx: StepContext) -> list[int]:
         found: list[int] = ctx.state["last"]
-        if len(found) != self.fragments:  # the checkpoint had others
+        if len(found) != self.fragments:  # the checkpoint had a different number
             ctx.state["last"] = found = [min(found)] * self.fragments
         return found
 
@@ -229,7 +229,7 @@ class LocalUpdates(Part):
             )
 
     def _delayed(self, ctx: StepContext) -> list[Delayed]:
-        """The step under way of each fragment, restored if a checkpoint was loaded since."""
+        """The step in progress of each fragment, restored if a checkpoint has been loaded."""
         if "delayed" not in ctx.notes:
             clone = ctx.network.clone_groups()
             ctx.notes["delayed"] = [Delayed(self._step, clone) for _ in range(self.fragments)]
@@ -282,7 +282,7 @@ def _has_mean(t: Tensor) -> bool:
 
 
 def _optimizer_state(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
-    """The optimizer's floating-point state tensors, such as momentum. Every rank must have equally many values."""
+    """The optimizer's floating-point state, such as momentum. Every rank must hold the same number of values."""
     state = ctx.optimizer.state
     values = [local(s) for p in params for _, s in sorted(state.get(p, {}).items()) if isinstance(s, Tensor)]
     values = [s for s in values if s.dim() and _has_mean(s)]

@@ -1,7 +1,7 @@
-"""What ends a period of local updates: the ranks exchange how far they have gone, and take a step together.
+"""The end of a period of local updates: the ranks exchange how far they have moved, and take a step together.
 
     x = s - a                        s: this rank's parameters, a: the anchor, equal on all ranks
-    d = -(mean over the ranks of x)  the outer gradient, coded on the wire as the strategy says
+    d = -(mean over the ranks of x)  the outer gradient, encoded on the wire as the strategy declares
     b <- outer_momentum * b + d
     a <- a - outer_lr * (d + outer_momentum * b)
     p <- a                           at once, or one period later:
@@ -10,8 +10,8 @@
 If one period shrinks a distance by a factor r, which is 0 in steep directions and 1 in flat ones, the last line leaves
 r - share of it. A share of 1/2 halves the distance everywhere; a share of 1 flips it in steep directions.
 
-Where nothing is coded and there is no outer optimizer, a is the mean of s whatever it was before: then none is kept,
-and s itself is sent.
+If nothing is encoded and there is no outer optimizer, the new a is the mean of s, whatever a was before. Then no anchor
+is kept, and s itself is sent.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fleetx.engine.dtensors import local
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """share: None, if the step is taken at once."""
+    """The step above. share: None if it is taken at once."""
 
     lr: float
     momentum: float
     share: float | None = None
 
     def start(self, ctx: StepContext) -> None:
-        """Keep an anchor from here on, where the ranks are equal."""
+        """Start keeping an anchor. Call this while the ranks are equal."""
         ctx.state["anchor"] = {name: local(p).detach().clone() for p, name in ctx.names.items()}
         if self.momentum and "outer" not in ctx.state:
             ctx.state["outer"] = {name: torch.zeros_like(a) for name, a in ctx.state["anchor"].items()}
@@ -78,9 +78,10 @@ class OuterOptimizer:
 
 
 class Delayed:
-    """The exchange of one period during the next.
+    """Runs the exchange of one period during the next.
 
-    network: one with its own process groups. Within a group, later collectives wait, even the sum of a single number.
+    network: must have its own process groups, because later collectives of a group, even the sum of a single number,
+    would wait for the exchange.
     """
 
     def __init__(self, step: OuterOptimizer, network: Network):
@@ -88,9 +89,9 @@ class Delayed:
         self._pending: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: s, and the mean of x
 
     def turn(self, params: Sequence[Tensor], ctx: StepContext) -> None:
-        """Take the step under way and start the next. Every rank must do this in the same round.
+        """Finish the step in progress and start the next. Every rank must call this in the same round.
 
-        It goes bucket by bucket, so that the link stays busy while a mean is applied.
+        Works bucket by bucket, so that the link stays busy while a mean is applied.
         """
         previous, self._pending = self._pending, []
         for bucket in _bucketed(params, ctx):
@@ -101,14 +102,14 @@ class Delayed:
             self._pending.append((sent, self._step._send(bucket, sent.clone(), ctx, self._network)))
 
     def finish(self, params: Sequence[Tensor], ctx: StepContext) -> None:
-        """Take the step under way, if any."""
+        """Finish the step in progress, if any."""
         for bucket in _bucketed(params, ctx) if self._pending else ():
             sent, mean = self._pending[bucket.number]
             self._step._step(bucket, mean, ctx, sent)
         self._pending = []
 
     def saved(self) -> list[list[Tensor]]:
-        """What is under way, for a checkpoint. Waits for it, and changes nothing."""
+        """The exchange in progress, for a checkpoint. Waits for its result, and changes nothing."""
         return [[sent, arrived(mean)] for sent, mean in self._pending]
 
     def load(self, saved: list[list[Tensor]]) -> None:

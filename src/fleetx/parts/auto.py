@@ -13,7 +13,7 @@ PLAN = "FLEETX_PLAN"  # set by `fleetx plan`: settings of auto, as YAML; the scr
 
 @settings
 class Auto(Part):
-    """Measure, predict and choose the other strategies when a model is distributed; what the user sets is kept.
+    """Measure, predict and choose the other strategies when a model is distributed. The user's settings are kept.
 
     Every part offers settings and reports their cost. Combinations that compose are predicted, and the best few are
     tried in child processes.
@@ -24,17 +24,17 @@ class Auto(Part):
     global_batch: Annotated[int, Field(ge=1)] | None = None
     """Samples per update over all ranks. By default, every rank keeps the batch size of the sample."""
     memory_budget: str | Annotated[int, Field(gt=0)] | None = None
-    """Bytes that each rank may use, such as "6GiB"; by default those of the device, or a share of the machine's."""
+    """Memory that each rank may use, such as "6GiB"; by default the device's, or a share of the machine's."""
     allow: Literal["exact", "bf16", "lossy"] = "exact"
-    """Which strategies may be chosen: those that do not change the math, also bfloat16, or all of them."""
+    """Which strategies may be chosen: those that do not change the math, these and bfloat16, or all of them."""
     trials: Annotated[int, Field(ge=0)] = 3
     """How many plans to run for real."""
     max_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """After this time, no further trial is started."""
+    """Start no further trial after this time."""
     cache: bool = True
     """Store the result for the next run."""
     output: str | None = None
-    """A YAML file to write the chosen strategy to; `DistributedStrategy.load` of it repeats the run."""
+    """YAML file to write the chosen strategy to; to repeat the run, read it with `DistributedStrategy.load`."""
 
     is_meta: ClassVar[bool] = True
     costs: ClassVar[str] = "time: a search before training, of about max_seconds"

@@ -20,7 +20,7 @@ class BatchSplit(Part):
     merged: Annotated[int, Field(ge=1)] = 1
     """Steps per update: `k_steps` of gradient_merge."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """How many replicas of the model train: the ranks, or the number of pipelines."""
+    """Replicas of the model: the number of ranks, or of pipelines."""
 
     costs: ClassVar[str] = "nothing: batches are checked"
 

@@ -21,9 +21,9 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class EMA(Part):
-    """Keep an exponential moving average of the parameters, for evaluation and export. Training does not see it.
+    """Keep an exponential moving average of the parameters, for evaluation and export. It does not affect training.
 
-    a <- d * a + (1 - d) * p after each update that was applied; a begins as p before the first one.
+    a <- d * a + (1 - d) * p after each update that was applied; a starts as p before the first one.
     d = decay, or with `power` the smaller of decay and (1 - 1/t)^(power + 1) in update t (Karras et al. 2024), which
     weights update i with about i^power. Neutral: any setting; training is the same bit for bit.
     """
@@ -31,7 +31,7 @@ class EMA(Part):
     decay: Annotated[float, Field(ge=0, le=1)] = 0.999
     """Share of the old average that each update keeps."""
     power: Annotated[float, Field(ge=0)] | None = None
-    """Let the average grow with the training: it looks back on a fixed share of all updates. 0: their plain mean."""
+    """Let the window grow with training, so that it covers a fixed share of all updates. 0: their plain mean."""
 
     neutral: ClassVar[dict[str, float]] = {"decay": 0.0}
     per_parameter: ClassVar[tuple[str, ...]] = ("average",)
@@ -49,7 +49,7 @@ class EMA(Part):
         return {"updates": 0, "average": {}, "divided": False}
 
     def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
-        """In torch's own state_dict it is what this rank holds. `fleet.save` divides it as it does the parameters."""
+        """torch's own state_dict has this rank's shard of the average; `fleet.save` treats it like the parameters."""
         return bool(state.get("divided"))
 
     def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -62,14 +62,14 @@ class EMA(Part):
         terms.streamed += 3 * terms.parameters / terms.shards
 
     def share(self, updates: int) -> float:
-        """What this update, counted from 1, keeps of the average."""
+        """The share of the old average that this update, counted from 1, keeps."""
         return self.decay if self.power is None else min(self.decay, (1 - 1 / updates) ** (self.power + 1))
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.GRADIENT)
     def begin(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """begin the average with the parameters before their first update"""
-        if ctx.in_progress.get("begun") is not ctx.params:  # it is another list when parameters join the optimizer
+        """start the average from the parameters before their first update"""
+        if ctx.in_progress.get("begun") is not ctx.params:  # a new list when parameters join the optimizer
             kept = ctx.state["average"]
             kept |= {name: p.to(_kept_in(p), copy=True) for name, p in ctx.trained.items() if name not in kept}
             ctx.state["divided"] = ctx.parted
@@ -99,13 +99,13 @@ class EMA(Part):
     # --- evaluation -------------------------------------------------------------------------------
     @contextmanager
     def averaged(self, ctx: StepContext) -> Iterator[None]:
-        """The parameters are the average inside. Where ranks train apart, it is the mean of theirs: a collective."""
+        """Inside, the parameters hold the average. If ranks train apart, it is the mean over them: a collective."""
         kept = ctx.state["average"]
         apart = ctx.apart and ctx.replica_group.size > 1
         followed = {name: p for name, p in ctx.trained.items() if name in kept}
         with ExitStack() as undo:
             for name, p in followed.items():
-                if kept[name].dtype is p.dtype and not apart:  # it can hold the parameter meanwhile: no other copy
+                if kept[name].dtype is p.dtype and not apart:  # swap them, to avoid another copy
                     _swap(p, kept[name])
                     undo.callback(_swap, p, kept[name])
                 else:
@@ -117,7 +117,7 @@ class EMA(Part):
 
 
 def _kept_in(p: Tensor) -> torch.dtype:
-    """In 16 bits a small step towards the parameters would be rounded away."""
+    """At least float32: in 16 bits, a small step towards the parameters would be rounded away."""
     return torch.promote_types(p.dtype, torch.float32)
 
 

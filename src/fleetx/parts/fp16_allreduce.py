@@ -18,8 +18,8 @@ from fleetx.strategy.stage import Stage, at
 class FP16AllReduce(Part):
     """Send what the ranks exchange in half precision, and apply it in float32.
 
-    x <- fp32(sum over ranks of half(x / ranks)), where x is a gradient, or under localsgd what a rank's parameters have
-    moved since the last average. The backend also sums in half precision.
+    x <- fp32(sum over ranks of half(x / ranks)), where x is a gradient, or under localsgd how far a rank's parameters
+    have moved since the last average. The backend also sums in half precision.
     Neutral: one rank, where nothing is sent. With several ranks it always rounds.
     """
 

@@ -53,9 +53,9 @@ class GradientMerge(Part):
     rampup_unit: Literal["rounds", "samples"] = "rounds"
     """What the first numbers of `rampup` count: rounds, or samples over all ranks, which needs rampup_feed."""
     rampup_feed: Annotated[int, Field(ge=1)] | None = None
-    """Samples that a replica is fed in one step."""
+    """Samples per step on each replica."""
     rampup_lr: Literal["none", "linear", "sqrt"] = "none"
-    """How the rate follows: an update of k merged steps uses lr * (k / k_steps), or lr * sqrt(k / k_steps)."""
+    """How to scale the learning rate: an update of k merged steps uses lr * k / k_steps, or lr * sqrt(k / k_steps)."""
 
     dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, int]] = {"k_steps": 1}
@@ -98,7 +98,7 @@ class GradientMerge(Part):
         return {"samples": 0} if _counts_samples(self) else {}
 
     def merged(self, ctx: StepContext) -> int:
-        """Steps that this round merges."""
+        """Number of steps that this round merges."""
         done = ctx.state["samples"] if _counts_samples(self) else ctx.round
         return next((k for end, k in self.rampup if done < end), self.k_steps)
 
@@ -110,7 +110,7 @@ class GradientMerge(Part):
 
     @at(Stage.GRADIENT, when=lambda self: self.rampup_lr != "none")
     def scale_rate(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """scale the rate of this update by the batch it uses"""
+        """scale the learning rate of this update with its batch size"""
         ctx.scale_rate(batch_ratio(self.rampup_lr, self.merged(ctx), self.k_steps))
 
     # --- merging ----------------------------------------------------------------------------------

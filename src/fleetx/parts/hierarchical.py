@@ -75,7 +75,7 @@ class Hierarchical(Part):
         """reduce within each host, all-reduce between host leaders, broadcast within each host"""
         replicas = ctx.network.world
         if replicas.size > 1:
-            shards = ctx.replica_group.size // replicas.size  # of the ranks in a group, one in so many is a replica
+            shards = ctx.replica_group.size // replicas.size  # one in this many ranks holds the same shard
             if self.inter_nranks % shards and shards % self.inter_nranks:
                 where = f"hierarchical_allreduce_inter_nranks = {self.inter_nranks}"
                 raise StrategyError(f"{where} with {shards} shards: use a multiple of {shards}")
@@ -102,7 +102,7 @@ class Hierarchical(Part):
 
 
 def _tiers(cluster: Cluster, inside: int, groups: int) -> Link:
-    """To the leader and back within a host, one rank after the other; a ring between the leaders."""
+    """Within a host, one rank after the other sends to the leader and back; between the leaders, a ring."""
     rounds, share = 2 * (groups - 1), 2 * (groups - 1) / groups
     return Link(
         latency=2 * (inside - 1) * cluster.inner.latency + rounds * cluster.outer.latency,

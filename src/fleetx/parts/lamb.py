@@ -27,9 +27,9 @@ class LAMB(Part):
     """
 
     lamb_weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Weight decay, part of the formula."""
+    """Weight decay, inside the formula."""
     exclude_from_weight_decay: Names = Field(default_factory=list)
-    """Substrings of parameter names: these get neither decay nor the trust ratio."""
+    """Substrings of parameter names. Matching parameters get neither weight decay nor the trust ratio."""
     always_adapt: bool = False
     """Keep the trust ratio for excluded parameters, as Paddle 2.0 did."""
 
@@ -53,7 +53,7 @@ class LAMB(Part):
         return adopt(optimizer, Lamb, lambda group: self._own_options(group, find(group["params"])))
 
     def _own_options(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
-        # If all of a group is excluded, it gets the same bits as from AdamW.
+        # A group whose parameters are all excluded is updated as by AdamW, bit for bit.
         adapt = self.always_adapt or len(excluded) < len(group["params"])
         own = {"weight_decay": self.lamb_weight_decay, "adapt": adapt, "always_adapt": self.always_adapt}
         return own | {"excluded": excluded}

@@ -30,11 +30,11 @@ class LARS(Part):
     lars_coeff: Annotated[float, Field(gt=0)] | None = 0.001
     """The trust coefficient; None turns scaling off."""
     lars_weight_decay: Annotated[float, Field(ge=0)] = 0.0005
-    """Weight decay, part of the formula."""
+    """Weight decay, inside the formula."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
     """Added to the denominator."""
     exclude_from_weight_decay: Names = Field(default_factory=list)
-    """Substrings of parameter names: these get plain momentum without decay."""
+    """Substrings of parameter names. Matching parameters get plain momentum without weight decay."""
 
     neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}
     effect: ClassVar[Effect] = differs("distance", "updates have another length")

@@ -22,31 +22,31 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class MUON(Part):
-    """Momentum made orthogonal: Muon for the hidden matrices, AdamW for everything else.
+    """Orthogonalized momentum: Muon for the hidden matrices, AdamW for everything else.
 
     Neutral: all parameters stay with AdamW.
     """
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Share of the old average in the momentum of the matrices."""
+    """Decay rate of the momentum of the matrices, which is a moving average of the gradients."""
     nesterov: bool = True
-    """Look ahead by one step of the momentum."""
+    """Use Nesterov momentum, which looks ahead by one step."""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    """Newton-Schulz iterations that make the momentum orthogonal."""
+    """Newton-Schulz iterations that orthogonalize the momentum."""
     rms: Annotated[float, Field(gt=0)] | None = 0.2
-    """Root mean square of a step divided by the rate, as AdamW has it; None: the original scale of Muon."""
+    """Root mean square of a step divided by the learning rate, like that of AdamW; None: Muon's original scale."""
     bf16: bool = False
-    """Make orthogonal in bfloat16, which is faster on GPUs."""
+    """Orthogonalize in bfloat16, which is faster on GPUs."""
     adamw: Names = Field(default_factory=list)
-    """Substrings of parameter names: these matrices stay with AdamW too."""
+    """Substrings of parameter names. Matching matrices stay with AdamW too."""
     muon: Names = Field(default_factory=list)
-    """Substrings of parameter names: these matrices get Muon, even if they look like an embedding or an output."""
+    """Substrings of parameter names. Matching matrices get Muon, even if they look like an embedding or an output."""
     divide: bool = True
-    """Have each rank make some of the matrices orthogonal and send them to the others, instead of every rank all."""
+    """Let each rank orthogonalize only some of the matrices and send them to the others, instead of all of them."""
 
     neutral: ClassVar[dict[str, Any]] = {"adamw": ["weight", "bias"]}
     effect: ClassVar[Effect] = differs("distance", "updates have another length")
-    amplifies: ClassVar[float] = 5.0  # small singular values become as large as the others, and so do their errors
+    amplifies: ClassVar[float] = 5.0  # small singular values become as large as the others, and their errors grow too
     costs: ClassVar[str] = (
         "time: about 20 * min(rows, columns) operations per element and update, divided over ranks, and one all-gather "
         "of the matrices; memory: 4 bytes per element less than AdamW"
@@ -110,7 +110,7 @@ class MUON(Part):
 
 
 def _forget(optimizer: Optimizer) -> None:
-    """AdamW would take a parameter's momentum for its own, incomplete state."""
+    """Clear Muon's state, because AdamW would take the momentum for its own, incomplete state."""
     for state in optimizer.state.values():
         if "momentum_buffer" in state:
             state.clear()

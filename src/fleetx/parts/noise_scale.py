@@ -18,16 +18,16 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 @settings
 class NoiseScale(Part):
-    """Measure the gradient noise scale, for `fleet.noise_scale()`: how large a batch still pays. Training is the same.
+    """Measure the gradient noise scale for `fleet.noise_scale()`: how large a batch still pays off.
 
-    tr(C) / |G|^2, where G is the gradient and C the covariance of a single sample's (McCandlish et al. 2018), from the
-    norms of one step's gradient on a rank and of the update's. Neutral: any setting.
+    tr(C) / |G|^2, where G is the gradient and C the covariance of a single sample's gradient (McCandlish et al. 2018),
+    from the norms of one step's gradient on a rank and of the update's. Neutral: any setting; training is unchanged.
     """
 
     every: Annotated[int, Field(ge=1)] = 8
-    """Measure in every so many rounds."""
+    """Measure every this many rounds."""
     window: Annotated[int, Field(ge=8)] = 256
-    """How many measurements are kept: the last ones."""
+    """How many of the latest measurements to keep."""
 
     dense: ClassVar[bool] = True
     neutral: ClassVar[dict[str, int]] = {}
@@ -39,7 +39,7 @@ class NoiseScale(Part):
         return {"count": 0, "steps": [], "squares": None}
 
     def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self.init({})  # other ranks, other batches
+        return self.init({})  # with other ranks, batches differ
 
     def cost(self, terms: CostTerms) -> None:
         terms.streamed += 2 * terms.gradients / self.every
@@ -51,13 +51,13 @@ class NoiseScale(Part):
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)
     def watch(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """have the gradient of a single step measured before it is merged or reduced"""
+        """measure the gradient of a single step before it is merged or reduced"""
         ctx.measure_steps(self.every)
         return model
 
     @at(Stage.FORWARD, replay=False)
     def see(self, ctx: StepContext) -> AbstractContextManager[None]:
-        """note how many samples a step has"""
+        """note the number of samples in a step"""
         if torch.is_grad_enabled():
             ctx.notes["feed"] = samples_in(ctx.inputs)
         return nullcontext()
@@ -78,7 +78,7 @@ class NoiseScale(Part):
     def record(self, params: list[Tensor], ctx: StepContext) -> None:
         """keep both norms, if the update was applied and they belong to different batches"""
         squares = ctx.in_progress.pop("squares", None)
-        steps = ctx.clock[1] * ctx.replica_group.size  # in the batch of the update
+        steps = ctx.clock[1] * ctx.replica_group.size  # over all ranks, in this update
         if squares is None or not ctx.updated or steps == 1:
             return
         state = ctx.state

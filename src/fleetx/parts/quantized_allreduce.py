@@ -20,7 +20,7 @@ from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 Residuals = dict[str, Tensor]
-PASSES = 22  # over the values, to code them twice and decode them, in units of one read or write
+PASSES = 22  # reads or writes of every value, to encode it twice and decode it
 
 
 def _codes(part: QuantizedAllReduce) -> bool:
@@ -31,16 +31,16 @@ def _codes(part: QuantizedAllReduce) -> bool:
 class QuantizedAllReduce(Part):
     """Send what the ranks exchange in blocks of 8 or 4 bits, and keep what is rounded off for the next exchange.
 
-    x = g + e, where g is a gradient, or under localsgd what this rank's parameters have moved. Every rank sends each
+    x = g + e, where g is a gradient, or under localsgd how far this rank's parameters have moved. Every rank sends each
     rank its share of the blocks of x, averages the share that it received, and sends the mean to all: q(x), then
-    q(mean). e <- x - q(x), and on the rank that averaged also + ranks * (mean - q(mean)), so nothing is lost.
-    Neutral: bits=32, where nothing is coded.
+    q(mean). e <- x - q(x), plus ranks * (mean - q(mean)) on the rank that averaged, so nothing is lost.
+    Neutral: bits=32, where nothing is encoded.
     """
 
     bits: Literal[4, 8, 32] = 8
-    """Bits per value on the wire. 32: values as they are."""
+    """Bits per value on the wire. 32: send values unchanged."""
     block: Annotated[int, Field(ge=2, multiple_of=2)] = 256
-    """Values that share a scale of 32 bits."""
+    """Number of values that share a 32-bit scale."""
 
     neutral: ClassVar[dict[str, Any]] = {"bits": 32}
     per_rank_state: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class QuantizedAllReduce(Part):
             yield "no effect here: there is one replica of the model, so nothing is sent"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        return {"residual": {}} if _codes(self) else {}  # e, by name, once something was rounded off
+        return {"residual": {}} if _codes(self) else {}  # e by parameter name, once something was rounded off
 
     def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
         return bool(state.get("residual"))
@@ -78,7 +78,7 @@ class QuantizedAllReduce(Part):
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL, when=_codes)
     def set_up(self, model: nn.Module, ctx: SetupContext) -> nn.Module:
-        """set up a process group for coded values"""
+        """set up a process group for encoded values"""
         ctx.network.messages = True
         ctx.notes["thread"] = ctx.network.new_thread("blocks")
         return model
@@ -95,14 +95,14 @@ class QuantizedAllReduce(Part):
                     "each backward"
                 )
             sent.update(dict.fromkeys(bucket.names, ctx.round))
-        # Looked up now: if a checkpoint is loaded while this is under way, it must not change what was loaded.
+        # Look these up now: an exchange that is still running when a checkpoint is loaded must not change its state.
         thread, residuals, in_progress = ctx.notes["thread"], ctx.state["residual"], ctx.in_progress
         return thread.submit(lambda: self._average(bucket, thread, residuals, in_progress))
 
     def _average(
         self, bucket: Outgoing, thread: WorkerThread, residuals: Residuals, in_progress: dict[str, Any]
     ) -> Future[Tensor]:
-        """Encode and decode whole buckets on this thread, while other buckets travel on the network's."""
+        """Encode and decode whole buckets on this thread, while the network's thread sends others."""
         network, path = bucket.network, bucket.network.path(bucket.index)
         layout = BlockLayout([g.numel() for g in bucket.gradients], self.block, path.ends)
         dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
@@ -156,6 +156,6 @@ class QuantizedAllReduce(Part):
 
 
 def _keep(new: Mapping[str, Tensor], residuals: Residuals) -> None:
-    """Copies, because these are views of whole buckets."""
+    """Keep copies, because the new values are views of whole buckets."""
     for name, values in new.items():
         residuals[name] = residuals[name].copy_(values) if name in residuals else values.clone()

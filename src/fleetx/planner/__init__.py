@@ -9,11 +9,11 @@
     cache.py             earlier results, the winner as YAML, and profiles
     whatif.py            predictions for another cluster, from a stored profile
     command.py           `fleetx plan`
-    branches.py          `fleetx batch`: trainings that branch from one checkpoint, with other batches
-    critical_batch.py    what they say about the critical batch
+    branches.py          `fleetx batch`: trainings that branch from one checkpoint, with different batches
+    critical_batch.py    what the losses of the branches say about the critical batch
     plots.py             the plots of both commands
 
-All ranks run a search together. What only one of them finds out is sent to the others, so that all choose the same.
+All ranks run a search together. What only one of them measures is sent to the others, so that all make the same choice.
 """
 
 from __future__ import annotations

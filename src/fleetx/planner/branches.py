@@ -20,8 +20,8 @@ from fleetx.optim.schedule import batch_ratio
 from fleetx.planner import critical_batch, plots
 from fleetx.planner.critical_batch import BranchResult
 
-SMOOTHED = 10  # the loss is averaged over this share of the steps
-_SAME = ("script", "arguments", "steps", "limit", "rule", "nproc_per_node", "device")  # for branches to be compared
+SMOOTHED = 10  # the loss is averaged over 1 / SMOOTHED of the steps
+_SAME = ("script", "arguments", "steps", "limit", "rule", "nproc_per_node", "device")  # comparable branches share these
 
 
 def measure(
@@ -66,7 +66,7 @@ def _run(
     order: Order, script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetrun: Callable[[list[str]], int]
 ) -> BranchResult:
     options = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
-    options.append(f"--log_dir={Path(given['output']).with_suffix('.log')}")  # not where the training has its own
+    options.append(f"--log_dir={Path(given['output']).with_suffix('.log')}")  # not the training's own folder
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "branch.json"
         with patch.dict(os.environ, {BRANCH: replace(order, output=str(result)).json()}):

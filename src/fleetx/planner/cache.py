@@ -1,5 +1,5 @@
-"""Stored results: plans that were chosen for the same model, batch, strategy and world, also as a file that the user
-asked for, with which the run can be repeated without a search; and profiles for what-if."""
+"""Stored results: plans chosen for the same model, batch, strategy and world; the strategy file that the user asked
+for, which repeats the run without a search; and profiles for what-if."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fleetx.planner.workload import Workload
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.cost_model import Cluster
 
-PROFILE = "FLEETX_PLAN_PROFILE"  # an environment variable: a file to which the profile is written too
+PROFILE = "FLEETX_PLAN_PROFILE"  # an environment variable that names a file to write the profile to as well
 MARK = "# chosen by fleetx: strategy.auto"  # the first line of a strategy file
 _KIND, _LAST = "auto", "last_profile"
-_VERSION = 3  # of the format of both
+_VERSION = 3  # of the format of plans and profiles
 
 
 # --- plans ----------------------------------------------------------------------------------------

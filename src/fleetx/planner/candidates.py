@@ -1,4 +1,4 @@
-"""All plans: what the user declared, plus every combination of what the other parts offer that composes."""
+"""All plans: the user's declaration, plus every combination of the other parts' offers that composes."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def budget_of(parts: Iterable[Part]) -> Any:
 
 
 def declared(strategy: DistributedStrategy) -> dict[str, Any]:
-    """What the user declared, without the parts that choose others and the batch that they choose."""
+    """What the user declared, without the parts that choose other parts, and without the batch that those choose."""
     skipped = {"batch", *(switch for switch, part in every().items() if part.is_meta)}
     return {key: value for key, value in strategy.declared().items() if key.removesuffix("_configs") not in skipped}
 
 
 def _offers(strategy: DistributedStrategy, cluster: Cluster, allow: str) -> dict[str, list[tuple[Offer, Part]]]:
-    """What the parts offer that the user did not declare, by switch."""
+    """The offers of the parts that the user did not declare, by switch."""
     given = {key.removesuffix("_configs") for key in declared(strategy)}
     free = {s: p for s, p in every().items() if not p.always and given.isdisjoint((s, *p.flat))}
     return {
@@ -97,7 +97,7 @@ def offered(
     strategy: DistributedStrategy, cluster: Cluster, profile: ModelProfile, params: Iterable[Tensor], *,
     allow: str, budgets: bool = True,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Every candidate with its predicted cost. budgets: recomputation may be chosen too."""
+    """Every candidate with its predicted cost. budgets: whether recomputation may be chosen."""
     params, mine = list(params), declared(strategy)
     offers = _offers(strategy, cluster, allow)
     free = {switch: some for switch, some in offers.items() if budgets or not every()[switch].segments}
@@ -122,7 +122,7 @@ def offered(
 
 
 def seconds_on(cluster: Cluster, candidate: Candidate, profile: ModelProfile) -> float:
-    """What an update is predicted to take on a cluster that differs only in its links."""
+    """The predicted seconds of an update on a cluster that differs only in its links."""
     parts = candidate.plan.parts
     terms, variant = terms_of(parts, cluster, profile), profile.forward_with(parts)
     return step_cost(terms, profile, variant, candidate.feed, peak=candidate.cost.peak).seconds

@@ -33,7 +33,7 @@ def on_rank_0(world: World, call: Callable[[], Any]) -> Any:
 
 
 def count_on_rank_0(world: World, count: Callable[[], Any]) -> Any:
-    """Count bytes in a child of rank 0: this runs the user's code on tensors without data, which may leave traces."""
+    """Count bytes in a child of rank 0, because the user's code, run on tensors without data, may have side effects."""
 
     def in_child() -> Any:
         if world.device.type == "cuda":  # a process that uses CUDA cannot be forked
@@ -49,7 +49,7 @@ def count_on_rank_0(world: World, count: Callable[[], Any]) -> Any:
 def on_all_ranks(
     call: Callable[[Workload, World], Any], workload: Workload, world: World, *, seconds: float
 ) -> list[Answer]:
-    """Call in a child of every rank, with a process group of their own. Returns the answers of all ranks.
+    """Call in a child of every rank; the children form their own process group. Returns the answers of all ranks.
 
     On CUDA the call runs in this process, on a copy of the model: a process that uses CUDA cannot be forked.
     """
@@ -71,7 +71,7 @@ def _caught(call: Callable[[], Any]) -> Answer:
 
 
 def slowest(world: World, seconds: float) -> float:
-    """The largest value of all ranks."""
+    """The largest value of any rank."""
     value = torch.tensor([seconds], dtype=torch.float64, device=world.device)
     world.maximum(value)
     return value.item()

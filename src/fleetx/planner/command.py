@@ -43,7 +43,7 @@ def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetr
 
 
 def what_if(given: Mapping[str, Any]) -> str:
-    """Raises UsageError or ValueError for invalid options."""
+    """The answer to a what-if question, as text. Raises UsageError or ValueError for invalid options."""
     if missing := [f"--{name}" for name in ("link", "memory") if given[name] is None]:
         raise UsageError(f"--nodes {given['nodes']} needs {' and '.join(missing)} too")
     if not 0 < given["speed"] < math.inf or not 0 <= given["latency"] < math.inf:

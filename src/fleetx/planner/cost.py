@@ -1,4 +1,4 @@
-"""Adds up the terms of a plan: the predicted seconds and bytes of one update. No torch here."""
+"""Adds up the terms of a plan: the predicted seconds and bytes of one update. Plain arithmetic, no tensors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step_cost(
         message = (terms.cluster.outer if terms.cluster.hosts > 1 else terms.cluster.inner).seconds(border)
         compute = terms.micro_batches * (forward + backward) * share
         bubble = (forward + backward) * (1 - share)  # the first micro-batch passes all other stages and comes back
-        # While the pipeline fills and drains it waits for every message; in between, for one of the two per slot.
+        # While the pipeline fills and drains it waits for every message; in between, for one of the two in each slot.
         network += 2 * (terms.stages - 1) * message + (terms.micro_batches - 1) * message
     if terms.shards > 1:
         network += terms.gathers * _by_segments(terms, terms.cluster.all_gather, terms.parameters, profile.tensors)
@@ -92,7 +92,7 @@ def step_cost(
 def _update(terms: CostTerms, profile: ModelProfile) -> float:
     """The optimizer's own time, measured on one rank that holds everything.
 
-    Where replicas divide its arithmetic, each still reads and writes all it holds: as AdamW, 7 times the parameters.
+    Where replicas divide its arithmetic, each still reads and writes all it holds: for AdamW, 7 times the parameters.
     """
     split = max(terms.shards, terms.stages)
     mine = profile.update / split
@@ -109,14 +109,14 @@ def _bucket_copies(terms: CostTerms) -> float:
 
 # --- the network ----------------------------------------------------------------------------------
 def _by_segments(terms: CostTerms, link: Link, size: int, tensors: int) -> float:
-    """One collective per segment. They do not overlap with compute: FSDP does that on CUDA only."""
+    """One collective per segment. They are assumed not to overlap with compute, which FSDP does only on CUDA."""
     link = _between(link, terms.cluster.ranks, terms.shards)
     handling = tensors * TENSOR_SECONDS if terms.cluster.device == "cpu" else 0.0
     return link.latency * max(size / terms.segment, 1) + size / link.speed + handling
 
 
 def _between(link: Link, ranks: int, some: int) -> Link:
-    """The link of all ranks -> that of some of them: a ring of r ranks passes on 2 (r - 1) / r of the bytes."""
+    """Convert the link of all ranks to one of some of them: a ring of r ranks passes on 2 (r - 1) / r of the bytes."""
     if some in (1, ranks) or ranks == 1:
         return link
     return replace(link, speed=link.speed * ((ranks - 1) / ranks) / ((some - 1) / some))

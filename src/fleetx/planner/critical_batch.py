@@ -1,7 +1,7 @@
-"""The critical batch: from the losses of branches with different batches to a table, a picture and a recommendation.
+"""The critical batch: from the losses of branches with different batches to a table, a plot and a recommendation.
 
-Steps S and samples E to a fixed loss follow S = S_min (1 + C / B) and E = S B, with the critical batch C, at which both
-are twice their least (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
+The steps S and samples E that batches of B need to reach a fixed loss follow S = S_min (1 + C / B) and E = S B. At the
+critical batch C, both are twice their minimum (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fleetx.planner import plots
 class BranchResult:
     """The losses of a branch, one per step, and how it was made."""
 
-    merge: int  # times the script's own number of merged steps
-    rate: float  # times the script's own rate
+    merge: int  # a factor of the script's own number of merged steps
+    rate: float  # a factor of the script's own rate
     losses: list[float]
     feed: int  # samples of a step on one replica
     replicas: int
     merged: int  # steps per update
-    lr: float  # the script's own
+    lr: float  # the script's own rate
 
     @property
     def step_samples(self) -> int:
@@ -39,10 +39,10 @@ class BranchResult:
 
 @dataclass(frozen=True)
 class Reached:
-    """The best branch of one batch; None: it did not reach the target."""
+    """The best branch of one batch, and when it reached the target."""
 
     branch: BranchResult
-    steps: int | None  # of the loop
+    steps: int | None  # of the loop; None: it did not reach the target
 
     @property
     def samples(self) -> int | None:
@@ -62,7 +62,7 @@ class Study:
 
 
 def trailing(losses: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` losses after each step; before, of all so far."""
+    """After each step, the mean of the last `window` losses, or of all losses so far if there are fewer."""
     total, out = 0.0, []
     for i, loss in enumerate(losses):
         total += loss - (losses[i - window] if i >= window else 0.0)
@@ -71,9 +71,9 @@ def trailing(losses: Sequence[float], window: int) -> list[float]:
 
 
 def study(branches: Sequence[BranchResult], steps: int, window: int) -> Study:
-    """steps: of the smallest batch, whose best loss then is the target. window: steps over which losses are averaged.
+    """steps: the target is the smallest batch's best loss after this many. window: steps to average losses over.
 
-    Every branch reads the same data in the same order, and a window has as many samples in all of them.
+    Every branch reads the same data in the same order, and a window has the same number of samples in all of them.
     """
     batches = sorted({b.batch for b in branches})
     smallest = [b for b in branches if b.batch == batches[0]]
@@ -90,19 +90,19 @@ def _best(alike: Sequence[BranchResult], target: float, window: int) -> Reached:
 
 
 def _first(smooth: Sequence[float], target: float, window: int) -> int | None:
-    """The step after which the smoothed loss is at the target."""
+    """The first step after which the smoothed loss has reached the target, if any."""
     return next((i + 1 for i, loss in enumerate(smooth) if i + 1 >= window and loss <= target), None)
 
 
 def _fit(points: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
-    """S_min and C of S = S_min + S_min C / B, with the least relative errors; None if either is not above 0."""
+    """Fit S = S_min + S_min C / B, minimizing relative errors. Returns (S_min, C), or None if either is not above 0."""
     batches, updates = np.array(points, np.float64).T
     slope, least = np.polyfit(1 / batches, updates, 1, w=1 / updates).tolist()
-    return (least, slope / least) if least > 0 and slope > 1e-9 * least else None  # a slope of 0 is only nearly 0
+    return (least, slope / least) if least > 0 and slope > 1e-9 * least else None  # rounding: 0 comes out as nearly 0
 
 
 def recommended(found: Study) -> Reached:
-    """The largest batch that reached the target and is not above the critical one; the smallest if none is."""
+    """The largest batch that reached the target and is not above the critical one; the smallest if all are above."""
     fine = [row for row in found.rows if row.steps is not None]
     if found.critical is None:  # no fit: at most twice the fewest samples, which is what the critical batch costs
         fewest = min(row.samples or 0 for row in fine)

@@ -49,7 +49,7 @@ def _slowdown(world: World, tensor: Tensor, seconds: float) -> float:
         return slowest(world, end - start)
 
     compute(2)
-    times = int(min(3 * seconds / (compute(10) / 10), 5000)) + 10  # long enough to hide it on a busy machine too
+    times = int(min(3 * seconds / (compute(10) / 10), 5000)) + 10  # to outlast the reduction even on a busy machine
     alone, together = zip(*[(compute(times), compute(times, reduce=True)) for _ in range(2)], strict=True)
     return max(min(together) - min(alone), 0.0) / tensor.nbytes
 
@@ -71,7 +71,7 @@ def _full(size: int, world: World) -> Tensor:
 
 
 def inner_and_outer(world: World, hosts: Sequence[int]) -> tuple[Link, Link]:
-    """Point to point within a host and between hosts; if there is no such pair of ranks, one stands for the other."""
+    """Point-to-point links within a host and between hosts; one stands in for the other if it has no pair of ranks."""
     pairs = list(itertools.combinations(range(world.size), 2))
     near = next((pair for pair in pairs if hosts[pair[0]] == hosts[pair[1]]), None)
     far = next((pair for pair in pairs if hosts[pair[0]] != hosts[pair[1]]), None)
@@ -80,7 +80,7 @@ def inner_and_outer(world: World, hosts: Sequence[int]) -> tuple[Link, Link]:
 
 
 def _point_to_point(world: World, first: int, second: int) -> Link:
-    """One way; every rank must call this."""
+    """The link in one direction. Every rank must call this."""
 
     def exchange(size: int) -> None:
         if world.rank in (first, second):
@@ -101,7 +101,7 @@ def bandwidth(world: World) -> float:
 
 
 def _timed(world: World, call: Callable[[], Any]) -> float:
-    """Seconds on this rank, if all of them begin together."""
+    """Seconds on this rank when all ranks start together."""
     world.barrier()
     start = now(world.device)
     call()

@@ -1,4 +1,4 @@
-"""Times and bytes of a model on a device: plain data, which can be stored, sent to other ranks and scaled. No torch."""
+"""Times and bytes of a model on a device: plain data without tensors, to be stored, sent to other ranks and scaled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BlockShare:
     name: str
     seconds: float  # forward and backward, measured alone
     gradients: int  # bytes
-    border: int  # bytes that it passes to the next block, per sample
+    border: int  # bytes that a stage starting here receives, per sample
     saved: int  # bytes that it keeps for backward, per sample
     can_start_stage: bool
     tied: tuple[tuple[int, int, int], ...] = ()  # weights shared with an earlier block: (block, bytes, parameter)
@@ -115,7 +115,7 @@ class ModelProfile:
         return {}
 
     def stages(self, number: int) -> list[list[BlockShare]] | None:
-        """The blocks of each stage of a balanced pipeline, or None if the model cannot be cut into so many stages."""
+        """The blocks of each stage of a balanced pipeline, or None if the model cannot be cut into that many."""
         if number not in self._stages:
             self._stages[number] = self._balanced(number)
         return self._stages[number]

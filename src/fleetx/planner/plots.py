@@ -16,7 +16,7 @@ def check_plot() -> None:
 
 
 def axes(number: int, size: tuple[float, float]) -> list[Any]:
-    """Axes side by side, of a figure that no screen shows."""
+    """Axes side by side, in an off-screen figure."""
     check_plot()
     import matplotlib
 
@@ -27,13 +27,13 @@ def axes(number: int, size: tuple[float, float]) -> list[Any]:
 
 
 def finish(axis: Any, x: Sequence[float], words: Sequence[str] = (), **labels: str) -> None:
-    """Both axes are logarithmic, with a mark at each x."""
+    """Make both axes logarithmic, with a tick at each x."""
     axis.set(xscale="log", yscale="log", **labels)
     axis.set_xticks(x, words or [str(value) for value in x])
     axis.set_xticks([], minor=True)
     low, high = axis.get_ylim()
     axis.yaxis.set_major_formatter("{x:,.6g}")  # not powers of ten
-    axis.yaxis.set_minor_formatter("{x:,.6g}" if high < 30 * low else "")  # nor labels on top of each other
+    axis.yaxis.set_minor_formatter("{x:,.6g}" if high < 30 * low else "")  # no overlapping labels
     axis.grid(alpha=0.3)
     axis.legend()
 

@@ -1,5 +1,5 @@
-"""Measures the cluster and the model: real steps of a few sizes on all ranks at once, in child processes, and bytes on
-tensors without data."""
+"""Measures the cluster and the model. Times come from real steps of a few sizes, on all ranks at once in child
+processes; bytes come from running on tensors without data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measure_cluster(world: World, *, memory: int | None, global_batch: int | Non
 
 
 def _memory_per_rank(world: World, ranks_here: int) -> int:
-    """What every rank can use. On a CPU, a tenth of the machine is left to everything else."""
+    """Bytes that every rank can use. On a CPU, a tenth of the machine's memory is left for everything else."""
     if world.device.type == "cuda":
         mine = torch.cuda.mem_get_info(world.device)[0]
     else:
@@ -75,7 +75,7 @@ def _memory_per_rank(world: World, ranks_here: int) -> int:
 
 
 def host_memory() -> int:
-    """The bytes of this machine, or of the cgroup of this process."""
+    """The memory of this machine in bytes, or the limit of this process's cgroup if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -98,8 +98,8 @@ def measure_model(
 ) -> ModelProfile:  # fmt: skip
     """Profile the model with the user's own parts (`base`), and with each of `variants`, which change the forward.
 
-    largest: samples that a rank may be fed per step. The peak curves upwards where activations outgrow everything
-    else, so its line goes through the smallest size and this one: in between it is too high rather than too low.
+    largest: the most samples that a rank may be fed per step. The peak curves upwards where activations outgrow
+    everything else, so its line goes through the smallest size and this one: in between, it errs on the high side.
     """
     sizes = _sizes(workload.samples)
     ends = sizes[0], max(largest, 2 * sizes[0])

@@ -52,7 +52,7 @@ class Search:
                 candidate.rejection = f"does not run here: {error}"
 
     def refine(self, number: int) -> None:
-        """Replace guesses among the first `number` candidates by exact costs."""
+        """Replace guesses among the first `number` candidates with exact costs."""
         for _ in range(2 * number):
             guessed = next((candidate for candidate in self._open()[:number] if not candidate.exact), None)
             if guessed is None:
@@ -68,7 +68,7 @@ class Search:
             if candidate is None:
                 return
             needed = 3 * candidate.cost.seconds * candidate.terms.reduce_every + 2
-            # Rank 0 reads the clock: a rank that measured a peak alone would wait for the others.
+            # Only rank 0 reads the clock: a rank that decided alone to measure a peak would wait for the others.
             left = on_rank_0(self.world, lambda: deadline - time.monotonic())
             if left <= needed:
                 return
@@ -102,7 +102,7 @@ class Search:
         self.candidates.sort(key=lambda c: (c is not best, c.trial is None, c.cost.seconds))
         return best
 
-    # --- in detail --------------------------------------------------------------------------------
+    # --- details ----------------------------------------------------------------------------------
     def _open(self) -> list[Candidate]:
         return [candidate for candidate in self.candidates if not candidate.rejection]
 
@@ -129,7 +129,7 @@ class Search:
                 yield candidate
 
     def _guess_recompute(self, candidate: Candidate) -> None:
-        """Whether the budget can be met, and at what price, takes long to find out: `refine` does it for the best."""
+        """Guess the cost. Finding out whether and how a budget can be met is slow: `refine` does it for the best."""
         peak = candidate.cost.peak
         freed = RECOMPUTABLE * max(peak - self.profile.fixed, 1)
         least = peak - freed
@@ -155,7 +155,7 @@ class Search:
         candidate.cost = self._cost(candidate, plan["added"], plan["peak"])
 
     def _choose_segments(self, candidate: Candidate) -> dict[str, float | int | str]:
-        """What the budget will choose in training. The seconds it adds are scaled to the speed of all ranks at once."""
+        """What the budget will choose in training. Scales the added seconds to the speed with all ranks running."""
         parts, params = candidate.plan.parts, self.workload.model.parameters()
         merged, several = candidate.terms.merged > 1, self.cluster.ranks > 1
         kept = kept_bytes(candidate.plan, params) + (bucket_bytes(self.workload.model) if merged and several else 0)
@@ -195,7 +195,7 @@ class Search:
 
 
 def _seconds(candidate: Candidate) -> float:
-    """As measured, else as predicted."""
+    """Measured if possible, else predicted."""
     trial = candidate.trial
     return trial.seconds if trial is not None and not trial.error else candidate.cost.seconds
 
@@ -216,8 +216,8 @@ def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def compatible(candidates: Iterable[Candidate], workload: Workload, world: World) -> Iterator[Candidate]:
-    """Candidates that work with the model and the optimizer. All ranks call this together, because parts may
-    communicate to find out."""
+    """Candidates that work with the model and the optimizer. All ranks call this together, because the checks of parts
+    may communicate."""
     known: dict[tuple[str, ...], bool] = {}
     for candidate in candidates:
         key = tuple(map(repr, candidate.plan.parts))

@@ -23,7 +23,7 @@ from fleetx.planner.children import on_all_ranks, slowest
 from fleetx.planner.workload import Workload
 from fleetx.strategy.stage import Stage
 
-SHORT = 1.0  # seconds: updates are repeated until they take this long together
+SHORT = 1.0  # seconds: updates are repeated until they take this long in total
 MOST = 5  # repetitions
 
 

@@ -70,7 +70,7 @@ class Row:
     nodes: int
     ranks: int
     best: Candidate | None
-    least: int  # bytes of the plan that needs least
+    least: int  # bytes of the plan that needs the least
 
     @property
     def rate(self) -> float:
@@ -111,7 +111,7 @@ _NETWORK = ("bytes_sent", "most_bytes_sent", "ranks_apart", "updates", "bytes_he
 
 @dataclass(frozen=True)
 class Curve:
-    """The strategies that a network notices, and the best rate with them at each speed of the link between nodes."""
+    """Strategies that affect network traffic, and the best rate with them at each speed of the link between nodes."""
 
     name: str
     rates: dict[float, float]  # samples per second, by bytes per second
@@ -154,7 +154,7 @@ def crossovers(found: Sequence[Curve]) -> Iterator[tuple[float, Curve]]:
 
 
 def _meeting(a: Curve, b: Curve, before: float, after: float) -> float:
-    """Where two curves meet between two speeds; both are close to straight if both axes are logarithmic."""
+    """Where two curves meet between two speeds; both are nearly straight if both axes are logarithmic."""
     lead, lag = (math.log(one.rates[at] / other.rates[at]) for one, other, at in ((a, b, before), (b, a, after)))
     return float(before * (after / before) ** (lead / (lead + lag))) if lead + lag else after
 

@@ -71,7 +71,7 @@ class Workload:
         return replace(self, model=model, optimizer=optimizer)
 
     def batch(self, n: int) -> tuple[Any, Any]:
-        """Inputs and targets of n samples: those of the sample, repeated or cut off."""
+        """Inputs and targets of n samples: those of the sample, repeated or truncated."""
 
         def resize(t: Tensor) -> Tensor:
             if n == self.samples or not t.dim() or len(t) != self.samples:

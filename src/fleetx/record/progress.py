@@ -1,4 +1,4 @@
-"""`fleet.progress`: how far a loop is, on the terminal of rank 0."""
+"""`fleet.progress`: the progress of a loop, on the terminal of rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fleetx.comm.session import Session
 
-_REFRESH = 0.5  # seconds between two drawings: each takes a millisecond
+_REFRESH = 0.5  # seconds between redraws: each takes a millisecond
 
 
 def shown(loader: Iterable[Any], total: int | None, every: float, session: Session) -> Iterator[Any]:
@@ -60,7 +60,7 @@ class _Pace:
         return time.monotonic(), recorder.samples if recorder is not None else 0
 
     def facts(self) -> dict[str, Any]:
-        """What is known, ready to be printed; `share` is a number."""
+        """What is known, as text to print; only `share` is a number."""
         seconds = time.monotonic() - self._begun
         found: dict[str, Any] = {"batches": f"{self.done}" if self._total is None else f"{self.done} of {self._total}"}
         if self._total:

@@ -1,4 +1,4 @@
-"""A record, read back. No torch here."""
+"""Reads a record back. No torch here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Record:
     folder: Path
     starts: list[Line] = field(default_factory=list)
     plans: dict[int, Line] = field(default_factory=dict)  # by the number of the model
-    rounds: list[Line] = field(default_factory=list)  # of rank 0; what a resumed run repeated counts once
+    rounds: list[Line] = field(default_factory=list)  # of rank 0; rounds that a resumed run repeated count once
     ranks: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))  # what each rank has used
     events: list[Line] = field(default_factory=list)
     values: list[Line] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Record:
 
 
 class NotBegunError(UsageError):
-    """There may be a record later."""
+    """There is no record yet, but there may be one later."""
 
 
 def read(folder: str | Path) -> Record:
@@ -61,7 +61,7 @@ def read(folder: str | Path) -> Record:
 
 
 def _missing(folder: Path) -> UsageError:
-    """What is there in place of a record."""
+    """The error for a missing record, which says what is there instead."""
     if folder.is_file():
         run = f": {folder.parent}" if (folder.parent / "rank0.jsonl").is_file() else ""
         return UsageError(f"{folder} is a file: give the folder of a run{run}")
@@ -126,6 +126,6 @@ def _add(found: Record, line: Line) -> None:
 
 
 def _drop_repeated(rounds: list[Line], line: Line) -> None:
-    """A run that went back to a checkpoint does some rounds again: the later ones count."""
+    """A run that went back to a checkpoint repeats some rounds: the later ones count."""
     if any(r["round"] >= line["round"] and r["model"] == line["model"] for r in rounds[-2:]):
         rounds[:] = [r for r in rounds if r["model"] != line["model"] or r["round"] < line["round"]]

@@ -1,7 +1,7 @@
-"""What the engine tells about a run, turned into facts.
+"""Turns what the engine reports about a run into facts.
 
 The session passes on what the engine marks. The other ranks are never asked, and on CUDA nothing waits for the device.
-`Session.recorder` is None unless something is recorded, so it costs nothing then.
+`Session.recorder` is None unless something is recorded, so a run without a record pays nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fleetx.record.stream import Stream
 
 Describe = Callable[["Engine"], dict[str, Any]]  # facts about a training
-# What a rank does, as it marks it, and where its time counts.
+# What a rank marks itself as doing -> what its time counts as.
 _KINDS = {
     "": "data",
     "forward": "forward_backward",
@@ -44,22 +44,22 @@ _KINDS = {
 }
 _NAMES = {"": "data", "the code after forward": "loss", "optimizer.step": "update"}  # in a trace
 _RANGES = {"forward": "fleetx forward", "optimizer.step": "fleetx update"}
-_SHARE = 1000  # the norm of all gradients is computed if this many times what it takes has passed
-FLUSH = 1.0  # seconds between two times that lines are written
-_EACH = 0.02  # seconds more for each other rank, whose lines rank 0 collects
+_SHARE = 1000  # the norm of all gradients is computed again after this many times what it takes
+FLUSH = 1.0  # seconds between two writes
+_EACH = 0.02  # seconds more per rank, because rank 0 collects their lines
 
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of one of the models."""
+    """What is known about one model."""
 
     number: int
-    scaled: bool  # is its loss scaled?
+    scaled: bool  # whether its loss is scaled
     tally: Tally = field(default_factory=Tally)  # since its last round
     seen: Tensor | None = None  # the last loss that its engine knew
-    plan: Describe | None = None  # describes it; None when its first round is done
-    predict: Describe | None = None  # facts that need a batch; None when the first batch is there
-    predicted: dict[str, Any] = field(default_factory=dict)  # what it said
+    plan: Describe | None = None  # describes it; None after its first round
+    predict: Describe | None = None  # makes facts that need a batch; None once there is a batch
+    predicted: dict[str, Any] = field(default_factory=dict)  # what `predict` returned
 
 
 class Recorder:
@@ -85,9 +85,9 @@ class Recorder:
         self._flush_at = time.monotonic() + self._pause
         self.closed = False
 
-    # --- what the engine tells --------------------------------------------------------------------
+    # --- what the engine reports ------------------------------------------------------------------
     def mark(self, doing: str, run: Engine | None = None) -> None:
-        """This rank is doing something else now. run: whose batch enters the model, or whose step is done."""
+        """This rank begins `doing`. run: the engine whose batch enters the model, or whose step is done."""
         self._end_span()
         if run is not None and not doing:
             self._stepped(run)
@@ -101,7 +101,7 @@ class Recorder:
             self._watch_reduction()
         if doing == "forward" and not torch.is_grad_enabled():
             self._kind = "other"  # an evaluation
-        elif doing != "the code after forward":  # which belongs to it
+        elif doing != "the code after forward":  # which keeps the kind of its forward
             self._kind = _KINDS.get(doing, "other")
         self._doing = doing
         if self._range is not None:
@@ -115,19 +115,19 @@ class Recorder:
         return self._watch.mark()
 
     def waited(self, start: Mark, name: str) -> None:
-        """For other ranks, since then. Other threads wait without delaying the training."""
+        """This rank has waited for others since `start`. Other threads do not count: they do not delay the training."""
         if threading.get_ident() == self._thread:
             self._spans.append(Span("communication", start, self._watch.mark(), self._kind, name))
 
     def ran(self, start: Mark, actions: list[tuple[str, Mark, Mark]]) -> None:
-        """The schedule of a pipeline, since then: whatever is not one of its actions was waiting."""
+        """The schedule of a pipeline has run since `start`: whatever is not one of its actions was waiting."""
         self._spans.append(Span("communication", start, self._watch.mark(), self._kind))
         for name, begin, end in actions:
             self._spans.append(Span("forward_backward", begin, end, "communication", name, "stage"))
 
     def _watch_reduction(self) -> None:
-        """In a backward: what passes between the end of its own work and the end of the reduction is waiting. The
-        callbacks of a backward run in the order in which they are queued, and the reducer queues its own last."""
+        """Count the time from the end of a backward's own work to the end of the reduction as waiting. The callbacks
+        of a backward run in the order in which they are queued, and the reducer queues its own last."""
         queue = seams.backward_engine.queue_callback
 
         def computed() -> None:
@@ -170,7 +170,7 @@ class Recorder:
             self.flush()
 
     def note(self, what: str, text: str = "", **facts: Any) -> None:
-        """Something happened that is worth a line. Any thread may say so."""
+        """Add a line about an event. Any thread may call this."""
         self.counts[what] += 1
         self.say("event", what=what, round=self.latest.get("round", 0), **({"text": text} if text else {}), **facts)
 
@@ -200,28 +200,28 @@ class Recorder:
 
     # --- beginning and end ------------------------------------------------------------------------
     def foretell(self, run: Engine, facts: dict[str, Any]) -> None:
-        """What was predicted of this training: `predicted`, or `unpredicted`."""
+        """Keep the prediction for this training. facts: `predicted`, or `unpredicted`."""
         self._model(run).predicted = facts
         self._totals |= {key: value for key, value in facts.items() if key == "predicted"}
-        self._totals["before"] = self._held()  # with what predicting has imported
-        self._since = self._watch.mark()  # it is no part of a round
+        self._totals["before"] = self._held()  # including what the prediction imported
+        self._since = self._watch.mark()  # the prediction is not part of a round
 
     def attach(self, run: Engine, plan: Describe) -> None:
-        """A model is distributed. plan: describes how."""
+        """A model was distributed. plan: describes how."""
         run.wrap_acts(self._around)
         model = self._model(run)
-        self._spans, self._since = [], self._watch.mark()  # what was before is no part of a round
+        self._spans, self._since = [], self._watch.mark()  # what came before is not part of a round
         if self.stream is not None:
             model.plan = plan
             self._totals.setdefault("before", self._held())
             self.say("plan", model=model.number, **plan(run))
 
     def ask(self, run: Engine, predict: Describe) -> None:
-        """predict: what is known of this training when its first batch is there."""
+        """Have `predict` called with the first batch of this training, for more facts about it."""
         self._model(run).predict = predict
 
     def flush(self) -> None:
-        """Hand what is known to the thread that writes it."""
+        """Hand the known lines to the writing thread."""
         self._settle(wait=False)
         lines, self._lines = self._lines, []
         if self.stream is not None:
@@ -252,7 +252,7 @@ class Recorder:
     def _end_span(self) -> None:
         now, start = self._watch.mark(), self._since
         last = self._spans[-1] if self._spans else None
-        if last is not None and self._kind == last.kind == "other" and last.end is start:  # an evaluation may be long
+        if last is not None and self._kind == last.kind == "other" and last.end is start:  # merge: they may be many
             start = self._spans.pop().start
         self._spans.append(Span(self._kind, start, now, name=_NAMES.get(self._doing, self._doing)))
         self._since = now
@@ -288,7 +288,7 @@ class Recorder:
             self.counts[what] += 1
             self.say("event", what=what, round=run.round)
         if model.plan is not None:  # some strategies decide in the first step
-            described = model.predicted | model.plan(run)  # a strategy knows better
+            described = model.predicted | model.plan(run)  # a strategy's own facts win
             if "predicted" in described:
                 described.pop("unpredicted", None)
             self._predicted = described.get("predicted")
@@ -325,7 +325,7 @@ class Recorder:
                                     "round": line["round"], "spans": trace(ended.tally.spans)})  # fmt: skip
 
     def _around(self, act: Act, call: Callable[..., Any]) -> Callable[..., Any]:
-        """An act with a range in the profile, and a span in the trace."""
+        """Wrap an act to give it a range in the profile and a span in the trace."""
         name = f"{act.stage.name} {act.name}"
 
         def named(*args: Any) -> Any:
@@ -341,7 +341,7 @@ class Recorder:
         return named
 
 
-_DRAWN = (Stage.GRADIENT, Stage.PARAMETER)  # acts of the other stages are parts of what is drawn already
+_DRAWN = (Stage.GRADIENT, Stage.PARAMETER)  # acts of other stages lie in spans that are drawn already
 
 
 def line_of(kind: str, rank: int, t: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 With `every_rank`, `RUN/rank1.jsonl` and so on have the rounds of the others too. A resumed or restarted run appends.
 
 Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not finite is the string "nan", "inf" or
-"-inf", because JSON has no such numbers. A key that is not known is left out. The kinds:
+"-inf", because JSON has no such numbers. A key whose value is unknown is left out. The kinds:
 
     start   a process began to record: `schema`, `ranks`, `device`, `host`, `machine`, `versions`, `threads`, `command`
             (of the launcher, if it is fleetrun or torchrun), `folder`, `environment`, `restart` (how often the launcher
@@ -13,11 +13,11 @@ Every line has `kind`, `t` (seconds since 1970) and `rank`. A number that is not
             `name`, `replicas` (different batches per step), `window` (steps per round), `strategy` (as in its YAML
             file), `acts` ([stage, switch, what it does and why there]), `explain`, `parameters` (their number), `bytes`
             on this rank (of `parameters`, `gradients`, and `kept` by strategies), `predicted` (peak bytes of a step),
-            or `unpredicted` (why they are not predicted), `divided` (does no rank hold the whole model?)
-    round   a round ended: `model`, `round`, `updated` (was the update applied?), `seconds`, `time` (seconds by TIMES),
-            `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps, before
-            the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the gradient),
-            `sent` (bytes over TCP) and `peak` (bytes, until then): as often as 0.3 % of the time allows
+            or `unpredicted` (why there is no prediction), `divided` (whether no rank holds the whole model)
+    round   a round ended: `model`, `round`, `updated` (whether an update was applied), `seconds`, `time` (seconds by
+            TIMES), `steps`, `samples` and `tokens` of this rank, `rate` (learning rate), `loss` (mean over its steps,
+            before the update), `scale` (of the loss), `k` (the period that adaptive_localsgd chose), `norm` (of the
+            gradient), `sent` (bytes over TCP) and `peak` (bytes, so far): as often as 0.3 % of the time allows
     rank    what a rank has used since it started: `rounds`, `seconds`, `time`, `samples`, `sent` (bytes over TCP),
             `peak` (bytes), `before` (bytes held when its model was distributed), `optimizer` (bytes of its state),
             `predicted` (peak bytes of a step, if this rank has predicted its own),
@@ -37,7 +37,8 @@ from typing import Any
 SCHEMA = 1
 
 # Where the time of a round goes. `data` is what the script does between a step and the next forward: mostly, it waits
-# for its loader. `communication` is waiting for other ranks that no computation hides. `other`: evaluating and saving.
+# for its loader. `communication` is time spent waiting for other ranks, not hidden by computation. `other` is
+# evaluating and saving.
 TIMES = ("data", "forward_backward", "communication", "update", "other")
 
 # What a line must have to be read; other keys may be missing.
@@ -57,7 +58,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "value": _ANY | {"round": int, "values": dict},
     "trace": _ANY | {"model": int, "round": int, "spans": list},
 }  # fmt: skip
-INSIDE = {"time": TIMES, "bytes": ("parameters", "gradients", "kept")}  # numbers in these, where they are needed
+INSIDE = {"time": TIMES, "bytes": ("parameters", "gradients", "kept")}  # numbers that these must contain
 
 EVENTS = {
     "overflow": "a float16 gradient overflowed: the update was skipped, as the loss scale expects",
@@ -70,7 +71,7 @@ EVENTS = {
     "end": "the training ended",
 }
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # json.dumps would make one for each line
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # json.dumps would create one for each line
 _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -90,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A number of a line, which may be one that JSON does not have; None if there is none."""
+    """The number that a value of a line stands for, including "nan", "inf" and "-inf"; None if it is not a number."""
     if isinstance(value, str):
         return _ODD.get(value)
     return float(value) if isinstance(value, int | float) else None

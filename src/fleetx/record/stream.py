@@ -1,6 +1,7 @@
-"""Writes lines in a thread of its own. Rank 0 also collects what the other ranks have to say.
+"""Writes lines in its own thread. Rank 0 also collects lines of the other ranks.
 
-They leave it in the store, where rank 0 finds it: no rank waits for another one, and there is no collective.
+They leave these lines in the store, where rank 0 picks them up: no rank waits for another during training, and there is
+no collective.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from fleetx.record.usage import Usage
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[dict[str, Any]], None]  # a tracker, told of every line
+Sink = Callable[[dict[str, Any]], None]  # a tracker, called with every line
 _LAST = 5.0  # seconds that rank 0 waits for the last lines of the others
-_GATHERED = ("event", "trace", "start")  # kinds that rank 0 keeps from the others, besides how much they have used
+_GATHERED = ("event", "trace", "start")  # kinds of lines that rank 0 collects from the others, besides `rank`
 
 
 class Stream:
     def __init__(self, folder: Path, rank: int, size: int, store: Any, usage: Usage, *, every_rank: bool,
                  sinks: list[Sink]):  # fmt: skip
-        """store: under which the ranks of this record find each other; None with a single rank."""
+        """store: where the other ranks leave their lines for rank 0; None with a single rank."""
         self.folder, self.rank, self._size, self._store, self.usage = folder, rank, size, store, usage
         self._sinks = sinks
         self._file = _opened(folder / f"rank{rank}.jsonl") if rank == 0 or every_rank else None
@@ -46,7 +47,7 @@ class Stream:
         self._queue.put((lines, totals))
 
     def close(self, *, everyone: bool) -> None:
-        """Write what is left. everyone: wait for the last lines of the other ranks, which end normally too."""
+        """Write what is left. everyone: wait for the last lines of the other ranks, which are ending normally too."""
         self._everyone = everyone
         self._queue.put(None)
         self._thread.join(timeout=2 * _LAST)
@@ -112,7 +113,7 @@ class Stream:
 
 
 def _opened(path: Path) -> Any:
-    """To append to it. A process that was killed may have left half a line."""
+    """Open a file to append to it, on a new line: a process that was killed may have left half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed by the thread
     if file.tell():
@@ -124,7 +125,7 @@ def _opened(path: Path) -> Any:
 
 
 def _rounded(line: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to the microsecond."""
+    """Round seconds to the microsecond."""
     if "time" not in line:
         return line
     found = line | {"seconds": round(line["seconds"], 6)}

@@ -1,4 +1,4 @@
-"""What has happened in the round of one model, and the line that it becomes when its numbers are known."""
+"""What happened in a round of one model, and the line that it becomes once its numbers are known."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fleetx.engine.dtensors import local
 from fleetx.record.schema import TIMES
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-LANE = {"communication": "wait"}  # of a span in a trace; the others are computed
+LANE = {"communication": "wait"}  # of a span in a trace, by kind; "compute" for all others
 
 
 Mark = Any  # seconds on the host, or an event on the device
 
 
 class Stopwatch:
-    """Seconds between two marks. On CUDA they are measured on the device and known when it gets there: nobody waits."""
+    """Seconds between two marks. On CUDA, marks are events on the device, and the host does not wait for them."""
 
     def __init__(self, device: torch.device):
         self._device = device if device.type == "cuda" else None
@@ -46,7 +46,7 @@ class Stopwatch:
 
 
 class Span(NamedTuple):
-    """Time that belongs to `kind`, not to `within`, in whose span it lies. A tuple, because a step makes a dozen."""
+    """Time that counts as `kind`, not as `within`, the kind of the span around it. A tuple, to be fast."""
 
     kind: str  # of TIMES, or "" if it is only drawn
     start: Mark
@@ -61,13 +61,13 @@ class Span(NamedTuple):
 
 
 class Losses:
-    """The loss of a script that calls `loss.backward()`: nothing else shows it to the engine.
+    """The loss of a script that calls `loss.backward()`, which the engine would not see otherwise.
 
-    `Tensor.backward` calls `torch.autograd.backward`, which is replaced as long as something is recorded.
+    `Tensor.backward` calls `torch.autograd.backward`, which is replaced while something is recorded.
     """
 
     def __init__(self) -> None:
-        self.last: Tensor | None = None  # the root of the last backward, if it was one number
+        self.last: Tensor | None = None  # the root of the last backward, if it was a single number
         self._plain = torch.autograd.backward
 
         @functools.wraps(self._plain)
@@ -88,13 +88,13 @@ class Losses:
         return found
 
     def close(self) -> None:
-        if torch.autograd.backward is self._ours:  # else somebody has replaced it since, and keeps calling ours
+        if torch.autograd.backward is self._ours:  # else other code has wrapped ours since, and still calls it
             torch.autograd.backward = self._plain
 
 
 @dataclass
 class Tally:
-    """Since the last round of a model ended."""
+    """What happened since the last round of a model ended."""
 
     losses: list[Tensor] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Ended:
     event: Any = None
 
     def ask(self) -> None:
-        """Have the device send the numbers, without waiting for them."""
+        """Start to copy the numbers to the host, without waiting for them."""
         found = [local(t).detach().float().reshape(()) for t in (*self.tally.losses, self.tally.norm) if t is not None]
         if found:
             numbers = torch.stack([t.to(found[0].device) for t in found])
@@ -134,7 +134,7 @@ class Ended:
         return self.event is None or bool(self.event.query())
 
     def settle(self) -> dict[str, Any]:
-        """The line. Waits for the device, unless everything is known."""
+        """Complete the line and return it. Waits for the device if the numbers are not known yet."""
         tally, line = self.tally, self.line
         if self.event is not None:
             self.event.synchronize()
@@ -153,11 +153,11 @@ class Ended:
 
 
 def times(spans: Iterable[Span]) -> dict[str, float]:
-    """Not rounded: this is called in every step, `encode` only by the thread that writes."""
+    """Seconds by kind. Not rounded, because this delays the training: the writing thread rounds."""
     found = dict.fromkeys(TIMES, 0.0)
     for kind, start, end, within, _, _ in spans:
         if kind:
-            on_host = type(start) is float  # asked here, because calls add up
+            on_host = type(start) is float  # checked inline, because calls add up
             seconds = end - start if on_host else Stopwatch.seconds(start, end)
             found[kind] += seconds
             if within:
@@ -171,7 +171,7 @@ def times(spans: Iterable[Span]) -> dict[str, float]:
 def trace(spans: list[Span]) -> list[list[Any]]:
     """[lane, name, start, seconds] of each span that has a name, from the beginning of the first one on."""
     starts = [Stopwatch.seconds(spans[0].start, span.start) for span in spans]
-    first = min(starts, default=0.0)  # a wait is known before the span in which it lies
+    first = min(starts, default=0.0)  # a wait is added before the span around it
     return [
         [span.lane or LANE.get(span.kind, "compute"), span.name, round(start - first, 6), round(span.seconds, 6)]
         for span, start in zip(spans, starts, strict=True)

@@ -34,7 +34,7 @@ def made(names: list[str], folder: Path) -> list[Any]:
 
 
 def numbers_of(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """What a tracker plots of a line."""
+    """The numbers of a line that a tracker plots."""
     values: dict[str, Any] = {}
     if line["kind"] == "round":
         values = {key: value for key, value in line.items() if key not in _LEFT_OUT}
@@ -91,7 +91,7 @@ class TensorBoard(_Tracker):
 
 
 class Wandb(_Tracker):
-    """A run named after the folder; project and account as in W&B's own environment variables."""
+    """A run named after the folder; W&B's own environment variables set project and account."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -110,7 +110,7 @@ class Wandb(_Tracker):
 
 
 class Mlflow(_Tracker):
-    """A run named after the folder, where MLFLOW_TRACKING_URI leads."""
+    """A run named after the folder, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path):
         super().__init__()

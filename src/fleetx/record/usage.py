@@ -1,4 +1,4 @@
-"""Bytes that this process has sent over TCP, and the most that it has held."""
+"""Bytes that this process has sent over TCP, and the most memory that it has held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fleetx.comm import kernel
 
-_SHARE = 333  # bytes are counted if this many times what it takes has passed: 20 microseconds, with a few ranks
+_SHARE = 333  # bytes are counted again after this many times what a count takes: 20 microseconds with a few ranks
 
 
 class Usage:
@@ -20,25 +20,25 @@ class Usage:
         self._files = kernel.tcp_files()
         self._known = kernel.bytes_sent(self._files)
         self._sent = 0
-        self._lock = threading.Lock()  # the training asks, and the thread that writes
+        self._lock = threading.Lock()  # both the training and the writing thread ask
 
     def sent(self, *, quickly: bool = False) -> int | None:
-        """Since this object was made. None on CUDA, whose ranks do not communicate over TCP.
+        """Bytes since this object was created. None on CUDA, whose ranks do not communicate over TCP.
 
-        quickly: over the connections that were open when it was last asked otherwise.
+        quickly: count only connections that were open at the last call without `quickly`.
         """
         if self._device.type == "cuda":
             return None
         with self._lock:
             if not quickly:
                 self._files = kernel.tcp_files()
-            now = kernel.bytes_sent(self._files)  # by connection: some are closed meanwhile
+            now = kernel.bytes_sent(self._files)  # by connection, because some may have closed
             self._sent += sum(total - self._known.get(name, 0) for name, total in now.items())
             self._known = now
             return self._sent
 
     def peak(self) -> int:
-        """On a GPU, of its memory; else of the whole process, with Python and torch itself."""
+        """Peak bytes of GPU memory; without a GPU, of the whole process, including Python and torch itself."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -50,16 +50,19 @@ class Usage:
 
 
 class RoundBytes:
-    """Counts them in every round; if that takes too long, now and then in two, because what is sent lies between."""
+    """Counts bytes in every round. If that takes too long, only now and then, in two rounds in a row.
+
+    It takes two, because the bytes that a round sent are the difference between two counts.
+    """
 
     def __init__(self, usage: Usage):
         self._usage = usage
-        self._before: int | None = None  # sent until the last round, if it was counted then
-        self._counts_next = False  # count in the next round in any case?
+        self._before: int | None = None  # sent up to the end of the last round, if counted then
+        self._counts_next = False  # whether to count in the next round in any case
         self.due = 0.0  # when it may count again
 
     def of_round(self) -> dict[str, int]:
-        """At the end of a round: the bytes `sent` in it and the `peak` until then, or nothing."""
+        """At the end of a round: the bytes `sent` in it and the `peak` so far, if counted."""
         now, begun, before = time.monotonic(), time.thread_time(), self._before
         if now < self.due and not self._counts_next:
             self._before = None

@@ -1,6 +1,6 @@
-"""What several runs have used, side by side: one picture with bars for each run, and one table with a column for each.
+"""What several runs used, side by side: one plot with bars for each run, and one table with a column for each.
 
-A run is labelled by its letter in pictures, because names have no room on a phone."""
+Plots label runs by letter, because there is no room for names on a phone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _compared(
 
 
 def time(records: Sequence[Record]) -> str:
-    """The bars are of single ranks, the table has their mean."""
+    """The bars show single ranks, the table shows their mean."""
     found = [[s for s in facts.shares(record) if sum(s.time.values())] for record in records]
     if not any(found):
         return '<p class="none">No update is done yet.</p>'

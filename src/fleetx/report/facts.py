@@ -14,12 +14,12 @@ from fleetx.record.read import Line, Record
 from fleetx.record.schema import TIMES, number
 
 Points = list[tuple[float, float]]  # (round, value)
-MOST_POINTS = 400  # of a curve
-STRAGGLES = 1.1  # times the median of the ranks' own work
+MOST_POINTS = 400  # per curve
+STRAGGLES = 1.1  # times the median of the other ranks' own work
 
 
 def curves(record: Record) -> dict[str, Points]:
-    """What changes from round to round, by name. Curves that are not known are left out."""
+    """What changes from round to round, by name. Curves without data are left out."""
     found: dict[str, Points] = {}
     for key in ("loss", "rate", "norm", "scale", "k", "sent"):
         found[key] = [(r["round"], y) for r in record.rounds if (y := number(r.get(key))) is not None]
@@ -32,7 +32,7 @@ def curves(record: Record) -> dict[str, Points]:
 
 
 def throughput(record: Record) -> Points:
-    """Samples per second of all replicas, without evaluations and saves. The first round sets everything up."""
+    """Samples per second of all replicas, without evaluations, saves and the first round, which includes set-up."""
     found = []
     for r in record.rounds[1:]:
         seconds = r["seconds"] - r["time"]["other"]
@@ -47,8 +47,8 @@ def replicas(record: Record, model: int = 0) -> int:
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """Fewer points of the same shape: of each piece its lowest, its highest and one that is not finite, and the first
-    and last of all."""
+    """Drop points but keep the shape: the first and the last point, and of each piece the lowest, the highest and one
+    that is not finite."""
     if len(points) <= most:
         return points
     pieces, kept = most // 2, {0, len(points) - 1}
@@ -62,7 +62,7 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has used per round."""
+    """What one rank used per round."""
 
     rank: int
     time: dict[str, float]  # seconds
@@ -72,16 +72,16 @@ class Share:
 
     @property
     def own(self) -> float:
-        """Seconds in which it did not wait for others."""
+        """Seconds of its own work, without waiting for others."""
         return sum(self.time[kind] for kind in ("data", "forward_backward", "update"))
 
 
 def shares(record: Record) -> list[Share]:
-    """By rank. The totals of a rank begin again when its process does: the last one counts."""
+    """By rank. The totals of a rank restart with its process, so only the last process counts."""
     found = []
     for rank, lines in sorted(record.ranks.items()):
         last, first = lines[-1], lines[-1].get("first", {})
-        once = first if last["rounds"] > 1 else {}  # the first round sets everything up
+        once = first if last["rounds"] > 1 else {}  # the first round includes set-up
         rounds = max(last["rounds"] - bool(once), 1)
         time = {kind: max(last["time"].get(kind, 0.0) - once.get(kind, 0.0), 0.0) / rounds for kind in TIMES}
         sent = last["sent"] / max(last["rounds"], 1) if "sent" in last else None
@@ -90,13 +90,13 @@ def shares(record: Record) -> list[Share]:
 
 
 def of_step(used: Line, plan: Line, on_gpu: bool) -> int:
-    """Peak bytes to be compared with what was predicted: of a process, what it needs beyond what it held before its
-    first step, when the parameters were there already."""
+    """Peak bytes to compare with the prediction. Without a GPU, the peak is that of the whole process: subtract what it
+    held before its first step, except for the parameters."""
     return int(used["peak"] if on_gpu else used["peak"] - used.get("before", 0) + plan["bytes"]["parameters"])
 
 
 def stragglers(found: list[Share]) -> list[tuple[Share, float]]:
-    """Ranks for which the others wait, with how many times the median their own work takes; the slowest first."""
+    """Ranks that the others wait for, slowest first, with the ratio of their own work to the median of the others'."""
     if len(found) < 2:
         return []
     rest = {s.rank: [o.own for o in found if o.rank != s.rank] for s in found}
@@ -118,7 +118,7 @@ def counts(events: Iterable[Line]) -> Counter[str]:
 
 
 def summary(record: Record) -> dict[str, str]:
-    """The run in a few numbers, ready to be printed."""
+    """The run in a few numbers, ready to print."""
     start, rounds, drawn = record.starts[-1], record.rounds, curves(record)
     plan: Any = record.plans.get(0, {})
     found = {"model": f"{plan['name']}, {plan['parameters']:,} parameters"} if plan else {}

@@ -13,12 +13,12 @@ from fleetx.record.read import NotBegunError, Record, read
 from fleetx.report import compare, facts, sections, svg, usage
 from fleetx.report.style import STYLE
 
-LIVE = 5  # seconds between two times that a live page is written, and loaded again
+LIVE = 5  # seconds between rewrites of a live page, and between reloads
 _USE: tuple[tuple[str, Callable[[Record], str], Callable[[Sequence[Record]], str]], ...] = (
     ("Where the time of an update goes", sections.where_time_goes, compare.time),
     ("Memory", usage.memory, compare.memory),
     ("Network", usage.network, compare.network),
-)  # of one run, and of several side by side
+)  # for one run, and for several side by side
 _OF_A_RUN: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("One update", sections.one_step),
     ("Events", sections.events),
@@ -30,7 +30,7 @@ _OF_A_RUN: tuple[tuple[str, Callable[[Record], str]], ...] = (
 def write(
     folders: Sequence[str | Path], output: Path, *, live: bool = False, say: Callable[[str], object] = print
 ) -> None:
-    """Write the page of these runs. live: when all have begun, and again and again until all of them have ended."""
+    """Write the page of these runs. live: wait until all have begun, then rewrite it until all have ended."""
     waiting = False
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The parts of the page. Everything that comes from a record is escaped."""
+"""The sections of the page. Everything that comes from a record is escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleetx.record.schema import EVENTS, TIMES
 from fleetx.report import facts, svg, timeline
 from fleetx.report.svg import Series
 
-MOST_RANKS = 24  # bars; of more ranks, those that work longest are shown
+MOST_RANKS = 24  # bars; with more ranks, only those whose own work takes longest are shown
 _TITLES = {
     "loss": "loss", "rate": "learning rate", "norm": "norm of the gradient", "scale": "loss scale",
     "k": "k, updates between averages", "throughput": "samples per second", "sent": "bytes sent by rank 0",
@@ -38,7 +38,7 @@ def overview(records: Sequence[Record]) -> str:
 
 
 def keys_of(records: Sequence[Record]) -> list[str]:
-    """A letter for each run, to label it where its name has no room; a number, if there are too many."""
+    """A letter for each run, to label it where there is no room for its name; a number if letters run out."""
     return [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(records))]
 
 
@@ -54,7 +54,7 @@ def curves(records: Sequence[Record]) -> str:
 
 
 def _odd(series: Series, named: bool) -> str:
-    """What a curve cannot show."""
+    """Report values that a curve cannot show: those that are not finite."""
     odd = [x for x, y in series.points if not math.isfinite(y)]
     if not odd:
         return ""
@@ -71,7 +71,7 @@ def figure(key: str, title: str, picture: str, numbers: str, names: Sequence[str
 
 
 def _numbers(series: Sequence[Series]) -> str:
-    # Exactly as in the record, so that nobody must trust the picture.
+    # Exactly as in the record, so that nobody has to trust the plot.
     rows = [
         [*([s.name] if len(series) > 1 else []), f"{x:g}", repr(y)] for s in series for x, y in svg.thinned(s.points)
     ]
@@ -112,7 +112,7 @@ def straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
     return f'<p>The others wait for:</p><ul class="stragglers">{"".join(said)}{more}</ul>'
 
 
-# Boxes of an update as it is planned: what happens, and the stages whose acts belong to it.
+# Boxes of a planned update: what happens, and the stages whose acts belong to it.
 _FLOW = (
     ("set-up, once", ("MODEL",)), ("forward", ("FORWARD",)), ("forward and backward in stages", ("SCHEDULE",)),
     ("backward", ("LOSS", "GATE")), ("between ranks", ("REDUCE", "WIRE")), ("gradient", ("GRADIENT",)),
@@ -121,7 +121,7 @@ _FLOW = (
 
 
 def planned_step(plan: dict[str, Any]) -> str:
-    """The boxes of an update in their order. Those that compute have a solid border, those that communicate dashes."""
+    """The boxes of an update, in order. Those that compute have a solid border, those that communicate a dashed one."""
     staged = any(stage == "SCHEDULE" for stage, *_ in plan["acts"])
     always = ("update",) if staged else ("forward", "backward", "update")
     boxes = []

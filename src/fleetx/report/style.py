@@ -1,4 +1,4 @@
-"""The style of the page: light or dark as the reader's system is, and from the width of a phone on."""
+"""The style of the page: light or dark like the reader's system, on any screen from the width of a phone."""
 
 _LIGHT = ("#1f6fb2", "#d1822b", "#3f8f4f", "#b0413e", "#7a5aa8", "#6b7280")
 _DARK = ("#63a8e6", "#e5a55d", "#76c288", "#e58381", "#b39ddb", "#a3abb8")

@@ -1,4 +1,4 @@
-"""Plots as SVG, 360 wide, to be read on a phone. Dashes and patterns tell series apart, not only colours."""
+"""Plots as SVG, 360 wide, readable on a phone. Dashes and patterns tell series apart, not only colours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Series:
 
 
 def curve(name: str, series: Sequence[Series]) -> str:
-    """Lines over rounds. Values that are not finite leave a gap, and a cross above it."""
+    """Lines over rounds. Values that are not finite leave a gap with a cross above it."""
     drawn = [Series(s.name, thinned(s.points)) for s in series]
     finite = [(x, y) for s in drawn for x, y in s.points if math.isfinite(y)]
     if not finite:
@@ -59,7 +59,7 @@ def curve(name: str, series: Sequence[Series]) -> str:
 
 
 def bars(label: str, rows: Sequence[tuple[str, Sequence[float]]], shown: Callable[[float], str]) -> str:
-    """A horizontal bar per row, of several pieces, with its total beside it."""
+    """A horizontal bar per row, made of several pieces, with its total next to it."""
     most = max((sum(values) for _, values in rows), default=0.0) or 1.0
     left = max(64.0, 14 + 6.2 * max((len(name) for name, _ in rows), default=0))
     right, height = 62, 22
@@ -100,7 +100,7 @@ def text(x: float, y: float, content: str, anchor: str, kind: str = "") -> str:
 
 
 def patterns() -> str:
-    """Fills that can be told apart in black and white; once per page."""
+    """Fills that can be told apart in black and white. A page needs them once."""
     marks = [
         "", '<path d="M0 6L6 0" class="hatch"/>', '<circle cx="3" cy="3" r="1.2" class="hatch-dot"/>',
         '<path d="M0 3H6" class="hatch"/>', '<path d="M0 0L6 6M0 6L6 0" class="hatch"/>',
@@ -115,7 +115,7 @@ def patterns() -> str:
 
 
 def scale(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Limits around these values, and round numbers between them."""
+    """Axis limits around these values, and round numbers for the ticks between them."""
     if high <= low:
         room = abs(low) / 10 or 1.0
         low, high = low - room, high + room
@@ -136,7 +136,7 @@ def _grid(ticks: Sequence[float], at: Callable[[float], float]) -> str:
 
 
 def labels(ticks: Sequence[float]) -> list[str]:
-    """With as many digits as it takes to tell them apart, if there is room: 7 letters."""
+    """With as few digits as keep the error below 1 % of the range, and at most 6: there is room for 7 characters."""
     room = abs(ticks[-1] - ticks[0]) / 100
     for digits in range(1, 7):
         shown = [_short(tick, digits) for tick in ticks]

@@ -20,7 +20,7 @@ LEGEND = ("data", "forward, F", "loss", "backward, B", "update", "waits, strateg
 
 
 def step(traces: list[Line]) -> str:
-    """Who computes and who waits, when. Ranks are placed by their own clocks."""
+    """When each rank computes and when it waits, by its own clock."""
     if not traces:
         return '<p class="none">No step has been traced yet: the third is the first.</p>'
     begin = min(t["t"] for t in traces)
@@ -55,12 +55,12 @@ def step(traces: list[Line]) -> str:
 
 
 def _tick(i: int, left: float, wide: float, y: float, label: str) -> str:
-    """The i-th of five under a time line. The outer ones stay inside the picture."""
+    """The i-th of five labels under a timeline. The outer ones are aligned to stay inside the picture."""
     return svg.text(left + wide * i / 4, y + 12, label if i else "0", ("start", *["middle"] * 3, "end")[i])
 
 
 def _visible(spans: list[list[Any]]) -> list[list[Any]]:
-    """Under a pipeline, its stages say more than the step around them."""
+    """Under a pipeline, hide the spans around its stages, which say more."""
     staged = any(lane == "stage" for lane, *_ in spans)
     return [span for span in spans if not (staged and span[1] in ("forward and backward", "forward", "loss"))]
 
@@ -72,7 +72,7 @@ def _fill(lane: str, what: str) -> int:
 
 
 def events(record: Record) -> str:
-    """The events of a run, where they happened in its time."""
+    """The events of a run on a time axis."""
     begin = record.starts[0]["t"]
     end = max([begin + 1e-3, *(line["t"] for line in (*record.rounds[-1:], *record.events))])
     kinds = [kind for kind in EVENTS if any(e["what"] == kind for e in record.events)]

@@ -1,4 +1,4 @@
-"""What a run has used: memory, as predicted and as measured, and the network."""
+"""What a run used: memory, as predicted and as measured, and the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleetx.record.read import Line, Record
 from fleetx.report import facts, svg
 from fleetx.report.sections import MOST_RANKS, table
 
-PIECES = ("parameters", "gradients", "optimizer", "kept")  # of the state, as drawn
+PIECES = ("parameters", "gradients", "optimizer", "kept")  # of the state, in the order drawn
 LEGEND = ("parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then")
 _WHOLE = "<p>Measured is the whole process, with Python and torch.</p>"
 _TENSORS = (
@@ -21,7 +21,7 @@ NO_PEAK = '<p class="none">Not measured yet.</p>'
 
 
 def measured(record: Record) -> tuple[Line, dict[int, Line]] | None:
-    """The plan of the first model, and the last line of each rank; None if it is too early."""
+    """The plan of the first model, and the last line of each rank; None if nothing is recorded yet."""
     plan, lines = record.plans.get(0), {rank: lines[-1] for rank, lines in sorted(record.ranks.items())}
     return (plan, lines) if plan and lines else None
 
@@ -31,12 +31,12 @@ def on_gpu(record: Record) -> bool:
 
 
 def state_of(plan: Line, lines: dict[int, Line]) -> dict[str, int]:
-    """Bytes of rank 0 by what they are for."""
+    """Bytes on rank 0, by purpose."""
     return {**plan["bytes"], "optimizer": lines.get(0, {}).get("optimizer", 0)}
 
 
 def predictions(plan: Line, lines: dict[int, Line]) -> dict[int, int]:
-    """By rank. Ranks with other stages of a pipeline predict for themselves; else rank 0 does it for all."""
+    """Peaks by rank. Ranks with other stages of a pipeline predict their own; otherwise rank 0 predicts for all."""
     own = {rank: line["predicted"] for rank, line in lines.items() if "predicted" in line}
     if "predicted" in plan:
         own[0] = plan["predicted"]

@@ -29,7 +29,7 @@ CONFIGS = "_configs"
 
 @cache
 def _attributes() -> dict[str, tuple[str, str, str]]:
-    """Every attribute of a strategy: its kind, the switch of its part, and the field of the part."""
+    """Map every attribute of a strategy to its kind, its part's switch, and the part's field."""
     found = dict.fromkeys(ignored.defaults(), ("ignored", "", ""))
     for switch, part in every().items():
         if not part.always:
@@ -118,7 +118,7 @@ class DistributedStrategy:
 
     # --- the plan --------------------------------------------------------------------------------
     def plan(self) -> Plan:
-        """The plan of all switches that are on, or one StrategyError with every problem of this strategy."""
+        """The plan of all switches that are on. Raises one StrategyError that lists every problem."""
         parts: list[Part] = []
         problems: list[str] = []
         for switch, part in every().items():
@@ -126,7 +126,7 @@ class DistributedStrategy:
             if part.always or self._switches.get(switch):
                 try:
                     made = settings.part()
-                    parts += [] if part.is_meta else [made]  # the parts that it will choose are not known yet
+                    parts += [] if part.is_meta else [made]  # a meta part has not chosen its parts yet
                 except StrategyError as error:
                     problems += error.problems
             elif settings.given and switch not in self._switches:
@@ -142,7 +142,7 @@ class DistributedStrategy:
         return plan
 
     def without_meaning(self) -> Iterator[tuple[str, str]]:
-        """Settings that are accepted because Paddle scripts set them, but have no effect here; each with the reason."""
+        """Settings accepted because Paddle scripts set them, but without effect here, each with the reason."""
         yield from ignored.reasons(self._ignored)
         for switch, settings in self._settings.items():
             for key in sorted(settings.given & set(settings.kind.no_meaning)):

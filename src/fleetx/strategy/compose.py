@@ -1,4 +1,4 @@
-"""Derive from what parts declare in which order they act, or why they do not work together."""
+"""Derive the order in which parts act, or why they do not work together, from what they declare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetx.strategy.part import Part
 from fleetx.strategy.settings import changed
 from fleetx.strategy.stage import Act, Fact, Stage, always
 
-Conflict = tuple[list[Act], str]  # the acts that do not go together, and a sentence
+Conflict = tuple[list[Act], str]  # the conflicting acts, and a sentence that says why
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Plan:
         return tuple(a for a in self.acts if a.stage is stage)
 
     def makes(self, fact: Fact) -> bool:
-        """Does an act make this fact true, if only for a while?"""
+        """Does any act make this fact true, even temporarily?"""
         return any(fact in act.claim.makes for act in self.acts)
 
     @property
@@ -50,14 +50,14 @@ def compose(parts: Iterable[Part]) -> Plan:
     conflicts: list[Conflict] = []
     for stage in Stage:
         here = [a for a in acts if a.stage is stage]
-        rivals = [a for a in here if a.call is not None]  # what torch does leaves room for another part
+        rivals = [a for a in here if a.call is not None]  # what torch does does not compete with a part
         if stage.solo and len(rivals) > 1:
             conflicts += _rivals(rivals, stage)
         for act in _ordered(here, facts, conflicts):
             conflicts += _objections(act, facts, acts)
             plan.append(act)
             known.append(facts)
-            # Where ranks exchange parameters, what happens on the wire says nothing about gradients.
+            # If ranks exchange parameters, a WIRE act does not touch gradients, so it makes no fact about them true.
             makes = act.claim.makes if stage is not Stage.WIRE or Fact.LOCAL not in facts else frozenset[Fact]()
             facts = (facts | makes) - act.claim.ends
     if conflicts:
@@ -70,7 +70,7 @@ def compose(parts: Iterable[Part]) -> Plan:
 
 
 def first(b: Act, a: Act, facts: Set[Fact]) -> bool:
-    """Must b run before a, within one stage that is entered with `facts`?"""
+    """Must b run before a, in a stage that starts with these facts?"""
     if a is b:
         return False
     ends_what_a_bars = b.claim.ends & a.claim.bars & facts
@@ -91,7 +91,7 @@ def _ordered(here: list[Act], facts: Set[Fact], conflicts: list[Conflict]) -> li
 
 
 def _rivals(here: list[Act], stage: Stage) -> Iterator[Conflict]:
-    """Why only one of these acts can be at this stage."""
+    """Why only one of these acts can run at this stage."""
     both = "both" if len(here) == 2 else "all"
     for decides in sorted({a.part.decides for a in here if a.part.decides}):
         same = [a for a in here if a.part.decides == decides]
@@ -118,14 +118,14 @@ def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflic
 
 
 def _instead(among: Iterable[Act]) -> str:
-    """What a part in the conflict can do in place of another one."""
+    """Alternatives to turning off one of the conflicting switches."""
     switches = {a.switch for a in among}
     found = [hint for a in among for switch, hint in a.part.instead.items() if switch in switches]
     return "".join(f", or {hint}" for hint in dict.fromkeys(found))
 
 
 def _settings(act: Act) -> str:
-    """What the user set, where the act depends on settings and not only on the switch."""
+    """The settings that the user changed, if the act depends on settings and not only on its switch."""
     given = changed(act.part) if act.claim.when is not always else ""
     return f" with {given}" if given else ""
 

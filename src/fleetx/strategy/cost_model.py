@@ -58,7 +58,7 @@ class Offer:
 
 @dataclass
 class CostTerms:
-    """Parts change it in any order, so each of them only multiplies, adds, or sets a term that no other part sets."""
+    """Parts change the terms in any order: each only multiplies, adds, or sets a term that no other part sets."""
 
     cluster: Cluster
     gradients: int  # bytes of all gradients
@@ -83,10 +83,10 @@ class CostTerms:
     bucket_copies: float = 0.0  # bytes read and written to copy gradients into buckets
     streamed: float = 0.0  # other bytes read and written per update
     streamed_per_step: float = 0.0
-    streamed_per_exchange: float = 0.0  # each time the ranks reduce
+    streamed_per_exchange: float = 0.0  # the same, each time the ranks reduce
     extra_bytes: int = 0  # memory on top of what the parts report in `keeps`; may be negative
 
     @property
     def replicas(self) -> int:
-        """How many ranks or pipelines take different batches."""
+        """How many ranks, or pipelines, train on different batches."""
         return self.cluster.ranks // self.stages

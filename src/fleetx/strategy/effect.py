@@ -1,6 +1,6 @@
-"""How a part is observed to act.
+"""How to observe that a part acts.
 
-Results that are right do not show it: a strategy that saves memory or network and does nothing gives the same numbers.
+Correct results do not show it: a strategy that saves memory or traffic gives the same numbers if it does nothing.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 class Effect:
     """A quantity of a training run that the part changes.
 
-    `acts` compares the run with the part and the same run without it, in the first and in the second half of the steps
-    from the third on. The quantities are those that `fleetx.verify.observe` counts per rank.
+    `acts` compares a run with the part to the same run without it, over the steps from the third on and over each half
+    of them. The quantities are those that `fleetx.verify.observe` counts per rank.
     """
 
     quantity: str
     acts: Callable[[float, float], bool]
-    sentence: str  # what is seen, such as "sends fewer bytes"
-    replicas: int = 1  # with fewer copies of the model there is nothing to see
-    acts_in_part: Callable[[float, float], bool] | None = None  # what is seen then; None: the same
+    sentence: str  # what is observed, such as "sends fewer bytes"
+    replicas: int = 1  # with fewer replicas there is nothing to observe
+    acts_in_part: Callable[[float, float], bool] | None = None  # replaces `acts` if `in_part`; None: the same
 
     def seen(self, on: float, off: float, *, in_part: bool) -> bool:
-        """Does the part act? in_part: only on some of what is counted."""
+        """Does the part act? in_part: it affects only some of what is counted."""
         return (self.acts_in_part or self.acts)(on, off) if in_part else self.acts(on, off)
 
 
 def less(quantity: str, sentence: str, *, than: float = 1.0, in_part: float | None = None) -> Effect:
-    """The quantity falls below this share of what it is without the part.
+    """The quantity falls below `than` times its value without the part.
 
-    in_part: the same for a part that only acts between groups of ranks, where the ranks of a group (shards, or a host)
-    also send to each other.
+    in_part: the factor for a part that acts only between groups of ranks (shards, or a host), whose ranks also send to
+    each other.
     """
 
     def below(limit: float) -> Callable[[float, float], bool]:
@@ -42,10 +42,10 @@ def less(quantity: str, sentence: str, *, than: float = 1.0, in_part: float | No
 
 
 def more(quantity: str, sentence: str, *, by: float = 0.0, replicas: int = 1) -> Effect:
-    """The quantity rises by more than this."""
+    """The quantity rises by more than `by`."""
     return Effect(quantity, lambda on, off: on > off + by, sentence, replicas)
 
 
 def differs(quantity: str, sentence: str, *, by: float = 1e-3) -> Effect:
-    """The quantity changes by more than this share."""
+    """The quantity changes by more than the fraction `by`."""
     return Effect(quantity, lambda on, off: abs(on - off) > by * abs(off), sentence)

@@ -101,7 +101,7 @@ def _step(plan: Plan) -> Table:
 
 
 def in_order(plan: Plan, replicas: int | None = None) -> Iterator[tuple[Stage, str, str]]:
-    """Each act of a step: its stage, its switch, and what it does and why there. replicas: if they are known."""
+    """Each act of a step: its stage, its switch, what it does, and why it runs there. replicas: None if not known."""
     for stage in Stage:
         for act in plan.at(stage):
             yield stage, act.switch, "; ".join(filter(None, [act.meaning, _reason(plan, act)]))
@@ -132,8 +132,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def render(table: Table, width: int | None = None) -> str:
-    """width: that of the terminal, if it is not given."""
+    """width: by default, the terminal's."""
     out = io.StringIO()
-    width = width or min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)  # wider lines would be broken anywhere
+    width = width or min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)  # the terminal would wrap wider lines
     Console(file=out, width=width, force_terminal=False, no_color=True).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

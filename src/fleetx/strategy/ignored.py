@@ -1,4 +1,4 @@
-"""Attributes of Paddle's strategy without a part: accepted with no effect, or an error that says why.
+"""Attributes of Paddle's strategy that have no part here: accepted without effect, or rejected with a reason.
 
 `execution_strategy` and `build_strategy` configure Paddle's graph executor, which fleetx does not have. Their fields
 are kept, compared and saved, and `explain` reports that they have no effect.
@@ -15,7 +15,7 @@ from typing import Any
 from fleetx.base.suggest import did_you_mean, shown
 from fleetx.errors import NOT_BUILT, StrategyError
 
-# Settings of Paddle's BuildStrategy before DistributedStrategy existed.
+# Settings that Paddle had on BuildStrategy before DistributedStrategy existed.
 _ON_THE_STRATEGY = (
     "fuse_all_reduce_ops",
     "hierarchical_allreduce_inter_nranks",
@@ -100,7 +100,7 @@ def defaults() -> dict[str, Any]:
 
 
 def checked(name: str, value: Any) -> Any:
-    """The value, if its type is that of the default; a record may be any object or dict with the same fields."""
+    """Return the value if its type matches the default's. A record may be any object or dict with the same fields."""
     default = _DEFAULTS[name][0]
     if isinstance(default, _RECORDS):
         return _record(name, default, value)
@@ -110,7 +110,7 @@ def checked(name: str, value: Any) -> Any:
 
 
 def reasons(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names whose value differs from the default, each with the reason why that has no effect."""
+    """The names whose value differs from the default, each with the reason why it has no effect."""
     return ((name, reason) for name, (default, reason) in _DEFAULTS.items() if values[name] != default)
 
 

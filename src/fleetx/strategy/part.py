@@ -1,7 +1,7 @@
 """A part is one technique: a frozen dataclass whose fields are its settings and whose marked methods are its acts.
 
 A part's file is its switch: `parts/gradient_merge.py` is turned on by `strategy.gradient_merge`, and its fields are
-the keys of `strategy.gradient_merge_configs`. There is no list to keep beside the folder.
+the keys of `strategy.gradient_merge_configs`. There is no separate list of parts to maintain.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from fleetx.engine.context import StepContext
     from fleetx.strategy.compose import Plan
 
-# A tuple of names is as good as a list; a bare string is not, because its letters would be taken for names.
+# A list or a tuple of names, but not a bare string, whose letters would be taken for names.
 Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 def _dtype_name(value: Any) -> Any:
-    """Short names, and torch.bfloat16 itself."""
+    """Accept short names, and dtypes such as torch.bfloat16 itself."""
     name = str(value).removeprefix("torch.")
     known = type(value).__name__ == "dtype" or value in list(_DTYPES)
     return _DTYPES.get(name, name) if known else value
@@ -46,7 +46,7 @@ Half = Annotated[Literal["float16", "bfloat16"], BeforeValidator(_dtype_name)]
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type) -> Any:
-    """Make a part of a class: frozen, its fields checked against their types and bounds, unknown keys rejected."""
+    """Turn a class into a part: frozen, its fields checked against their types and bounds, unknown keys rejected."""
     made: Any = pydantic_dataclass(
         cls, frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     )
@@ -64,24 +64,24 @@ class Part:
     # --- what the strategy asks -------------------------------------------------------------------
     # The attribute of DistributedStrategy that turns the part on, if it differs from the file's name.
     switch: ClassVar[str] = ""
-    # Attributes of DistributedStrategy that are fields of this part, if it has no `<switch>_configs`. If the part is
-    # always on, all of its fields are.
+    # For a part without `<switch>_configs`: the attributes of DistributedStrategy that set its fields. If the part is
+    # always on, every field is such an attribute.
     flat: ClassVar[Mapping[str, str]] = {}
     # Is the part always on, because it holds settings that concern every strategy?
     always: ClassVar[bool] = False
-    # Does the part stand for others, which are chosen when the model is known?
+    # Does the part stand for others, which are chosen once the model is known?
     is_meta: ClassVar[bool] = False
-    # Keys that a Paddle script may set and that have no meaning here, with the reason; `explain` lists them.
+    # Keys that Paddle scripts may set but that have no meaning here, with the reason; `explain` lists them.
     no_meaning: ClassVar[Mapping[str, str]] = {}
-    # Values that mean "not set", with what they do not do; `explain` lists them where they were given.
+    # Values that mean "not set", with what they do not do; `explain` lists them if the user gave them.
     means_unset: ClassVar[Mapping[str, tuple[Any, str]]] = {}
     # Settings at which training on one rank equals plain PyTorch bit for bit; None if there are none.
     neutral: ClassVar[Mapping[str, Any] | None] = None
     # Stages that torch takes over because of this part, with what it does there.
     done_by_torch: ClassVar[Mapping[Stage, str]] = {}
-    # What to change where this part divides the only replica of the model between all ranks.
+    # What to change to get several replicas, if this part divides the only one between all ranks.
     for_replicas: ClassVar[str] = ""
-    # What only one part can decide, where several would, to complete "both decide ...".
+    # What this part decides, if only one part can; completes "both decide ...".
     decides: ClassVar[str] = ""
     # Switches that do not work with this part, with what to do instead of turning one of them off.
     instead: ClassVar[Mapping[str, str]] = {}
@@ -93,17 +93,17 @@ class Part:
         return iter(())
 
     def beside(self, parts: Iterable[Part]) -> Part:
-        """This part as it acts together with these: with settings that depend on which of them are on."""
+        """This part, with any settings that depend on which other parts are on."""
         return self
 
     # --- what the engine asks ---------------------------------------------------------------------
     # Does the state belong to its rank, so that another rank cannot resume with it?
     per_rank_state: ClassVar[bool] = False
-    # Keys of the state that hold, by the name of a parameter, a tensor of what this rank holds of it. `fleet.save`
+    # Keys of the state that map a parameter's name to a tensor for the piece of it that this rank holds. `fleet.save`
     # writes them as it writes parameters, so any number of ranks, shards or stages can resume with them.
     per_parameter: ClassVar[tuple[str, ...]] = ()
-    # The same, where each rank keeps its own. Another number of ranks, shards or stages takes over the mean over those
-    # that held the same piece: what they would have sent later has the same mean.
+    # The same, but each rank has its own values. With another number of ranks, shards or stages, a piece gets the mean
+    # over the ranks that held it: what they would have sent later has the same mean.
     own_per_parameter: ClassVar[tuple[str, ...]] = ()
     # Does the part divide the model between ranks, so that state_dict() has only what this rank holds?
     divides: ClassVar[bool] = False
@@ -128,11 +128,11 @@ class Part:
         return 1
 
     def shards(self, world: World) -> int:
-        """Between how many consecutive ranks of these, which train the same stage, each parameter is divided."""
+        """How many consecutive ranks of `world`, whose ranks all train the same stage, share each parameter."""
         return 1
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        """The state that this part carries across steps. The engine makes, saves, loads and returns it."""
+        """The state that this part carries across steps: `ctx.state`. The engine creates, saves and loads it."""
         return {}
 
     def belongs_to_rank(self, state: Mapping[str, Any]) -> bool:
@@ -140,17 +140,17 @@ class Part:
         return self.per_rank_state and bool(state)
 
     def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What each of another number of ranks takes over of the states of those that saved, by rank.
+        """The state that every rank loads if the number of ranks has changed. `states`: those saved, by rank.
 
-        Parameters that differed are averaged. Tensors must not be changed: they are views into files.
+        Parameters that differed between ranks are averaged. Do not modify tensors: they are views into files.
         """
         return states[0]
 
     def drain(self, params: list[Tensor], ctx: StepContext, *, last: bool) -> None:
-        """Finish what is running in the background, for a checkpoint or (`last`) at the end. All ranks call it."""
+        """Finish background work, for a checkpoint or (`last`) at the end of training. All ranks call it."""
 
     def unfinished(self, ctx: StepContext) -> Iterator[str]:
-        """What a script that ends now without `fleet.flush()` leaves undone, to complete "the script ends ..."."""
+        """What a script leaves undone if it ends now without `fleet.flush()`; completes "the script ends ..."."""
         return iter(())
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
@@ -162,7 +162,7 @@ class Part:
         return None
 
     # --- what the planner asks --------------------------------------------------------------------
-    # Does the part change only this rank's forward, so that a step without other ranks shows its memory?
+    # Does the part change only this rank's forward, so that a step on a single rank shows how much memory it takes?
     changes_forward: ClassVar[bool] = False
     # Does the part cut the forward into segments that are recomputed?
     segments: ClassVar[bool] = False
@@ -173,7 +173,7 @@ class Part:
         return iter(())
 
     def cost(self, terms: CostTerms) -> None:
-        """Add what this part costs per update. What changes the forward is measured instead."""
+        """Add what this part costs per update. Changes to the forward are measured instead."""
 
     def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
         """Bytes kept from step to step, apart from gradients and the optimizer's state."""
@@ -186,12 +186,12 @@ class Part:
     example: ClassVar[Mapping[str, Any]] = {}
     # Settings that add conflicts with other strategies, which verify lists.
     other_examples: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    # Settings, on top of `example`, at which the part loses nothing in verify's model; None if `example` does not
-    # either, or if verify's oracle rounds as the part does.
+    # Settings, on top of `example`, at which the part loses nothing in verify's model; None if `example` itself loses
+    # nothing, or if verify's oracle rounds as the part does.
     lossless: ClassVar[Mapping[str, Any] | None] = None
-    # How far off its rounding may lead as it acts, as a share of the distance trained.
+    # How far its rounding may move the result, as a fraction of the distance trained.
     rounding: ClassVar[float] = 0.0
-    # How many times larger the rounding of another part may become in its update.
+    # By what factor its update may amplify the rounding of another part.
     amplifies: ClassVar[float] = 1.0
 
     # ----------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def claims(part: type[Part]) -> dict[str, Claim]:
 
 
 def name_of(part: type[Part]) -> str:
-    """The name of the part's file: its switch unless it says otherwise, and its card."""
+    """The name of the part's file, and of its card in `docs/parts`; also its switch, unless `switch` is set."""
     return part.__module__.rpartition(".")[2]
 
 
@@ -228,7 +228,7 @@ def settings_of(part: Part) -> dict[str, Any]:
     return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
 
 
-PARTS = "fleetx.parts"  # the one folder that is searched, not imported by name: a new part needs no list
+PARTS = "fleetx.parts"  # searched instead of imported by name, so that a new part needs no registration
 
 
 @cache
@@ -237,7 +237,7 @@ def every() -> dict[str, type[Part]]:
     folder = importlib.import_module(PARTS)
     found = {}
     for info in pkgutil.iter_modules(folder.__path__):
-        if info.name.startswith("_"):  # what several parts share
+        if info.name.startswith("_"):  # code that several parts share
             continue
         module = importlib.import_module(f"{PARTS}.{info.name}")
         mine = [

@@ -85,7 +85,7 @@ class Settings(MutableMapping[str, Any]):
         return f"{self._where()} has no {shown(key)}: {hint}"
 
     def _wrong(self, error: ValidationError) -> Iterator[str]:
-        reasons: dict[tuple[str, str], list[str]] = {}  # several, if a setting may have one of several types
+        reasons: dict[tuple[str, str], list[str]] = {}  # several if a setting accepts several types
         for e in error.errors():
             key = str(e["loc"][0])
             place = self._where(key) + "".join(f"[{i}]" for i in e["loc"][1:] if isinstance(i, int))

@@ -5,26 +5,26 @@ what it returns:
 
     stage      called                                      value -> result
     MODEL      once, at set-up                             model -> model, same parameters under the same names
-    FORWARD    each model(x)                               -> context manager; what it yields, if callable, is applied
+    FORWARD    each model(x)                               -> context manager; if it yields a callable, this is applied
                                                            to every output tensor
-    LOSS       each backward                               -> factor of the gradient that enters the model; what
-                                                           leaves through the inputs is divided by it again
+    LOSS       each backward                               -> factor for the gradient that enters the model; gradients
+                                                           of the inputs are divided by it again
     GATE       each optimizer.step(): does it update?      number of steps in this window -> bool
     REDUCE     each bucket, *while backward runs*          Bucket -> Future of its reduced buffer; without an act, the
                                                            ranks exchange gradients
     WIRE       each bucket of what the ranks exchange:     Outgoing -> Future of its mean over the ranks
                gradients, or parameters (`ctx.mean`)
-    GRADIENT   the gate is open, before the update         list of gradients -> None; `ctx.withhold_if` for a reason
-                                                           not to update
+    GRADIENT   the gate is open, before the update         list of gradients -> None; `ctx.withhold_if` can cancel the
+                                                           update
     UPDATE     once, at set-up                             optimizer -> optimizer
     PARAMETER  after each round                            list of parameters -> None
     SCHEDULE   replaces forward and backward               StepInput -> loss
 
-The list at GRADIENT has this rank's local part of each gradient that is not None, in the order of `param_groups`, to be
-changed in place. It can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
+The list at GRADIENT holds this rank's local part of each gradient that is not None, in the order of `param_groups`, to
+be changed in place. It can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
 
-What crosses the network is three questions with one answer each: *what* the ranks exchange (REDUCE), *how* it is coded
-(WIRE), and *along which path* (the Network, which acts at MODEL configure).
+Three questions, each with one answer, settle what crosses the network: *what* the ranks exchange (REDUCE), *how* it is
+encoded (WIRE), and *along which path* (the Network, which acts at MODEL configure).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stage(IntEnum):
 
     @property
     def because(self) -> str:
-        """Why only one can."""
+        """Why only one part can do it."""
         return _SOLO.get(self, ("", ""))[1]
 
 
@@ -152,9 +152,9 @@ def at(
 ) -> Callable[[Method], Method]:
     """Mark a method as an act: its stage, and the facts that it needs, bars, makes and ends.
 
-    because: why no code could work with the facts that it bars, if no act before it ends them.
+    because: why it could never work with the facts that it bars, unless an earlier act ends them.
     unbuilt: facts that it could work with, but does not yet.
-    when: a predicate on the part. If it is False, the act is not in the plan, such as at the neutral setting.
+    when: a predicate on the part. If it is False, for example at the neutral setting, the act is left out of the plan.
     replay: if False, a FORWARD context is not entered again when a piece of the forward is recomputed.
     """
 

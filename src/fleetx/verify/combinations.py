@@ -1,4 +1,4 @@
-"""Which combinations of strategies there are, how each is declared, and what is not built yet, as the errors say it."""
+"""Which combinations of strategies there are, how each is declared, and what the errors say is not built yet."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import Part, claims, defaults_of, every
 
 Switches = tuple[str, ...]
-_SOURCES = ("fleetx.parts", "fleetx.strategy", "fleetx.optim", "fleetx.base")  # of errors
+_SOURCES = ("fleetx.parts", "fleetx.strategy", "fleetx.optim", "fleetx.base")  # packages that raise errors
 
 
 def switches() -> list[str]:
-    """Every switch that acts by itself."""
+    """Every switch of a strategy that is built and not always on."""
     return [name for name, part in every().items() if claims(part) and not part.always]
 
 
 def combinations(largest: int, among: Sequence[str] = ()) -> Iterator[Switches]:
-    """The single strategies, pairs, triples ... of these switches; by default of all."""
+    """Nothing, single strategies, pairs, triples ... of these switches, by default of all."""
     for size in range(largest + 1):
         yield from itertools.combinations(among or switches(), size)
 
 
 def parts(chosen: Switches, *, lossless: bool = False) -> dict[str, Part]:
-    """These strategies with settings at which verify's model shows what they do, as they act together."""
+    """These strategies, with settings that make their effects visible on verify's model, adjusted to each other."""
     alone = {}
     for switch in chosen:
         kind = every()[switch]
@@ -39,7 +39,7 @@ def parts(chosen: Switches, *, lossless: bool = False) -> dict[str, Part]:
 
 
 def declared(chosen: Switches, full: Switches = (), *, lossless: bool = False) -> dict[str, Any]:
-    """The arguments of DistributedStrategy. full: a larger combination, whose settings to use."""
+    """The arguments of DistributedStrategy. full: a larger combination to take the settings from."""
     acting = parts(full or chosen, lossless=lossless)
     out: dict[str, Any] = {}
     for switch in chosen:
@@ -60,13 +60,13 @@ def refusals(strategy: dict[str, Any]) -> list[str]:
 
 
 def kind_of(problems: Sequence[str]) -> str:
-    """Are these strategies a contradiction, or only not built yet?"""
+    """Whether the problems are a contradiction ("refused"), or only not built yet ("unbuilt")."""
     return "unbuilt" if all(NOT_BUILT in problem for problem in problems) else "refused"
 
 
 # --- what is not built yet ------------------------------------------------------------------------
 def unbuilt_beside_others() -> Iterator[str]:
-    """Settings that raise an error together with another strategy, where the switch alone does not."""
+    """Settings that raise an error with another strategy, although the switch itself works with it."""
     for switch, part in every().items():
         for settings in part.other_examples:
             mine = dict(settings) if part.always else {switch: dict(settings)}
@@ -79,12 +79,12 @@ def unbuilt_beside_others() -> Iterator[str]:
 
 
 def unbuilt_messages() -> Iterator[str]:
-    """Every message in the sources that says so, with <...> for what it inserts."""
+    """Every message in the sources that says "not built yet", with <...> for inserted values."""
     found = set()
     for place in _SOURCES:
         spec = importlib.util.find_spec(place)
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-            for path in (p for p in Path(folder).rglob("*.py") if p.name != "compose.py"):  # pairs, listed above
+            for path in (p for p in Path(folder).rglob("*.py") if p.name != "compose.py"):  # its pairs are listed above
                 found |= {
                     " ".join(_text(node).split())
                     for node in ast.walk(ast.parse(path.read_text()))

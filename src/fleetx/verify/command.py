@@ -23,7 +23,7 @@ from fleetx.verify.ranks import RankError
 
 
 def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
-    """Judge them all, show progress, write the reports. Returns whether nothing failed."""
+    """Judge all combinations, show progress and write the reports. Returns whether nothing failed."""
     known = every_switch()
     for name in among:
         if name not in known:
@@ -60,7 +60,7 @@ def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
 
 
 def own_model(where: str, switches: tuple[str, ...], options: Mapping[str, Any]) -> bool:
-    """Verify the user's model, and say what was found. Returns whether all of it is right."""
+    """Verify the user's model and print the findings. Returns whether everything is right."""
     ranks = options["nproc_per_node"] or 2
     _check_device(options["device"], ranks)
     if switches or options["size"]:

@@ -1,4 +1,4 @@
-"""Numbers and effects of one combination of strategies."""
+"""Check the numbers and effects of one combination of strategies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fleetx.verify.ranks import RankError, Ranks
 _FLOAT32 = ("amp", "dgc")  # strategies that only act on float32
 Results = list[dict[str, Any]]  # of one run, by rank
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-5}
-_NEXT = 2**-11  # from a float16 to the next one, of its value
+_NEXT = 2**-11  # from one float16 to the next, relative to its value
 
 
 @dataclass
 class Seen:
-    """One strategy in a combination: the quantity that shows it, with it and without it."""
+    """The effect of one strategy in a combination: the quantity that shows it, with and without the strategy."""
 
     sentence: str
     quantity: str
@@ -42,9 +42,9 @@ class Verdict:
     switches: Switches
     kind: str = "failed"  # equal, lossy, refused (a contradiction), unbuilt or failed
     reason: str = ""
-    error: float = 0.0  # distance to the oracle, as a share of the distance trained, at settings that lose nothing
+    error: float = 0.0  # distance to the oracle, as a share of the distance trained, at lossless settings
     bound: float = 0.0
-    acting_error: float = 0.0  # the same as the strategies act, where they round
+    acting_error: float = 0.0  # the same at lossy settings, if these have a bound
     acting_bound: float = 0.0
     ranks: int = 0
     dtype: str = ""
@@ -61,7 +61,7 @@ class Verdict:
 
 
 class Judge:
-    """Runs combinations on pools of two and four ranks, each run once."""
+    """Judges combinations on pools of two and four ranks. Equal runs happen only once."""
 
     def __init__(self, device: str = "cpu", pools: Mapping[int, Ranks] | None = None):
         self._device = device
@@ -115,11 +115,11 @@ class Judge:
         verdict.bound = _ROUNDING[dtype]
         casts = [switch for switch in chosen if every()[switch].lossless is None]
         cast = max((every()[switch].rounding for switch in casts), default=0)
-        if dtype is torch.float32 and cast:  # what float32 rounds differently may be cast to the next number
-            verdict.bound = rounding(casts) if rounding(casts) > cast else _NEXT  # another strategy may amplify that
+        if dtype is torch.float32 and cast:  # values that float32 rounds differently may be cast to neighbours
+            verdict.bound = rounding(casts) if rounding(casts) > cast else _NEXT  # others may amplify that
         lossless = [every()[switch] for switch in chosen if every()[switch].lossless is not None]
         lossy = bool(lossless or rounding(chosen))
-        if lossless and all(part.rounding for part in lossless):  # for others there is no bound as they act
+        if lossless and all(part.rounding for part in lossless):  # others have no bound at lossy settings
             acting = self._run(chosen, chosen, size, False)
             verdict.acting_error = distance(state(acting), wanted, model.state_dict())
             verdict.acting_bound = rounding(chosen)
@@ -152,7 +152,7 @@ class Judge:
 
 
 def key_of(strategy: Mapping[str, Any], full: Switches, dtype: torch.dtype, size: int) -> str:
-    """The same for equal runs. `full` decides only the optimizer, so most are the same for many combinations."""
+    """A key that is the same for equal runs. `full` only decides the optimizer, so many combinations share runs."""
     return repr((strategy, type(runs.optimizer_for(nn.Linear(1, 1), full)), dtype, size))
 
 
@@ -170,7 +170,7 @@ def observed(switch: str, on: Results, off: Results) -> Seen:
     )
     acts = None
     if 1 + max(r["replica"] for r in on) >= effect.replicas:
-        # It may stop acting in the middle. A half in which nothing is sent anyway shows nothing.
+        # Check both halves, because it may stop acting midway. A half with little to see even without it shows nothing.
         halves = [pair for pair in (early, late) if pair[1] >= total[1] / 10]
         groups = any(r["shard"] or r["inside"] > 1 for r in on)
         acts = all(effect.seen(*pair, in_part=groups) for pair in (total, *halves))
@@ -188,7 +188,7 @@ def quantities(results: Results, part: slice) -> dict[str, float]:
 
 
 def state(results: Results) -> dict[str, Tensor]:
-    """The whole model: stages of a pipeline hold different parameters, and rank 0 has the last word."""
+    """The whole model: pipeline stages hold different parameters. Of those that several ranks hold, rank 0's count."""
     return {name: tensor for result in reversed(results) for name, tensor in result["state"].items()}
 
 
@@ -211,13 +211,13 @@ def dtype_for(chosen: Switches) -> torch.dtype:
 
 
 def rounding(chosen: Iterable[str]) -> float:
-    """How far off the rounding of these strategies may lead together."""
+    """The largest error that the rounding of these strategies may cause together."""
     found = [every()[switch] for switch in chosen]
     return max((p.rounding for p in found), default=0.0) * max((p.amplifies for p in found), default=1.0)
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """How far the result is off, as a share of the distance that the parameters and buffers went."""
+    """How far off the result is, as a share of the distance that parameters and buffers have moved since `start`."""
     if missing := set(wanted) - set(found):
         raise RankError(f"no rank holds {', '.join(sorted(missing))}")
     wanted = {k: w for k, w in wanted.items() if w.is_floating_point()}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fleetx.base.seams import TorchDispatchMode, pytree
 from fleetx.comm import kernel
 
-FIRST = 3  # the step from which on quantities count: a strategy may stop acting after the first
+FIRST = 3  # count from this step on: a strategy may stop acting after the first
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sent_since(before: dict[int, int]) -> int:
-    """By connection: those of an earlier training may be closed meanwhile."""
+    """Count by connection, because those of an earlier run may have been closed since."""
     return sum(sent - before.get(inode, 0) for inode, sent in kernel.bytes_sent().items())
 
 
@@ -39,7 +39,7 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_COUNTED = ("calls", "half_outputs", "gradient_norm")  # while a step runs
+_COUNTED = ("calls", "half_outputs", "gradient_norm")  # counted while a step runs
 
 
 class Observer:
@@ -53,7 +53,7 @@ class Observer:
         averaged: Callable[[], AbstractContextManager[None]] | None = None,
         measured: Callable[[], int] | None = None,
     ):
-        """averaged: inside it the model has averaged parameters. measured: how often norms have been measured."""
+        """averaged: a context with averaged parameters. measured: returns how often norms have been measured."""
         self._model, self._device, self._averaged, self._measured = model, device, averaged, measured
         self._number = 0
         self._collectives = _Collectives()
@@ -117,7 +117,7 @@ class Observer:
         return 0 if self._measured is None else self._measured()
 
     def _behind(self) -> float:
-        """How far the average of the parameters is from them."""
+        """The distance between the parameters and their average."""
         if self._averaged is None:
             return 0.0
         now = [local(p.detach()).clone() for p in self._params()]

@@ -1,7 +1,7 @@
-"""The training that a strategy promises, in one process: plain PyTorch in float64, which knows nothing of fleetx.
+"""The training that a strategy promises, in one process: plain PyTorch in float64 that knows nothing about fleetx.
 
-Every virtual rank works on its share of each batch. There is one model, and its gradient is the mean over the shares.
-Each rank has its own model where they update on their own, and where a gradient is rounded on its way to the others.
+Each virtual rank works on its share of each batch. There is one model, whose gradient is the mean over the shares. Only
+if ranks update locally, or round a gradient on its way to the others, does each have its own model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 Batch = tuple[Tensor, Tensor]
 LossFn = Callable[[Tensor, Tensor], Tensor]
-Settings = Mapping[str, Mapping[str, Any]]  # of each strategy that is on, with all its settings
+Settings = Mapping[str, Mapping[str, Any]]  # all settings of each strategy that is on
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {
     "recompute", "use_hierarchical_allreduce", "quantized_allreduce", "amp", "dgc", "noise_scale",
 }  # fmt: skip
-# Of the others, the settings that are computed here, or that change no number.
+# For the others: the settings that are computed here, or that change no numbers.
 READS = {
     "adaptive_localsgd": {"init_k_steps", "begin_step", "max_k_steps", "overlap_share", "allow_single"},
     "clip": {"clip_norm"},
@@ -49,7 +49,7 @@ READS = {
     "sync_batch_norm": set[str](),
 }  # fmt: skip
 KNOWN = NEUTRAL | set(READS)
-AVERAGED = "averaged."  # what the names of averaged parameters begin with
+AVERAGED = "averaged."  # prefix of the names of averaged parameters
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
     flush: bool = False,
     schedule: Callable[[Optimizer], LRScheduler] | None = None,
 ) -> dict[str, Tensor]:
-    """The state of rank 0's model after training on all batches, and of its average if there is one.
+    """The state of rank 0's model after training on all batches, plus its moving average under `ema`.
 
     flush: at the end, update with what is left in the merge window, and average the ranks.
     schedule: makes a scheduler that is stepped after every batch.
@@ -128,7 +128,7 @@ def _group(settings: Settings, replicas: int) -> int:
 
 @contextmanager
 def _rates_scaled(optimizer: Optimizer, merge: Mapping[str, Any], merged: int) -> Iterator[None]:
-    """In a ramp-up, the rate may follow the batch."""
+    """During a ramp-up, the rate may follow the batch size."""
     share = merged / merge.get("k_steps", 1)
     factor = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[merge.get("rampup_lr", "none")]
     before = [group["lr"] for group in optimizer.param_groups]
@@ -165,7 +165,7 @@ def _forward_apart(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> lis
     outputs = []
     before: dict[nn.Module, dict[str, Tensor]] = {}
     for model, x in zip(models, inputs, strict=True):
-        if model in before:  # it begins with the buffers of the first rank, and what it makes of them is dropped
+        if model in before:  # begin with the buffers that the first rank had, and drop their changes
             outputs.append(functional_call(model, {name: b.clone() for name, b in before[model].items()}, x))
         else:
             before[model] = {name: b.clone() for name, b in model.named_buffers()}
@@ -174,7 +174,7 @@ def _forward_apart(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> lis
 
 
 def _forward_together(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Layer by layer on all ranks, because a BatchNorm sees the inputs of all."""
+    """Run layer by layer on all ranks, because BatchNorm sees the inputs of all of them."""
     sizes = [len(x) for x in inputs]
     if all(model is models[0] for model in models):
         return list(models[0](torch.cat(list(inputs))).split(sizes))
@@ -193,9 +193,9 @@ def _forward_together(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> 
 
 @torch.no_grad()
 def _reduce_in_half(models: Sequence[nn.Module], settings: Settings) -> None:
-    """Every model gets the mean of the gradients, which are cast before they are added, neighbours first."""
+    """Give every model the mean gradient. Gradients are cast first, then added in pairs of neighbours."""
     amp = settings.get("amp", {})
-    scale = amp["init_loss_scaling"] if amp.get("dtype") == "float16" else 1.0  # it does not change in a few steps
+    scale = amp["init_loss_scaling"] if amp.get("dtype") == "float16" else 1.0  # it does not change within a few steps
     for same in zip(*(m.parameters() for m in models), strict=True):
         grads = [p.grad * scale for p in same if p.grad is not None]
         mean = _mean_in_half(grads, len(models), settings) / scale if grads else None
@@ -222,7 +222,7 @@ def _rule(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callabl
     params = dict(model.named_parameters())
     names = {p: name for name, p in params.items()}
     states = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in params.items()}
-    steps = dict.fromkeys(params, 0)  # with a gradient, as torch's optimizers count them
+    steps = dict.fromkeys(params, 0)  # that had a gradient, as torch's optimizers count them
     matrices = _hidden_matrices(model) if "muon" in settings else []
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class _Follower:
 
 
 class _Average:
-    """When local updates are averaged, and how: fp16_allreduce casts what they have moved since the last average."""
+    """Decides when local models are averaged, and how: fp16_allreduce casts their changes since the last average."""
 
     def __init__(self, settings: Settings, model: nn.Module):
         self._adaptive = settings.get("adaptive_localsgd")

@@ -64,7 +64,7 @@ def make(where: str) -> Made:
 
 
 def _told(error: Exception) -> str:
-    """An error of the user's code, with the line that raised it."""
+    """An error in the user's code, with the line that raised it."""
     here, torchs = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith((here, torchs, "<"))]
@@ -73,7 +73,7 @@ def _told(error: Exception) -> str:
 
 
 def _try(where: str, made: Made, size: int) -> None:
-    """One step in this process, so that mistakes show without other ranks."""
+    """Run one step in this process, so that mistakes show up without other ranks."""
     model, x, y, loss_fn = copy.deepcopy(made[0]), *made[1:]
     if len(x) != len(y) or len(x) < size:
         raise UsageError(
@@ -92,7 +92,7 @@ def _try(where: str, made: Made, size: int) -> None:
 
 
 class NotComputableError(UsageError):
-    """The oracle does not know what this strategy leads to, so nothing can be said about it."""
+    """The oracle cannot compute the result of this strategy, so verify cannot judge it."""
 
 
 def check_computable(settings: Settings) -> None:
@@ -109,7 +109,7 @@ def check_computable(settings: Settings) -> None:
 
 
 def verify(where: str, strategy: DistributedStrategy, size: int, device: str) -> tuple[bool, list[str]]:
-    """Train with the strategy on `size` ranks. Is the result right, and what was found, in sentences?"""
+    """Train with the strategy on `size` ranks. Returns whether the result is right, and the findings as sentences."""
     settings = _settings(strategy)
     check_computable(settings)
     made = make(where)
@@ -141,7 +141,7 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
 
 
 def _acting(strategy: DistributedStrategy) -> dict[str, Any]:
-    """The strategy with the settings that its parts have because of each other, to leave one of them out."""
+    """The strategy, with settings that parts have because of each other made explicit, so that one can be left out."""
     out = copy.deepcopy(strategy.declared())
     for switch, settings in _settings(strategy).items():
         given = {} if every()[switch].flat else getattr(strategy, f"{switch}_configs")
@@ -168,7 +168,7 @@ def _lossless(declared: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _needs(switch: str) -> Mapping[str, Any] | None:
-    """Settings without which there is no bound for a model that verify does not know."""
+    """The lossless settings of a strategy that has no bound without them on a model that verify does not know."""
     part = every()[switch]
     return part.lossless if not part.rounding else None
 

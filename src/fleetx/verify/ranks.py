@@ -1,4 +1,4 @@
-"""A pool of ranks: starting one takes seconds (torch is imported again), a job milliseconds."""
+"""A pool of ranks, because starting a rank takes seconds (it imports torch), and a job milliseconds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ranks:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         if not all(process.is_alive() for process in self._processes):
             self._renew()
-        # As bytes: a pipe would share each tensor through a connection of its own.
+        # Sent as bytes, because a pipe would share each tensor through its own connection.
         message = _pack((job, args))
         for pipe in self._pipes:
             pipe.send_bytes(message)
@@ -83,7 +83,7 @@ class Ranks:
                     self._renew()
                     raise RankError(f"rank {rank} died") from None
                 if failed:
-                    self._renew()  # the others may wait for it in a collective
+                    self._renew()  # the others may be waiting for it in a collective
                     raise RankError(f"in rank {rank}:\n{payload}")
                 results[rank] = _unpack(payload)
         return [results[r] for r in range(self.size)]
@@ -93,7 +93,7 @@ class Ranks:
         self._start()
 
     def stop(self) -> None:
-        for process in reversed(self._processes):  # rank 0 last: it has the store, and the others would complain
+        for process in reversed(self._processes):  # rank 0 last: it hosts the store, which the others need
             process.kill()
             process.join()
 
@@ -111,7 +111,7 @@ def _serve(rank: int, size: int, port: int, device: str, pipe: Connection, befor
     dist.barrier()
     pipe.send((False, _pack(None)))
     gc.collect()
-    gc.freeze()  # what torch imported is no garbage: collections stay short
+    gc.freeze()  # excludes what torch imported, so that collections stay short
     while True:
         message = pipe.recv_bytes()
         if before is not None:

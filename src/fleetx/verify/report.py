@@ -79,7 +79,7 @@ def as_json(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
 
 
 def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
-    """The matrix, what each strategy is observed by, and the reasons of all pairs that raise an error."""
+    """The matrix, how each strategy is observed, and why pairs raise an error."""
     rows = matrix(verdicts)
     lines = [
         "# What combines with what",
@@ -109,7 +109,7 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
 
 
 def _exactness(verdicts: Sequence[Verdict]) -> list[str]:
-    """How near the runs came to the oracle, by what they were compared with."""
+    """How close the runs came to the oracle, by kind of comparison."""
     lines = [
         "## How near",
         "",

@@ -24,12 +24,12 @@ LR = 0.05
 
 
 class Stack(nn.Sequential):
-    """The model of verify: every strategy finds something to act on in it."""
+    """Verify's own model, in which every strategy has something to act on."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(8, WIDTH, bias=False)  # the norm would cancel a bias, and leave it a gradient of noise
+        self.first = nn.Linear(8, WIDTH, bias=False)  # the norm would cancel a bias, whose gradient would be noise
         self.norm = nn.BatchNorm1d(WIDTH)
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
         self.head = nn.Linear(WIDTH, 4)
@@ -62,9 +62,9 @@ def train(
     switches: Sequence[str],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Train on this rank's share. Returns what was counted, and what the model ended with.
+    """Train on this rank's share of the data. Returns what was counted, and the final state of the model.
 
-    A strategy that `fleet.distribute` rejects is {"refused": its problems}. Every other error is raised.
+    If `fleet.distribute` rejects the strategy, returns {"refused": its problems}. Every other error is raised.
     """
     reset()
     fleet.init()

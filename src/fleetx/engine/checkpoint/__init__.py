@@ -3,13 +3,13 @@
 manifest.py        the files of a checkpoint, their schema and hashes
 snapshot.py        what a rank has to save
 write.py, read.py  a checkpoint, written and read by all ranks together
-restore.py         the second half of a read: what is changed when all is checked
+restore.py         the second half of a read: applies the checkpoint once everything is checked
 chunks.py          any region of a tensor, from the pieces it was saved in
 loop.py            `fleet.checkpoints`
 term.py            SIGTERM
-branch.py          the same for a short run of `fleetx batch`
+branch.py          `fleet.checkpoints` in a short run of `fleetx batch`
 folders.py         the checkpoints under a root, which belongs to one run at a time
-back.py            back to the last checkpoint when the numbers went wrong
+back.py            restores the last checkpoint after numbers went wrong
 background.py      saving in another thread
 export.py          `fleet.export`
 tensor_file.py     safetensors

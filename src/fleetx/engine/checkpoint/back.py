@@ -1,6 +1,6 @@
-"""Back to the last good checkpoint after gradients that were not finite (`Checks(on_nonfinite="restore")`).
+"""Restore the last good checkpoint after gradients that were not finite (`Checks(on_nonfinite="restore")`).
 
-Model, optimizer, strategies and scheduler go back. Data, random numbers and the number of steps do not: the same
+Model, optimizer, strategies and scheduler are restored. Data, random numbers and the number of steps are not: the same
 samples would give the same gradients.
 """
 
@@ -20,9 +20,9 @@ class Back:
     def __init__(self, engine: Engine, extras: Extras):
         self._engine, self._extras = engine, extras
         self._to: Path | None = None  # the checkpoint that was restored last
-        self._updated = False  # since then?
+        self._updated = False  # was an update applied since then?
         self.reason = ""
-        self.wanted = False  # by this rank; where ranks update on their own, the others may not know
+        self.wanted = False  # by this rank; if ranks update on their own, the others may not know yet
         self.now = False  # all ranks know
         engine.restore = self._ask
 

@@ -1,4 +1,4 @@
-"""Save in the background: a copy at the time of the step, and a thread with a process group of its own."""
+"""Save in the background: copy at the time of the step, and write in a thread with its own process group."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fleetx.engine.checkpoint.snapshot import Piece, Snapshot
 from fleetx.engine.checkpoint.write import write
 
 log = logging.getLogger(__name__)
-NICE = 10  # of the thread that saves, and of those that it starts: a tenth of the weight of the training
+NICE = 10  # niceness of the saving thread and those that it starts: a tenth of the training's CPU weight
 
 
 class Saver:
-    """Saves in this thread, or (`asynchronous`) in another one. Every rank must make one and use it alike."""
+    """Saves in this thread, or (`asynchronous`) in another one. Every rank must make one and use it in the same way."""
 
     def __init__(self, world: World, *, asynchronous: bool):
         self._world = world
@@ -40,7 +40,7 @@ class Saver:
         return self._saving is not None and not self._saving.done()
 
     def make_room(self, pieces: Mapping[str, Piece]) -> None:
-        """Get the memory for the copies ahead of the first save: to touch it takes longer than to copy."""
+        """Allocate memory for the copies before the first save: touching it takes longer than copying."""
         if self._asynchronous:
             self._room = self._thread.submit(self._touch, dict(pieces))
 
@@ -49,7 +49,7 @@ class Saver:
             self._staging[name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype).zero_()
 
     def save(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
-        """done: what follows. It gets the name of a parameter that is not finite, so that nothing was saved, or ""."""
+        """done: called afterwards, with the name of a parameter that is not finite if that prevented saving, or ""."""
         self.wait()
         if not self._asynchronous:
             done(write(snapshot, folder, self._world, only_finite=True))
@@ -58,7 +58,7 @@ class Saver:
         self._saving = self._thread.submit(self._run, snapshot, folder, done)
 
     def _run(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
-        if sys.platform == "linux":  # where every thread has a priority of its own
+        if sys.platform == "linux":  # where every thread has its own priority
             least = os.getpriority(os.PRIO_PROCESS, 0)  # of the training; only root may go below it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(least, NICE))
         try:
@@ -81,7 +81,7 @@ class Saver:
         return room.copy_(t.detach())
 
     def check(self) -> None:
-        """Raise the failure of a save in the background."""
+        """Raise the error of a failed background save."""
         if not self.busy:
             self.wait()
 

@@ -1,6 +1,7 @@
-"""A short run that branches off a checkpoint, for `fleetx batch`: `fleet.checkpoints` becomes it.
+"""A short run that branches off a checkpoint, for `fleetx batch`: takes the place of `fleet.checkpoints`.
 
-It loads the newest checkpoint and saves none, records the loss of each step, and ends the script after so many steps.
+It loads the newest checkpoint but saves none, records the loss of each step, and ends the script after a given number
+of steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fleetx.errors import UsageError
 
 
 class Branch:
-    """Has what a loop uses of `Checkpoints`."""
+    """Implements what a loop uses of `Checkpoints`."""
 
     restored = None
 
@@ -64,7 +65,7 @@ class Branch:
             self._finish()
 
     def save(self, *, sync: bool = False) -> None:
-        """A branch leaves no checkpoint."""
+        """No-op: a branch leaves no checkpoint."""
 
     def close(self) -> None: ...
 

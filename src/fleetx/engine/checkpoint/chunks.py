@@ -57,8 +57,8 @@ class Chunks:
     def read(self, name: str, region: Region, out: Tensor, *, rank: int | None, mean: bool) -> None:
         """Copy a region into a tensor of its shape.
 
-        rank: prefer what this rank held. Where ranks held different values and none is preferred, take the mean of
-        theirs (`mean`, if it has one), or those of the first.
+        rank: prefer what this rank held. If ranks held different values and none is preferred, take their mean (`mean`,
+        for floating-point values), or the values of the first rank.
         """
         chunks = self._index.tensors[name].chunks
         if rank is not None:
@@ -114,7 +114,7 @@ def _overlap(a: Region, b: Region) -> list[tuple[int, int]] | None:
 
 
 def _any_overlap(regions: list[Region]) -> bool:
-    """Each is compared only with those that begin before it ends, along the dimension with the most beginnings."""
+    """Compares each only with those that begin before it ends, along the dimension with the most distinct offsets."""
     if len(regions) < 2:
         return False
     along = max(range(len(regions[0][0])), key=lambda d: len({offsets[d] for offsets, _ in regions}))
@@ -130,7 +130,7 @@ def _any_overlap(regions: list[Region]) -> bool:
 
 def _copy(part: Tensor, there: Tensor) -> None:
     for dim, (size, stride) in enumerate(zip(there.shape, there.stride(), strict=True)):
-        if size > 1 and not stride:  # expanded: these elements are one, and torch refuses to write to them
+        if size > 1 and not stride:  # expanded: these elements share memory, and torch refuses to write to them
             part, there = part.narrow(dim, 0, 1), there.narrow(dim, 0, 1)
     there.copy_(part)
 

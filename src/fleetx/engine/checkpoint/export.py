@@ -1,7 +1,7 @@
 """`fleet.export`: the model alone, as one safetensors file under torch's names, for other programs.
 
-Only the files that it writes are replaced, each by a rename when it is complete.
-Each rank writes what it holds into its place in the file, so no rank needs memory for the whole model.
+Each rank writes what it holds into its place in the file, so no rank needs memory for the whole model. Only the files
+that it writes are replaced in the folder, each by a rename when it is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def export(engine: Engine, folder: Path) -> None:
     described = together(world, folder, lambda: {name: _described(t) for name, t in mine.items()})
     header, places, total = _laid_out(described, _aliases(engine))
     token = on_first(world, folder, lambda: uuid.uuid4().hex[:8])
-    temporary = folder / f".export.{token}{SAVING}"  # inside: beside it may be another disk
+    temporary = folder / f".export.{token}{SAVING}"  # inside the folder: its parent may be on another disk
     try:
         on_first(world, folder, lambda: _begin(temporary, header, total))
         together(world, folder, lambda: check_shared(temporary, world))
@@ -49,7 +49,7 @@ def export(engine: Engine, folder: Path) -> None:
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-            with contextlib.suppress(OSError):  # it is not empty, so it was there before
+            with contextlib.suppress(OSError):  # it is not empty: it was there before
                 folder.rmdir()
         raise
 
@@ -73,7 +73,7 @@ def _aliases(engine: Engine) -> dict[str, list[str]]:
 def _laid_out(
     described: list[dict[str, list[Any]]], aliases: dict[str, list[str]]
 ) -> tuple[bytes, dict[str, list[int]], int]:
-    """The header, where each tensor begins in the file (once per name of it), and the size of the file."""
+    """The header, where each tensor begins in the file (once per alias), and the size of the file."""
     whole = {name: (dtype, shape) for rank in described for name, (dtype, _, _, shape) in rank.items()}
     names = {name: aliases.get(name, [name]) for name in whole}
     every = {alias: whole[name] for name in whole for alias in names[name]}
@@ -86,7 +86,7 @@ def _begin(temporary: Path, header: bytes, total: int) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError(f"{folder} is a file, but fleet.export writes a folder: choose another name, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f".export.????????{SAVING}"):  # of runs that were killed
+    for left in folder.glob(f".export.????????{SAVING}"):  # left by killed runs
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     with (temporary / MODEL).open("xb") as file:
@@ -117,7 +117,7 @@ def _finish(engine: Engine, temporary: Path, folder: Path) -> None:
     config: Any = getattr(engine.model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(temporary)
-    for path in sorted(temporary.iterdir()):  # one by one: what else is in the folder stays
+    for path in sorted(temporary.iterdir()):  # one by one: other files in the folder stay
         path.replace(folder / path.name)
     temporary.rmdir()
     sync(folder)

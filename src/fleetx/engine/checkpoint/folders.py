@@ -1,4 +1,4 @@
-"""The checkpoints under a root: which is the newest, which can go, and which run they belong to."""
+"""The checkpoints under a root: which is the newest, which can be removed, and which run they belong to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def candidates(root: Path) -> tuple[list[Path], list[str]]:
     for folder in sorted(set(map(_named, there))):
         place = place_of(folder)
         named = os.path.lexists(place / manifest.MANIFEST) and os.path.lexists(place / manifest.DIGEST)
-        ours = named or (folder.match(STEPS) and place.is_dir())  # also if it lost its manifest
+        ours = named or (folder.match(STEPS) and place.is_dir())  # even if it lost its manifest
         if place.is_symlink() or not ours:
             continue
         status = os.lstat(place)
@@ -52,13 +52,13 @@ def candidates(root: Path) -> tuple[list[Path], list[str]]:
 
 
 def _named(path: Path) -> Path:
-    """The name of a checkpoint, also if it was stepping aside for another when its run was killed."""
+    """The path of a checkpoint, even if it had been moved aside for another one when its run was killed."""
     name = path.name[1:].removesuffix(REPLACED)
     return path.with_name(name) if name and path.name == f".{name}{REPLACED}" else path
 
 
 def latest(root: Path, world: World) -> Path | None:
-    """The newest checkpoint of which every file is as it was written. world: the ranks that share the work."""
+    """The newest checkpoint whose files are all as they were written. world: the ranks that share the work."""
     found, _ = candidates(root)
     for folder in found:
         try:
@@ -76,14 +76,14 @@ def say_bad(folder: Path, error: CheckpointError, *, last: bool) -> None:
 
 
 def try_out(root: Path) -> str:
-    """Make a folder under the root, of a name that was never used, and return that name."""
+    """Make a folder under the root, with a name that was never used, and return that name."""
     name = f".try.{uuid.uuid4().hex[:8]}{SAVING}"
     (root / name).mkdir()
     return name
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what runs that were killed left behind. The root belongs to one run at a time."""
+    """Remove what killed runs left behind. The root belongs to one run at a time."""
     for left in root.glob(f".*{SAVING}") if root.is_dir() else ():
         shutil.rmtree(left, ignore_errors=True)
 
@@ -96,23 +96,23 @@ def prune(root: Path, keep: int, bad: Collection[str]) -> None:
             with contextlib.suppress(CheckpointError):
                 mine.append((manifest.read(folder).progress, folder))
     for _, folder in sorted(mine)[:-keep]:
-        gone = folder.with_name(f".{folder.name}.00000000{SAVING}")  # a half removed folder must not look like one
+        gone = folder.with_name(f".{folder.name}.00000000{SAVING}")  # a half-removed folder must not look like one
         shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
 # --- a root belongs to one run at a time: two would remove each other's checkpoints ------------------
-# The kernel holds the claim, as a lock of the folder, and drops it when the process ends, however it ends. Where the
-# file system has no such locks, as NFS, nothing is claimed.
+# The kernel holds the claim, as a lock on the folder, and drops it when the process ends, however it ends. If the file
+# system has no such locks, as on NFS, nothing is claimed.
 PATIENCE = 10.0  # seconds for a run that is ending
 _Folder = tuple[int, int]
-_held: dict[_Folder, int] = {}  # of this process: the open folder
+_held: dict[_Folder, int] = {}  # claimed by this process: the open folder
 _users: Counter[_Folder] = Counter()
 
 
 def claim(root: Path) -> _Folder | None:
-    """Raise an error if another process has claimed this folder. One process may do so more than once."""
+    """Claim a folder; raise an error if another process has claimed it. One process may claim it more than once."""
     handle = os.open(root, os.O_RDONLY)
     found = os.fstat(handle)
     folder = found.st_dev, found.st_ino

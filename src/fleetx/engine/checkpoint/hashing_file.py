@@ -1,8 +1,8 @@
 """A file that is hashed while it is written, and on disk when it is closed.
 
-A large one goes to the disk directly (O_DIRECT), from a buffer of its own. Otherwise the kernel would get memory for a
-copy of everything and write that back, which costs more than all else that a save does. Where a file system does not
-offer that, the file is written as any other.
+A large file is written directly to disk (O_DIRECT), from its own buffer. Otherwise the kernel would allocate memory for
+a copy of everything and write that back, which costs more than the rest of a save. If a file system does not support
+direct writes, the file is written like any other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-LARGE = 16 * 1024 * 1024  # bytes from which on a file is written directly
+LARGE = 16 * 1024 * 1024  # bytes: files of this size or more are written directly
 _PIECE = 8 * 1024 * 1024  # bytes that are written and hashed at a time
 _AHEAD = 48  # pieces that may be written before they are hashed
-_BLOCK = 4096  # bytes: what is written directly begins and ends at a multiple of it, in memory and in the file
+_BLOCK = 4096  # bytes: direct writes begin and end at multiples of this, in memory and in the file
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -44,7 +44,7 @@ class HashingFile:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         self._sha = hashlib.sha256()
         self._size = 0
-        self._buffer: mmap.mmap | None = None  # what is written directly
+        self._buffer: mmap.mmap | None = None  # for direct writes
         self._filled = 0
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="fleetx-hash")
         self._pending: deque[Future[None]] = deque()
@@ -57,7 +57,7 @@ class HashingFile:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
-            if len(self._pending) == _AHEAD:  # what waits to be hashed may be a copy
+            if len(self._pending) == _AHEAD:  # pieces that wait to be hashed may be copies, so limit them
                 self._pending.popleft().result()
             self._pending.append(self._hasher.submit(self._sha.update, piece))
             if self._buffer is None:
@@ -84,7 +84,7 @@ class HashingFile:
         while len(piece):
             assert self._buffer is not None
             room = np.frombuffer(self._buffer, np.uint8)[self._filled : self._filled + len(piece)]
-            np.copyto(room, np.frombuffer(piece[: len(room)], np.uint8))  # lets other threads run meanwhile
+            np.copyto(room, np.frombuffer(piece[: len(room)], np.uint8))  # releases the GIL
             self._filled, piece = self._filled + len(room), piece[len(room) :]
             if self._filled == _PIECE:
                 self._put(memoryview(self._buffer))
@@ -97,10 +97,10 @@ class HashingFile:
                 done += os.write(self._fd, piece[done:])
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._set_direct(False):
-                    raise  # else the file system needs other blocks, or the last write stopped inside of one
+                    raise  # else the file system needs other blocks, or the last write stopped inside one
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Returns whether this changed something."""
+        """Returns whether this changed anything."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         if bool(flags & _DIRECT) != wanted:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags ^ _DIRECT)
@@ -117,7 +117,7 @@ class HashingFile:
 
 
 def _start_writeback(fd: int, start: int, size: int) -> None:
-    """Let the disk begin, while more is written and hashed: then the fsync, which also reports failures, is short."""
+    """Start the disk while more is written and hashed, so that the fsync, which also reports failures, is short."""
     if _sync_file_range is not None and size == _PIECE:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
 

@@ -1,4 +1,4 @@
-"""`fleet.checkpoints`: a loop that resumes by itself, saves on schedule and when it is asked to end."""
+"""`fleet.checkpoints`: a loop that resumes by itself, and saves on schedule and when it is asked to end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from fleetx.errors import CheckpointError, UsageError
 
 log = logging.getLogger(__name__)
 
-_LOOK = 1.0  # seconds between two times that the ranks ask each other whether one is to end
-_MOST = 64  # steps between them
+_LOOK = 1.0  # seconds between checks whether any rank was asked to end
+_MOST = 64  # steps between them, at most
 
 
 class Checkpoints:
@@ -40,7 +40,7 @@ class Checkpoints:
         for step in fleet.checkpoints("run", every=100, steps=10_000):
             ...
 
-    or, where the loop is another one, with a call after each step:
+    or, in any other loop, with a call after each step:
 
         with fleet.checkpoints("run", every=100, loader=loader) as checkpoints:
             for batch in loader:
@@ -67,11 +67,11 @@ class Checkpoints:
         self._extras = extras
         self._bad: set[str] = set()
         self._due = False
-        self._roomy = not asynchronous  # is there memory for the copies?
+        self._roomy = not asynchronous  # is memory for the copies allocated?
         self._last = -1  # the step that was saved last
         self._newest = "none"  # the last good checkpoint
         self.resumed: Path | None = None  # the checkpoint that this run resumed from
-        self.restored: Path | None = None  # the one that it went back to, after numbers that went wrong
+        self.restored: Path | None = None  # the one that it restored after numbers went wrong
         self._release: Callable[[], object] = lambda: None
         self._resume()
         self._boundary: dict[str, Any] | None = None
@@ -83,11 +83,11 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Steps done so far."""
         return self._extras.step
 
     def __length_hint__(self) -> int:
-        """Steps that are left, for `fleet.progress`; 0 if nobody knows."""
+        """Steps that are left, for `fleet.progress`; 0 if unknown."""
         return max((self._steps or 0) - self.step, 0)
 
     def __iter__(self) -> Iterator[int]:
@@ -100,7 +100,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """After the last step, save it. After an error, only end what runs: other ranks may be elsewhere."""
+        """After the last step, save it. After an error, only end what is running: other ranks may be elsewhere."""
         if kind is None:
             try:
                 if self._last != self.step:
@@ -108,11 +108,11 @@ class Checkpoints:
             finally:
                 self.close()
         else:
-            with contextlib.suppress(Exception):  # of the background; it was logged
+            with contextlib.suppress(Exception):  # from the background; it was logged
                 self.close()
 
     def stepped(self) -> None:
-        """A step is done: save if it is time to, and end the process if one of the ranks got SIGTERM."""
+        """Call this after each step: saves if it is time to, and ends the process if any rank got SIGTERM."""
         self._saver.check()
         if not self._roomy:  # after the first step the optimizer has its state
             self._roomy = True
@@ -145,7 +145,7 @@ class Checkpoints:
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait for a save in the background, and give SIGTERM back."""
+        """Wait for a background save, and restore the SIGTERM handler."""
         self._back.close()
         self._term.restore()
         try:
@@ -161,14 +161,14 @@ class Checkpoints:
         if self.resumed is not None:
             self._last, self._newest = self.step, self.resumed.name
             current().note("resumed", self.resumed.name)
-        elif bad:  # to start from the beginning would end in pruning what may still be rescued
+        elif bad:  # starting from the beginning would in time prune what may still be rescued
             raise CheckpointError(
                 self._root,
                 f"no checkpoint there can be used: {'; '.join(bad)}. To start from the beginning, remove this folder",
             )
 
     def _check_root(self) -> None:
-        """Can rank 0 write there, and do the others see it? Better now than at the first save."""
+        """Check that rank 0 can write there and the others see it: better now than at the first save."""
         world, root = self._engine.world, self._root
         token = on_first(world, root, self._claimed)
         try:
@@ -183,7 +183,7 @@ class Checkpoints:
         return folders.try_out(self._root)
 
     def _go_back(self) -> None:
-        """The numbers went wrong: take the last good checkpoint. Steps, data and random numbers continue."""
+        """The numbers went wrong: restore the last good checkpoint. Steps, data and random numbers continue."""
         self._saver.wait()
         found, _ = self._try_each(self._back.read)
         self._back.done(found)
@@ -192,7 +192,7 @@ class Checkpoints:
         self._note_boundary()
 
     def _try_each(self, read: Callable[[Path], None]) -> tuple[Path | None, list[str]]:
-        """Read the newest checkpoint that is good. Returns it, and why others cannot be used."""
+        """Read the newest good checkpoint. Returns it, and why others cannot be used."""
         world, root = self._engine.world, self._root
         found, bad = on_first(world, root, self._candidates)
         for name in found:
@@ -214,21 +214,21 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> None:
         training = load(self._engine, folder, self._extras)
-        # With another number of steps per update, the same number of updates took another number of steps.
+        # If the number of steps per update has changed, the same updates correspond to a different number of steps.
         self._extras.step = self._extras.step * self._engine.window() // training.window
 
     def _note_boundary(self) -> None:
-        """What another number of ranks resumes from, if it finds a checkpoint from inside a merge window."""
+        """Note where a different number of ranks can resume, given a checkpoint from inside a merge window."""
         if self._engine.merged == 0:
             loader = self._extras.loader
             state = None if loader is None else loader.state_dict()
-            if self._engine.window() > 1:  # it may be the loader's own dict, which changes as the window goes on
+            if self._engine.window() > 1:  # it may be the loader's own dict, which changes during the window
                 state = copy.deepcopy(state)
             self._boundary = {"step": self.step, "loader": state}
 
     # --- saving -----------------------------------------------------------------------------------
     def _saved(self, folder: Path, poisoned: str) -> None:
-        """This one is there now. It may run in the background, while a later step waits to be saved."""
+        """Called after a save, possibly in the background while a later step waits to be saved."""
         first = self._engine.world.rank == 0
         if poisoned:
             if first:
@@ -245,7 +245,7 @@ class Checkpoints:
                 log.warning("%s: old checkpoints could not be removed: %s", self._root, error)
 
     def _skipped(self) -> bool:
-        """Is a save in the background still running on some rank, so that this one is left out?"""
+        """Is a background save still running on some rank, so that this one is skipped?"""
         if not self._skips:
             return False
         busy = torch.tensor([self._saver.busy], dtype=torch.uint8, device=self._engine.world.device)
@@ -255,7 +255,7 @@ class Checkpoints:
         return skip
 
     def _asked_to_stop(self) -> bool:
-        """Did some rank get SIGTERM? About once a second the ranks ask each other, all after the same step."""
+        """Did any rank get SIGTERM? The ranks ask each other about once a second, all after the same step."""
         if self.step < self._look_at:
             return False
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """The files of a checkpoint, their schema, and the check that none of them has changed since it was written.
 
     manifest.sha256          of manifest.json, in the format of sha256sum
-    manifest.json            size and sha256 of each of the following, and how far the training is
+    manifest.json            size and sha256 of each of the following, and how far the training has come
     training.json            what the ranks share: strategy, layout, the optimizer's groups, who wrote it
     index.json               which file has which piece of each tensor of the model and the optimizer
     rank-<n>.json            what belongs to one rank: state of the strategies, scheduler, loader, random numbers
@@ -55,12 +55,12 @@ class Manifest(Strict):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Grows with the training, also over other numbers of ranks, where an update takes another number of steps."""
+        """Grows with the training, even if the number of ranks changes, and with it the number of steps per update."""
         return self.round, self.step
 
 
 class Group(Strict):
-    """A group of the optimizer."""
+    """A param group of the optimizer."""
 
     params: list[str]
     options: dict[str, Any]
@@ -111,7 +111,7 @@ class RankState(Strict):
 
 
 class Clock(Strict):
-    """What `engine.state` saves: the shape of it, tensors apart."""
+    """The structure of what `engine.state` saves, apart from tensors."""
 
     version: Count
     round: Count
@@ -240,7 +240,7 @@ Document = TypeVar("Document", bound=Strict)
 
 
 def parsed(kind: type[Document], folder: Path, name: str) -> Document:
-    """A JSON file of the folder whose hash was checked."""
+    """A JSON file of the folder, whose hash must have been checked."""
     path = folder / name
     return checked(kind, path, _json(path, _content(path, MAX_JSON)))
 

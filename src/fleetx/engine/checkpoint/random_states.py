@@ -22,7 +22,7 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def check(saved: dict[str, Any]) -> None:
-    """Raise an error if these are not states. Nothing is changed."""
+    """Raise an error if these are not valid states. Nothing is changed."""
     random.Random().setstate(saved["python"])
     np.random.RandomState().set_state(_of_numpy(saved))
     torch.Generator().set_state(saved["torch"])

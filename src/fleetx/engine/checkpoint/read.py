@@ -63,7 +63,7 @@ def described(folder: Path) -> SavedTraining:
 
 
 def place_of(folder: Path) -> Path:
-    """A run that was killed while it replaced a checkpoint may have left only the old one, under another name."""
+    """Where a checkpoint is: a run killed while replacing it may have left only the old one, under another name."""
     aside = stepped_aside(folder)
     return aside if not os.path.lexists(folder) and aside.is_dir() else folder
 
@@ -120,7 +120,7 @@ def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTrainin
 
 
 def _state_of(folder: Path, chunks: Chunks, rank: int, *, copy: bool = True) -> dict[str, Any]:
-    """copy: the tensors; otherwise they are views into the file."""
+    """copy: copy the tensors; otherwise they are views into the file."""
     document = manifest.parsed(manifest.RankState, folder, manifest.rank_json(rank))
     path = folder / manifest.rank_json(rank)
     if document.rank != rank:
@@ -143,7 +143,7 @@ def _state_of(folder: Path, chunks: Chunks, rank: int, *, copy: bool = True) -> 
 
 @contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """What Python and torch say about data of another form than expected, as an error of this file."""
+    """Turn the errors of Python and torch about malformed data into an error about this file."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
@@ -153,7 +153,7 @@ def _said(path: Path) -> Iterator[None]:
 
 
 def _use_shared(state: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Other ranks than those that saved: only what was the same on all of them means something here."""
+    """For ranks other than those that saved: use only what was the same on all of those."""
     if any(other["loader"] != state["loader"] for other in others):
         raise UsageError(
             "this checkpoint was saved by another number of ranks, each of which had its own loader state, so no "
@@ -188,7 +188,7 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
 
 
 def _check_modules(engine: Engine, saved: dict[str, Any]) -> None:
-    """What modules keep besides tensors (get_extra_state)."""
+    """Check what modules keep besides tensors (get_extra_state)."""
     if odd := sorted(saved.keys() ^ snapshot.extra_states(engine).keys()):
         where = "the checkpoint" if odd[0] in saved else "the model"
         raise UsageError(f"only {where} has an extra state of {odd[0]!r}: build the model as in the saved run")
@@ -221,15 +221,15 @@ def _check_groups(engine: Engine, training: SavedTraining) -> None:
 
 
 def _kind(value: Any) -> str:
-    """Of an option, if its value can be of one kind only."""
+    """The kind of an option's value, or "" if it can be of several kinds."""
     if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
         return "number"
     return "tuple" if isinstance(value, tuple) else ""
 
 
-# --- what each rank has kept for itself of every parameter, for other ranks than those that saved ---
+# --- each rank's own state of every parameter, for ranks other than those that saved ---
 def _taken_over(engine: Engine, chunks: Chunks, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of the parts, given those of each rank that saved."""
+    """The states of the parts here, from those of each rank that saved."""
     found: dict[str, Any] = dict(states[0])
     for part in engine.plan.parts:
         if (key := key_of(part)) not in found:
@@ -251,7 +251,7 @@ def _mean_of(engine: Engine, chunks: Chunks, kept: Sequence[Mapping[str, Tensor]
 
 
 def _piece(here: Piece, regions: Mapping[int, Region], kept: Sequence[Tensor | None]) -> Tensor:
-    """A rank that has kept nothing counts as zero."""
+    """The mean over the ranks that saved; a rank that kept nothing counts as zero."""
     total = torch.zeros(here.whole, dtype=torch.float64)
     count = Counter(regions.values())
     for rank, t in enumerate(kept):

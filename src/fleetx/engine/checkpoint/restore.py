@@ -1,4 +1,4 @@
-"""The second half of a load: what was checked goes into the model, the optimizer and the objects of the loop."""
+"""The second half of a load: what was checked goes into the model, the optimizer and the loop's own objects."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Checked:
 
     training: SavedTraining
     chunks: Chunks
-    state: dict[str, Any]  # of the rank whose state this one takes over
+    state: dict[str, Any]  # of the rank whose state this one restores
     saved: Any  # what `engine.state` loads
-    same: bool  # are these the same ranks, so that each takes over its own state?
+    same: bool  # are these the same ranks, so that each restores its own state?
 
 
 @torch.no_grad()
 def restore(engine: Engine, found: Checked, extras: Extras) -> None:
     rank, state = engine.world.rank if found.same else None, found.state
-    for name in ("scheduler", "loader"):  # first, because objects of the user may refuse
+    for name in ("scheduler", "loader"):  # first, because the user's objects may raise an error
         if (owner := getattr(extras, name)) is not None:
             _give_back(name, owner, state[name])
     for name, (module, _) in snapshot.extra_states(engine).items():
@@ -68,7 +68,7 @@ def _give_back(name: str, owner: Any, saved: Any) -> None:
 
 
 def _strange(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Keys of another scheduler, which this one would silently take."""
+    """Keys of another scheduler, which this one would silently accept."""
     return sorted(key for key in saved.keys() - own.keys() if not key.startswith("_"))
 
 
@@ -80,7 +80,7 @@ def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) ->
 
 def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None:
     optimizer, chunks = engine.optimizer, found.chunks
-    declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's wins
+    declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's options win
     for group, saved, own in zip(optimizer.param_groups, found.training.groups, declared, strict=True):
         for key, value in tree.decode(saved.options, no_tensor).items():
             if isinstance(group.get(key), Tensor):
@@ -107,7 +107,7 @@ def _keys(chunks: Chunks) -> dict[str, list[str]]:
 
 
 def check_optimizer(chunks: Chunks) -> None:
-    """Raise ValueError if the state of the optimizer is not as it is saved."""
+    """Raise ValueError if the state of the optimizer does not have the form in which it is saved."""
     for name, keys in _keys(chunks).items():
         for key in keys:
             _plain(key)
@@ -122,7 +122,7 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
-    """What parts keep for each parameter."""
+    """Restore what parts keep for each parameter."""
     for start, (part, key) in snapshot.per_parameter(engine).items():
         saved = {n: p for n, p in snapshot.params(engine).items() if start + n in found.chunks}
         saved = {n: p for n, p in saved.items() if not found.chunks.lacked(start + n, n, rank)}

@@ -20,7 +20,7 @@ from fleetx.engine.engine import Engine
 from fleetx.engine.run import key_of
 from fleetx.errors import UsageError
 
-NUMBER, NONE = "#number", "#none"  # suffixes of keys of the optimizer whose values are not tensors
+NUMBER, NONE = "#number", "#none"  # suffixes of keys in the optimizer's state whose values are not tensors
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape
 
 
@@ -40,14 +40,14 @@ class Piece:
 
 @dataclass
 class Extras:
-    """What the loop wants to save and find again, besides the model and the optimizer."""
+    """What the loop saves and restores besides the model and the optimizer."""
 
     step: int = 0
     scheduler: Any = None
     loader: Any = None
     extra: Any = None
     loaded: Any = None  # the extra of the checkpoint that was loaded last
-    whole: bool = True  # a load without a scheduler or loader that was saved is a mistake
+    whole: bool = True  # is it a mistake to load without a scheduler or loader that was saved?
 
     def __post_init__(self) -> None:
         for name in ("scheduler", "loader"):
@@ -70,11 +70,11 @@ class Snapshot:
 
 
 def first_not_finite(trained: Mapping[str, Tensor]) -> str:
-    """The name of a trained parameter that is not finite, or "". Others may be meant: a mask can hold -inf."""
+    """The name of a trained parameter that is not finite, or "". Other tensors need not be: a mask can hold -inf."""
     for name, t in trained.items():
         if t.is_floating_point() and t.numel():
             t = t.float() if t.itemsize == 1 else t  # torch computes little in float8
-            # They need no memory, and are nan if any value is. vector_norm(t, inf) takes eight times as long.
+            # Needs no memory, and returns nan if any value is. vector_norm(t, inf) takes eight times as long.
             least, most = torch.aminmax(t)
             if not (least.isfinite() and most.isfinite()):
                 return name.removeprefix("model.")
@@ -190,7 +190,7 @@ def key_of_spelled(text: str) -> Any:
 
 
 def per_parameter(engine: Engine) -> dict[str, tuple[str, str]]:
-    """How the names begin of what parts keep for each parameter, with the part's key and that of its state."""
+    """What parts keep for each parameter: {prefix of its names: (key of the part, key in its state)}."""
     found = [(key_of(part), key) for part in engine.plan.parts for key in part.per_parameter]
     return {f"part.{part}.{key}.": (part, key) for part, key in found}
 
@@ -210,7 +210,7 @@ def piece(t: Tensor) -> Piece:
 
 
 def _offsets(t: Any) -> list[int]:
-    """Where the part of a DTensor that this rank holds begins."""
+    """Where this rank's part of a DTensor begins."""
     shape, offsets = seams.offsets(t.shape, t.device_mesh, t.placements)
     if tuple(shape) != tuple(seams.local_tensor(t).shape):
         raise UsageError(f"fleet.save cannot write a tensor that is divided as {t.placements}")

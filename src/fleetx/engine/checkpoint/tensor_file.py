@@ -58,7 +58,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
 def laid_out(
     tensors: Mapping[str, tuple[str, list[int]]], metadata: Mapping[str, Any] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """Of a file of tensors {name: (type, shape)}: its header, where each of them begins, in order, and its size."""
+    """The header of a file of tensors {name: (type, shape)}, where each of them begins, in order, and its size."""
     header = dict(metadata or {})
     starts: dict[str, int] = {}
     end = 0
@@ -88,7 +88,7 @@ class TensorFile:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise CheckpointError(path, "is too short for a safetensors file")
-            # A copy on write: torch warns about memory that it cannot write.
+            # Copy-on-write: torch warns about memory that it cannot write.
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         length = int.from_bytes(self._map[:8], "little")
         if length > min(MAX_HEADER, size - 8):

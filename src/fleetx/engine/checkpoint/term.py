@@ -1,7 +1,7 @@
-"""SIGTERM, by which a scheduler takes a machine away.
+"""SIGTERM, with which a scheduler reclaims a machine.
 
-Many schedulers send it to every process of a job. A rank notes it and saves after a step, for which it needs the
-workers of its loader: those that a DataLoader forks meanwhile obey only their parent.
+Many schedulers send it to every process of a job. A rank notes it and saves after a step. To finish that step it needs
+the workers of its loader, so workers that a DataLoader forks while `Term` is active obey only their parent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from types import FrameType
 from typing import Any
 
 STOPPED = 128 + signal.SIGTERM  # the exit code of a process that SIGTERM ended
-_AGAIN = 10.0  # seconds after which another SIGTERM is meant as one
-_LOOK = 1.0  # seconds between two looks of a forked child at its parent
+_AGAIN = 10.0  # seconds after which another SIGTERM ends the process at once
+_LOOK = 1.0  # seconds between a forked child's checks of its parent
 _SIGNALS = {signal.SIGTERM}
 _noticing: list[Term] = []
 
 
 class Term:
-    """Notices SIGTERM. Another one, later, ends the process at once; at the same time, a launcher may have passed on
-    what the scheduler sent to every process."""
+    """Notices SIGTERM. Another one ends the process at once, unless it comes soon after the first: then a launcher may
+    have passed on what the scheduler sent to every process."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -51,7 +51,7 @@ class Term:
 
 
 def _in_child() -> None:
-    """A forked child does not note it for a training that it does not have."""
+    """A forked child does not note SIGTERM, because it has no training to save."""
     if not _noticing:
         return
     before = _noticing[0].before
@@ -60,7 +60,7 @@ def _in_child() -> None:
     _noticing.clear()
     signal.signal(signal.SIGTERM, before)
     if hasattr(signal, "sigtimedwait") and _called_by("torch.utils.data.dataloader"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the worker will set a handler of its own, which ends it
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the worker will set its own handler, which would end it
         threading.Thread(target=_obey, args=(os.getppid(),), name="fleetx-sigterm", daemon=True).start()
 
 
@@ -69,7 +69,7 @@ def _called_by(module: str) -> bool:
 
 
 def _obey(parent: int) -> None:
-    """Wait for a SIGTERM of the parent, or for its end, and then end as torch's workers do."""
+    """Wait for a SIGTERM from the parent, or for its end, and then end as torch's workers do."""
     found = None
     while os.getppid() == parent and (found is None or found.si_pid != parent):
         found = signal.sigtimedwait(_SIGNALS, _LOOK)

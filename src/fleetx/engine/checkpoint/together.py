@@ -12,7 +12,7 @@ from fleetx.errors import CheckpointError, FleetxError, UsageError
 
 
 def together(world: World, folder: Path, work: Callable[[], Any]) -> list[Any]:
-    """Do this on every rank; returns the results, which must be JSON, by rank. A collective, also after an error."""
+    """Run `work` on every rank. Returns the results, which must be JSON, by rank. A collective, even after an error."""
     failure: Exception | None = None
     result: Any = None
     try:
@@ -35,7 +35,7 @@ def together(world: World, folder: Path, work: Callable[[], Any]) -> list[Any]:
 
 
 def on_first(world: World, folder: Path, work: Callable[[], Any]) -> Any:
-    """The same on rank 0 alone. Every rank gets its result."""
+    """Run `work` on rank 0 only. Every rank gets its result."""
     return together(world, folder, work if world.rank == 0 else lambda: None)[0]
 
 

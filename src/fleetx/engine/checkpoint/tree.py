@@ -1,4 +1,4 @@
-"""Nested containers as JSON, with their tensors beside it: what pickle would do, for plain data only.
+"""Nested containers as JSON, with their tensors stored separately: what pickle would do, for plain data only.
 
 tensor   {"$tensor": name, "$stride": [...] if it is not contiguous}
 tuple    {"$tuple": [...]}
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fleetx.errors import UsageError
 
-_DEEP = 100  # levels of plain data; as JSON they may be twice as many
-_BITS = 4096  # of a whole number; Python reads no longer ones than 14,000
+_DEEP = 100  # levels of plain data; in JSON, there may be twice as many
+_BITS = 4096  # of an integer; Python does not read more than about 14,000
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str, depth: int = 0) -> Any:
-    """Plain data for JSON; the tensors in it are added to `tensors`. where: for the message."""
+    """Plain data for JSON; the tensors in it are added to `tensors`. where: for error messages."""
     if depth > _DEEP:
         raise UsageError(f"{where[:40]} ... is nested more than {_DEEP} levels deep, which a checkpoint cannot hold")
     if isinstance(value, np.generic):
@@ -67,9 +67,9 @@ def _tensor(t: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def decode(value: Any, read: Callable[[str], Tensor], depth: int = 0) -> Any:
-    """The value again. Raises ValueError if this was not written by `encode`.
+    """The inverse of `encode`. Raises ValueError if `encode` did not write this value.
 
-    read: gives a tensor by its name, which is not copied.
+    read: returns a tensor by name; it is not copied.
     """
     if depth > 3 * _DEEP:
         raise ValueError("it is nested too deeply")
@@ -106,7 +106,7 @@ def _as_saved(t: Tensor, value: dict[str, Any]) -> Tensor:
 
 
 def _dense(shape: list[int], stride: Any) -> bool:
-    """Does a tensor with these strides have one place for each of its elements, and no others?"""
+    """Do these strides give each element of a tensor its own place in memory, without gaps?"""
     if not isinstance(stride, list) or len(stride) != len(shape) or not all(type(s) is int and s > 0 for s in stride):
         return False
     if 0 in shape:

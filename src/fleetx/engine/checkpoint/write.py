@@ -1,12 +1,12 @@
-"""Write a checkpoint: into a folder beside its place, which one rename then puts there.
+"""Write a checkpoint into a folder beside its destination, then rename it into place.
 
     1  rank 0 makes the folder
-    2  the ranks compare what they hold: a piece that several hold alike is written by one of them
+    2  the ranks compare what they hold: if several hold the same piece, one of them writes it
     3  each rank writes its files
     4  rank 0 writes the index and the manifest, syncs the folder and renames it: now the checkpoint exists
 
-A rank that fails in one phase makes all of them raise its error, and rank 0 removes the folder. A killed run leaves the
-folder behind, under a name that is never read; the next save removes it.
+If a rank fails in one phase, all of them raise its error, and rank 0 removes the folder. A killed run leaves the folder
+behind, under a name that is never read; the next save removes it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fleetx.engine.checkpoint.together import on_first, together
 from fleetx.errors import CheckpointError, UsageError
 
 SAVING = ".saving"  # suffix of a folder that is being written
-OURS = 0o775  # whatever the umask: a folder that every user can change is not read
+OURS = 0o775  # regardless of the umask: a folder that every user can change is not read
 _BLOCK = 1 << 15  # numbers that are hashed together
 
 
 def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool = False) -> str:
     """Every rank must call it. Returns the name of a parameter that is not finite, or "".
 
-    only_finite: leave no checkpoint if there is one.
+    only_finite: leave no checkpoint if there is such a parameter.
     """
     temporary = folder.with_name(on_first(world, folder, lambda: _begin(folder)))
     try:
@@ -65,7 +65,7 @@ def _begin(folder: Path) -> str:
     """Make the folder to write into, and return its name."""
     _check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{escape(folder.name)}.????????{SAVING}"):  # of runs that were killed
+    for left in folder.parent.glob(f".{escape(folder.name)}.????????{SAVING}"):  # left by killed runs
         shutil.rmtree(left, ignore_errors=True)
     made = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}{SAVING}")
     made.mkdir(OURS)
@@ -73,7 +73,7 @@ def _begin(folder: Path) -> str:
 
 
 def _check_place(folder: Path) -> None:
-    """Only a checkpoint may be replaced, never what else is there."""
+    """Only a checkpoint may be replaced, never anything else."""
     if folder.name in ("", ".."):
         raise UsageError(f"fleet.save({str(folder)!r}): a checkpoint needs its own folder: add a name for it")
     if not os.path.lexists(folder):
@@ -90,7 +90,7 @@ def _check_place(folder: Path) -> None:
 
 
 def check_shared(made: Path, world: World) -> None:
-    """made: a folder that rank 0 has just made, of a name that was never used."""
+    """made: a folder that rank 0 has just made, with a name that was never used."""
     if not made.is_dir():
         raise CheckpointError(
             made.parent,
@@ -136,7 +136,7 @@ def _multipliers() -> Tensor:
 
 
 def _share_out(described: Described) -> dict[tuple[int, str], int]:
-    """(rank, name) of each piece -> the rank that writes it: of those that hold it alike, the one with least to do."""
+    """(rank, name) of each piece -> the rank that writes it: of those that hold the same, the one with least to do."""
     holders: dict[tuple[Any, ...], list[int]] = {}
     for rank, pieces in enumerate(described):
         for name, [_, offsets, shape, _, _, found] in pieces.items():
@@ -199,4 +199,4 @@ def _commit(
     tensor_file.write_bytes(temporary / manifest.MANIFEST, content)
     tensor_file.write_bytes(temporary / manifest.DIGEST, manifest.digest_line(content))
     sync(temporary)
-    replace_folder(temporary, folder)  # `load` still finds what steps aside for it
+    replace_folder(temporary, folder)  # `load` still finds the old folder, moved aside

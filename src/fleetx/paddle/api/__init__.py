@@ -1,6 +1,6 @@
 """What `import paddle` gives when fleetx replaces it: the names that static Fleet scripts use.
 
-`fleet` and `optimizer` have files of their own. The other modules only hold names, all of which are listed here.
+`fleet` and `optimizer` have their own files. The other modules only hold names, which are all listed here.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
     "static",
 ]
 
-__version__ = "2.0.0"  # the version whose names these are, for scripts that check it
+__version__ = "2.0.0"  # the version that these names come from, for scripts that check it
 _static = False
 
 
 def enable_static(place: object = None) -> None:
-    """Programs run in both of Paddle's modes; for eager training use PyTorch."""
+    """Only affects in_dynamic_mode: programs run in both modes. For eager training, use PyTorch."""
     global _static
     _static = True
 
@@ -58,7 +58,7 @@ def in_dynamic_mode() -> bool:
 
 
 def seed(number: int) -> None:
-    """Seed the weights of applications that are created afterwards, and their dropout."""
+    """Seed the weights of applications created afterwards, and their dropout."""
     torch.manual_seed(number)
 
 
@@ -68,12 +68,12 @@ def is_compiled_with_cuda() -> bool:
 
 
 class EOFException(Exception):  # noqa: N818  Paddle's name
-    """Raised by readers inside a Paddle program. It is never raised here: a loader ends like any iterator."""
+    """In Paddle, raised by readers inside a program. Never raised here: a loader ends like any iterator."""
 
 
 # --- modules that only hold names -----------------------------------------------------------------
 def _module(name: str, **names: Any) -> ModuleType:
-    """Make a module that is imported like one with a file. Messages list its names, classes before functions."""
+    """Make a module that can be imported as if it had a file. Errors list its names, classes before functions."""
     module = ModuleType(f"{__name__}.{name}")
     module.__spec__ = ModuleSpec(module.__name__, None)
     vars(module).update(names, __all__=sorted(names, key=lambda each: (not each.isupper(), each.islower(), each)))
@@ -128,6 +128,6 @@ fluid = _module(  # Paddle before 2.0
     regularizer=_module("fluid.regularizer", L2Decay=L2DecayRegularizer, L2DecayRegularizer=L2DecayRegularizer),
 )
 
-# A name that one of these modules does not have raises an error that says why; fleet finds more names itself.
+# An unknown name in one of these modules raises an error that says why; fleet's own __getattr__ finds more names.
 for _name in [name for name in sys.modules if f"{name}.".startswith(f"{__name__}.")]:
     vars(sys.modules[_name]).setdefault("__getattr__", not_covered(_name))

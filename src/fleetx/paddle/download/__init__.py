@@ -7,8 +7,8 @@ remote       files of a remote folder: http(s) with urllib, everything else with
 fetch        one file: resumed, retried, its md5 checked
 unpack       one tar: into a temporary folder, then renamed into place
 folder       all files, in threads
-node         one process per node does the work, the others wait for its outcome; what the local folder remembers
-progress     a bar or a line now and then
+node         one process per node does the work, the others wait for its outcome; records in the local folder
+progress     a bar, or a line from time to time
 """
 
 from fleetx.errors import DownloadError

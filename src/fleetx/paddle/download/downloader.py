@@ -25,7 +25,7 @@ YamlPath = str | PathLike[str]
 
 
 class Downloader:
-    """Downloads the files that filelist.txt and meta.txt of a remote folder list, and unpacks the tars.
+    """Downloads the files listed in filelist.txt and meta.txt of a remote folder, and unpacks the tars.
 
     All workers of a node may call it, before or after fleet.init: one of them downloads, the others wait for it. Files
     that already exist with the right md5 are not downloaded again; an interrupted download is resumed.
@@ -44,9 +44,9 @@ class Downloader:
     ) -> str:
         """Download from `bos_path` of the yaml: http(s), or any address that fsspec can open. Returns local_path.
 
-        `fs_yaml`: a .yaml or .yml file, or the address of one. With `shard_num`, only every shard_num-th file of
-        filelist.txt, starting at number `shard_id`; every worker must then call this, and returns when all have their
-        files. `process_num`: how many files to download at once.
+        `fs_yaml`: a .yaml or .yml file, or the address of one. With `shard_num`, download only every shard_num-th
+        file of filelist.txt, starting at number `shard_id`. Every worker must then call this, and it returns when all
+        workers have their files. `process_num`: how many files to download at once.
         """
         return self._download(fs_yaml, local_path, shard_num, shard_id, process_num, config.BOS_KEYS, config.bos)
 
@@ -138,7 +138,7 @@ class _NamedDownloader(Downloader):
         self._fs_yaml = fs_yaml
 
     def download_from_bos(self, local_path: str = "./") -> str:  # type: ignore[override]
-        """Download FleetX's example of this data set, or what the yaml of the constructor names."""
+        """Download what the yaml passed to the constructor names, or FleetX's example of this data set."""
         return super().download_from_bos(self._fs_yaml or f"{_SITE}/{self.example}", local_path)
 
     def download_from_hdfs(  # type: ignore[override]

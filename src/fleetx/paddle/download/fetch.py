@@ -17,12 +17,12 @@ from fleetx.errors import DownloadError, UsageError
 from fleetx.paddle.download.remote import Remote, TransientError
 
 _CHUNK = 1 << 20
-_RESERVE = 64 << 20  # bytes of disk that a file of unknown length leaves free: it may have no end
-_PROGRESS = 1 << 20  # an attempt that gets this many bytes further than any before it is not counted as failed
+_RESERVE = 64 << 20  # bytes of disk to leave free when the length of a file is unknown: it may never end
+_PROGRESS = 1 << 20  # an attempt that gets this many bytes further than all before does not count as failed
 
 
 class AbortedError(Exception):
-    """The main thread was interrupted and the others end early. Does not leave this package."""
+    """The main thread was interrupted, so the others stop early. Never leaves this package."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Downloads files of one remote folder until `stop` is set. `on_bytes` is told how much of a file has arrived."""
+    """Downloads files of one remote folder until `stop` is set. Tells `on_bytes` how much of a file has arrived."""
 
     remote: Remote
     patience: Patience
@@ -54,7 +54,7 @@ class Fetcher:
     def fetch(self, name: str, part: Path, target: Path, *, md5: str | None = None) -> None:
         """Download to `part`, then rename to `target`.
 
-        A part is resumed only if there is an md5: without one, two versions of a file could be mixed unnoticed.
+        A part is resumed only if there is an md5: without one, two versions of a file could be mixed silently.
         """
         actual = None
         for _ in range(2):
@@ -82,7 +82,7 @@ class Fetcher:
                     message = f"gave up after {failures} attempts: {error}"
                     raise DownloadError(f"{self.remote.display(name)}: {message}") from None
             pause = self.patience.pause * 2 ** max(failures - 1, 0)
-            if self.stop.wait(pause * random.uniform(0.5, 1.0)):  # random: not all files at the same time
+            if self.stop.wait(pause * random.uniform(0.5, 1.0)):  # random, so that files are not all retried at once
                 raise AbortedError
 
     def _stream(self, name: str, part: Path, *, start: int) -> None:
@@ -118,7 +118,7 @@ def md5_of(path: Path, stop: threading.Event) -> str:
 
 
 def check_disk(folder: Path, needed: int, subject: str, *, hint: str = "") -> None:
-    """Raise an error if the disk has less than `needed` bytes left. `subject` is what needs them."""
+    """Raise an error if the disk has less than `needed` bytes left. `subject` begins the message: "a.tar needs"."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DownloadError(

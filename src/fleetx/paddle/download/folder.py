@@ -34,20 +34,20 @@ class Task(NamedTuple):
 
 
 class Folder:
-    """One run, in the only process that holds the lock of the folder."""
+    """One run, in the process that holds the folder's lock."""
 
     def __init__(self, local: Path, remote: Remote, *, patience: Patience, threads: int, bar: bool):
         self._local, self._threads, self._bar = local, threads, bar
         self._private = local / RECORDS
         self._stop = threading.Event()
         self._fetcher = Fetcher(remote, patience, self._stop)
-        self._owners: dict[str, str] = {}  # of each name: the list or the tar that it came from
+        self._owners: dict[str, str] = {}  # maps each name to the list or tar that it came from
         self._publishing = threading.Lock()
 
     def fill(self, *, shard_id: int, shard_num: int) -> None:
         """Download one shard of the files; all of them if `shard_num` is -1."""
         started = time.monotonic()
-        shutil.rmtree(self._private / "unpacking", ignore_errors=True)  # left by an interruption
+        shutil.rmtree(self._private / "unpacking", ignore_errors=True)  # left by an interrupted run
         everything = listing.read_filelist(*self._list(FILELIST))
         meta = listing.read_meta(*self._list(META))
         files = listing.shard(everything, shard_id=shard_id, shard_num=shard_num)
@@ -85,7 +85,7 @@ class Folder:
         self._fetcher.fetch(name, self._part(name), self._target(name))
 
     def _target(self, name: str) -> Path:
-        """Where a file belongs, unless a link that is there already leads out of the folder."""
+        """Where a file belongs. Raises an error if an existing link leads out of the folder."""
         target = self._local / name
         if not target.parent.resolve().is_relative_to(self._local.resolve()):
             raise DownloadError(
@@ -98,7 +98,7 @@ class Folder:
         return self._private / "parts" / name / md5
 
     def _record(self, file: ListedFile) -> Path:
-        """Where to remember what was unpacked."""
+        """Where to record what was unpacked."""
         return self._private / "unpacked" / f"{file.name}.json"
 
     def _check(self, file: ListedFile) -> Task:
@@ -112,7 +112,7 @@ class Folder:
             download = not unpacked
         else:
             download = md5_of(target, self._stop) != file.md5
-            if unpacked and not download:  # only its time stamp changed
+            if unpacked and not download:  # only the time stamp changed
                 write_record(path, {**record, "stat": _stat(target)})
         return Task(file, download, unpack=file.is_tar and (download or not unpacked))
 
@@ -121,7 +121,7 @@ class Folder:
         if task.download:
             part = self._part(file.name, file.md5)
             self._fetcher.fetch(file.name, part, target, md5=file.md5)
-            shutil.rmtree(part.parent)  # parts of other versions
+            shutil.rmtree(part.parent)  # removes parts of other versions
         if task.unpack:
             self._unpack(file, target)
 
@@ -141,7 +141,7 @@ class Folder:
         write_record(record, {"md5": file.md5, "stat": _stat(target), "members": members})
 
     def _check_disk(self, tasks: Sequence[Task]) -> int | None:
-        """Raise an error if the disk is too small. Return the bytes to download, if the server tells all lengths."""
+        """Raise an error if the disk is too small. Return the bytes to download, or None if a length is unknown."""
         missing = [task for task in tasks if task.download]
         told = self._each(lambda task: self._fetcher.remote.length(task.file.name), missing, _name)
         lengths = {task.file: length for task, length in zip(missing, told, strict=True) if length is not None}
@@ -155,7 +155,7 @@ class Folder:
         return sum(lengths.values()) if len(lengths) == len(missing) else None
 
     def _each(self, work: Callable[[In], Out], items: Sequence[In], name: Callable[[In], str]) -> list[Out]:
-        """Call `work` for each item, in parallel. All failures are reported together when the others are done."""
+        """Call `work` for each item, in parallel. Failures are reported together, when all items are done."""
         results = run_jobs(work, items, threads=self._threads, stop=self._stop)
         failed: dict[str, str] = {}
         for item, result in zip(items, results, strict=True):

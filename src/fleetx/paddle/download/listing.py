@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from fleetx.errors import DownloadError
 
 FILELIST, META = "filelist.txt", "meta.txt"
-RECORDS = ".fleetx-download"  # fleetx's own folder inside the local one: no downloaded name may be in it
+RECORDS = ".fleetx-download"  # fleetx's own folder inside the local one: downloads must not write to it
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Who waits for whom: the processes of a node for the one that does the work, all workers for the shards of all.
+"""Who waits for whom: the processes of a node wait for the one that downloads; with shards, all workers wait for all.
 
-On a node, the outcome is a success or an error. The lock is the kernel's (flock), so it ends with the process that
-holds it. The next process to get the lock takes over unless there is an outcome for it: one written while it waited, or
-one that its own run wrote before it started.
+On a node, the outcome is a success or an error. The lock is the kernel's (flock), so it is released when the process
+that holds it ends. The next process to get the lock takes over, unless there is already an outcome for it: one written
+while it waited, or one that its own run wrote before it started.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fleetx.errors import DownloadError, UsageError
 from fleetx.paddle.download.progress import say
 
 _POLL = 0.05
-_HEAD_START = 2.0  # seconds during which only the first worker starts: it is the one whose output a person sees
+_HEAD_START = 2.0  # seconds during which only the first worker may start: people see its output
 _SILENT = 5.0  # seconds before the first message about waiting; then one per minute
 
-_calls: Counter[Path] = Counter()  # in this process, by the path of their outcome
+_calls: Counter[Path] = Counter()  # number of calls in this process, by the path of their outcome
 
 
 def is_first_worker() -> bool:
@@ -73,7 +73,7 @@ def once_per_node(work: Callable[[], None], folder: Path, *, key: str, task: str
 
 
 def _run_id() -> str | None:
-    """What the workers of one start have in common; None without a launcher that sets it (torchrun sets "none")."""
+    """An id that the workers of one launch share; None if the launcher does not set one (torchrun sets "none")."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -87,7 +87,7 @@ def _wait(
     while True:
         now = time.monotonic()
         locked = now >= start and _try_lock(lock)
-        outcome = read_record(path)  # after the lock, because its last holder wrote it before releasing the lock
+        outcome = read_record(path)  # after locking: the last holder wrote it before it released the lock
         if is_ours(outcome):
             return outcome
         if locked:
@@ -125,7 +125,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(record))
 
 
-# --- all workers: a list names files of each shard ------------------------------------------------
+# --- all workers, because a list may name files of every shard -----------------------------------
 def with_all_workers(work: Callable[[], None]) -> None:
     """Call `work` on every worker and wait for the others. If it fails anywhere, every worker gets the error."""
     world = _world()
@@ -134,7 +134,7 @@ def with_all_workers(work: Callable[[], None]) -> None:
     error: BaseException | None = None
     try:
         work()
-    except BaseException as failure:  # whatever it is: the others wait for this worker
+    except BaseException as failure:  # whatever it is: the others are waiting for this worker
         error = failure
     errors = world.gather_json("" if error is None else str(error) or type(error).__name__)
     if error is not None:

@@ -1,4 +1,4 @@
-"""Show progress: a bar on a terminal, a line now and then in a log."""
+"""Show progress: a bar on a terminal, a line from time to time in a log."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Progress:
             self._bar.stop()
 
     def on_bytes(self, name: str, size: int) -> None:
-        """`size` bytes of the file have arrived: fewer than before if its download started again."""
+        """`size` bytes of the file have arrived: fewer than before if its download was restarted."""
         with self._lock:
             self._received += size - self._bytes.get(name, 0)
             self._bytes[name] = size
             self._show()
 
     def on_file(self) -> None:
-        """One more file is checked and, if it is a tar, unpacked."""
+        """Count one more file as checked and, if it is a tar, unpacked."""
         with self._lock:
             self._finished += 1
             self._show()

@@ -25,7 +25,7 @@ _NOT_READABLE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADire
 
 
 class TransientError(Exception):
-    """The connection failed and another attempt may succeed. Does not leave this package."""
+    """The connection failed, but another attempt may succeed. Never leaves this package."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Reply:
     total: int | None
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes; with read1, as soon as some have arrived, so that a stalled server costs none of them."""
+        """Read up to `size` bytes. read1 returns as soon as some arrive, so none are lost if the server stalls."""
         try:
             chunk: bytes = getattr(self.stream, "read1", self.stream.read)(size)
         except Exception as error:  # each file system has its own exceptions; the number of attempts is bounded
@@ -46,7 +46,7 @@ class Reply:
 
 
 def connect(address: Address, *, timeout: float) -> Web | FileSystem:
-    """Open a remote folder. `timeout`: seconds without a byte, over HTTP; fsspec's file systems have their own."""
+    """Open a remote folder. `timeout`: seconds without a byte, for HTTP only: fsspec's file systems have their own."""
     if split(address.url).scheme in ("http", "https"):
         return Web(address.url, timeout=timeout)
     return FileSystem(address)
@@ -67,7 +67,7 @@ def split_name(url: str) -> tuple[str, str]:
 
 # --- HTTP -----------------------------------------------------------------------------------------
 class _AnyStatus(request.HTTPErrorProcessor):
-    """Returns every response: urllib would raise errors, and follow a redirect from https to http."""
+    """Returns every response. By default, urllib raises errors, and follows redirects from https to http."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -85,7 +85,7 @@ class Web:
         self._timeout, self._headers = timeout, {"User-Agent": "fleetx"}
         if credentials:
             self._headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
-        https = request.HTTPSHandler(context=ssl.create_default_context())  # one for all files: it is slow to make
+        https = request.HTTPSHandler(context=ssl.create_default_context())  # one for all files: it is slow to create
         self._opener = request.build_opener(https, _AnyStatus())
 
     def display(self, name: str) -> str:
@@ -154,7 +154,7 @@ class Web:
 
 
 def _check_host(url: str, shown: str) -> None:
-    """Raise an error for link-local addresses: clouds serve the credentials of a machine there, nobody serves data."""
+    """Raise an error for link-local addresses: clouds serve a machine's credentials there, and nobody serves data."""
     with suppress(ValueError):
         if ipaddress.ip_address(split(url).hostname or "").is_link_local:
             raise DownloadError(

@@ -30,7 +30,7 @@ _DAMAGED = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, Val
 
 
 def unpack(tar: Path, temporary: Path, *, display: str, stop: threading.Event) -> Members:
-    """Unpack into the new folder `temporary`. One member that leaves the folder makes the whole tar an error."""
+    """Unpack into the new folder `temporary`. If one member leaves the folder, the whole tar is an error."""
     if not hasattr(tarfile, "data_filter"):
         raise DownloadError("unpacking needs tarfile's data filter: use Python 3.11.4 or newer")
     temporary.mkdir(parents=True)
@@ -44,7 +44,7 @@ def unpack(tar: Path, temporary: Path, *, display: str, stop: threading.Event) -
                     continue
                 name = _check(member, members, display=display)
                 if member.isreg():
-                    (temporary / name).unlink(missing_ok=True)  # in the tar twice: the later one counts
+                    (temporary / name).unlink(missing_ok=True)  # in the tar twice: the later one wins
                     check_disk(temporary, member.size, f"{display}: {member.name!r} needs")
                 archive.extract(member, temporary, filter="data")
                 members[name] = _on_disk(temporary / name)

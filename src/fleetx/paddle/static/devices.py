@@ -14,7 +14,7 @@ __all__ = ["CPUPlace", "CUDAPlace", "Place", "on_cpu", "say_once"]
 
 
 def on_cpu() -> bool:
-    """Like `fleet.device()`, but before `fleet.init`."""
+    """Whether this run uses the CPU. Unlike `fleet.device()`, it works before `fleet.init`."""
     kind = os.environ.get("FLEETX_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     return kind == "cpu"
 
@@ -30,7 +30,7 @@ class CPUPlace:
 
 @dataclass(frozen=True)
 class CUDAPlace:
-    """A GPU of this machine; the CPU if the worker trains on it."""
+    """A GPU of this machine, or the CPU if the worker trains on the CPU."""
 
     device_id: int = 0
 

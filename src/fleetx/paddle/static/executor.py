@@ -33,7 +33,7 @@ class Executor:
         return_numpy: bool = True,
         use_program_cache: bool = False,
     ) -> list[Any]:
-        """Run one training step of a main program, or a forward of a clone for test.
+        """Run one training step of a main program, or one forward pass of a test clone.
 
         fetch_list names outputs, inputs and parameters; parameters have their values after the step. The only scope is
         fluid.global_scope(). Without return_numpy the values are tensors.
@@ -89,7 +89,7 @@ def _names(program: Program, fetch_list: Any) -> list[str]:
 
 
 def _variables(program: Program, names: list[str]) -> dict[str, Variable]:
-    """Look the names up before anything is trained."""
+    """Look up the names, so that unknown ones raise an error before anything is trained."""
     variables = dict(zip(names, program.variables(names), strict=True)) if names else {}
     if training.is_pipelined(program.application):
         outputs = {variable.name for variable in program.outputs} - {program.application.loss.name}

@@ -16,14 +16,14 @@ from fleetx.errors import UsageError
 
 HOME = "fleetx.paddle.api"
 
-# The first match counts: longer names come first.
+# The first match counts, so longer names come first.
 _ALIASES = {
     "paddle.fluid.incubate.fleet.base": "fleetx.fleet.base",
     "paddle.distributed.fleet.base": "fleetx.fleet.base",
     "paddle.fleet.base": "fleetx.fleet.base",
     "paddle.distributed.fleet": f"{HOME}.fleet",
     "paddle": HOME,
-    "fleet_lightning": "fleetx",  # its former name
+    "fleet_lightning": "fleetx",  # FleetX's former name
 }
 
 
@@ -46,9 +46,9 @@ class Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{HOME}."):
-            # Not in `__getattr__` only: `from paddle.fluid import x` would drop its message.
+            # `__getattr__` alone is not enough: `from paddle.fluid import x` would drop its message.
             if PathFinder.find_spec(fullname, path) is None:
-                from fleetx.paddle import not_covered  # on first use: it loads torch
+                from fleetx.paddle import not_covered  # imported late, because it loads torch
 
                 raise ModuleNotFoundError(
                     not_covered.sentence(*fullname.rsplit(".", 1)), name=not_covered.shown(fullname)
@@ -84,19 +84,19 @@ class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # importlib has just replaced it
         if self._real.startswith(HOME) and not hasattr(module, "__path__"):
-            module.__path__ = []  # as if it were a package: then the finder is asked for its submodules
+            module.__path__ = []  # makes it a package, so that the finder is asked for its submodules
 
 
 # --- spawned processes ----------------------------------------------------------------------------
 class _Install:
-    """Installs when it is unpickled: before a spawned process reads the script again for its definitions."""
+    """Installs when it is unpickled, before a spawned process runs the script again for its definitions."""
 
     def __reduce__(self) -> Any:
         return _install_again, ()
 
 
 def _install_again() -> None:
-    install().announced = True  # by the parent process
+    install().announced = True  # the parent process has announced it
 
 
 _get_preparation_data = spawn.get_preparation_data

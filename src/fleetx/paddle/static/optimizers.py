@@ -27,9 +27,9 @@ class PaddleOptimizer:
     """What a script says about an optimizer. `minimize(loss)` assigns it to the program of the loss."""
 
     arguments: ClassVar[Mapping[str, Any]]
-    """Paddle's names in their order, with their defaults."""
+    """Paddle's argument names, in order, with their defaults."""
     also: ClassVar[Mapping[str, str]] = {}
-    """Other names that are accepted, {theirs: ours}."""
+    """Other accepted names, {theirs: ours}."""
     application: Application | None = None  # set by minimize
 
     def __init_subclass__(cls) -> None:

@@ -67,7 +67,7 @@ class PendingProgram:
 
 
 def bound(program: Any) -> Any:
-    """The program of a model, if this is a default program that was asked for earlier."""
+    """Resolve a default program that the script requested before there was a model."""
     return program.bound() if isinstance(program, PendingProgram) else program
 
 

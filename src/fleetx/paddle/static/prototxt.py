@@ -31,7 +31,7 @@ def _written(value: Any) -> str:
 
 
 def read(text: str) -> dict[str, Any]:
-    """What the text declares. Which fields are lists is known from the parts."""
+    """Parse the text. The parts determine which fields are lists."""
     tokens = _tokens(text)
     fields = dict(_fields(tokens, nested=False))
     return {name: _with_lists(name, value) for name, value in fields.items()}
@@ -81,7 +81,7 @@ def _value(name: str, word: str) -> Any:
 
 
 def _with_lists(name: str, value: Any) -> Any:
-    """A list of one is written like a single value."""
+    """Make lists of single values where a part expects one: the format writes a list of one like a single value."""
     part = every().get(name.removesuffix("_configs"))
     if part is None or not isinstance(value, dict):
         return value

@@ -85,7 +85,7 @@ def at(rate: Rate, runs: int) -> float:
 
 
 def arguments_of(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class that has a __signature__ was called with, by name, with the defaults."""
+    """The arguments of a call by name, including defaults, according to the class's __signature__."""
     try:
         bound = inspect.signature(kind).bind(*args, **kwargs)
     except TypeError as error:
@@ -101,7 +101,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_positive(**values: Any) -> None:
-    """Formulas divide by these."""
+    """Raise an error for values that a formula cannot divide by."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
             raise UsageError(f"{name} = {value!r}: must be a number above 0")

@@ -16,7 +16,7 @@ class L2Decay:
 
 
 class L2DecayRegularizer(L2Decay):
-    """With fluid's name of the argument."""
+    """L2Decay with fluid's argument name."""
 
     def __init__(self, regularization_coeff: float = 0.0):
         super().__init__(regularization_coeff)
@@ -53,5 +53,5 @@ def set_gradient_clip(clip: Any, param_list: Any = None, program: Any = None) ->
 
 
 def clip_for_all() -> Clip | None:
-    """What set_gradient_clip has set."""
+    """The clip that set_gradient_clip has set."""
     return _for_all

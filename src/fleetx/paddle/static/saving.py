@@ -1,6 +1,6 @@
 """fluid.io: parameters and buffers in one safetensors file, under Paddle's names and in its shapes.
 
-Paddle's own format is a program and one file per variable, which only Paddle reads.
+Paddle's own format is a program and one file per variable, which only Paddle can read.
 """
 
 from __future__ import annotations

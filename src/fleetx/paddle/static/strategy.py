@@ -1,6 +1,6 @@
-"""The strategy as Paddle scripts have it: that of fleetx.fleet, and the names of Fleet 1.x.
+"""The strategy that Paddle scripts use: that of fleetx.fleet, plus the names of Fleet 1.x.
 
-In Fleet 1.x a strategy was a BuildStrategy with a few switches; scripts went on to use those names with Fleet 2.
+In Fleet 1.x a strategy was a BuildStrategy with a few switches, and scripts kept using those names with Fleet 2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PaddleStrategy(strategy.DistributedStrategy):
         super().__init__(**declared)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OFF and value is False:  # it asks for nothing
+        if name in _OFF and value is False:  # turning off what is not supported is fine
             return
         if name in _GRAPH:
             setattr(self.build_strategy, name, value)
@@ -81,7 +81,7 @@ class PaddleStrategy(strategy.DistributedStrategy):
         return self._chosen[name] if name in _CHOICES else super().__getattr__(_RENAMED.get(name, name))
 
     def note(self, name: str, reason: str) -> None:
-        """Remember that something of this strategy has no effect; the script and `explain` are told."""
+        """Record that a setting has no effect. Reported to the script and by `explain`."""
         self._notes[name] = reason
 
     def without_meaning(self) -> Iterator[tuple[str, str]]:
@@ -95,7 +95,7 @@ class PaddleStrategy(strategy.DistributedStrategy):
         Path(path).write_text(prototxt.write(self.declared()), encoding="utf-8")
 
     def load_from_prototxt(self, path: str | Path) -> None:
-        """Set what the file says; the rest stays as it is. Unlike Paddle, a list replaces the one before."""
+        """Apply the settings in the file and keep all others. Unlike in Paddle, a list replaces the previous one."""
         from fleetx.paddle.static import prototxt
 
         try:
@@ -108,12 +108,12 @@ class PaddleStrategy(strategy.DistributedStrategy):
 
 
 def of_paddle(given: strategy.DistributedStrategy) -> PaddleStrategy:
-    """The strategy as one of a Paddle script."""
+    """Convert a strategy to a PaddleStrategy."""
     return given if isinstance(given, PaddleStrategy) else PaddleStrategy(**given.declared())
 
 
 def relax(declared: PaddleStrategy, recipe: PaddleOptimizer, application: Application, world: World) -> None:
-    """Leave out what Paddle lets pass and what does no harm, with a notice. `fleet.distribute` raises an error."""
+    """Drop harmless settings that Paddle accepts, with a notice, where `fleet.distribute` would raise an error."""
     for part in ("lars", "lamb"):
         if getattr(declared, part):
             _leave_out_patterns(declared, part, application)
@@ -129,7 +129,7 @@ def relax(declared: PaddleStrategy, recipe: PaddleOptimizer, application: Applic
         if (size := getattr(declared, name)) and size > largest:
             workers = f"{largest} worker{'s' if largest > 1 else ''}"
             declared.note(f"{name} = {size}", f"a node has {workers}, and each node is one group")
-            setattr(declared, name, 1)  # the default: as many as there are on a node
+            setattr(declared, name, 1)  # the default: all workers of a node
 
 
 def _leave_out_patterns(declared: PaddleStrategy, part: str, application: Application) -> None:

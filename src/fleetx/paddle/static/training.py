@@ -2,7 +2,7 @@
 
 minimize(loss)               `minimize`: record optimizer and strategy
 run of the startup program   `start`
-after both                   fleet.distribute; under `auto` at the first batch, which it measures with
+after both                   fleet.distribute; under `auto`, at the first batch, which it uses for measuring
 run of the main program      `step`
 """
 
@@ -46,7 +46,7 @@ class Training:
         self.recipe: PaddleOptimizer | None = None  # set by minimize
         self.strategy = PaddleStrategy()
         self.started = False
-        self.seed = 0  # from which the startup program drew the weights; 0 if it left them alone
+        self.seed = 0  # what the startup program drew the weights with; 0 if it left them alone
         self.optimizer: torch.optim.Optimizer | None = None  # set by fleet.distribute
 
     def __deepcopy__(self, memo: Any) -> Training:
@@ -68,7 +68,7 @@ def is_minimized(model: Any) -> TypeGuard[Application]:
 
 # --- minimize -------------------------------------------------------------------------------------
 def prepare_strategy(strategy: strategies.DistributedStrategy | None, clip: Clip | None) -> PaddleStrategy:
-    """Return a checked copy of the strategy, or of that of fleet.init, with the clipping of the optimizer."""
+    """Return a checked copy of the strategy, by default that of fleet.init, with the optimizer's clipping."""
     if strategy is not None and not isinstance(strategy, strategies.DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
     result = of_paddle(copy.deepcopy(strategy or current().strategy or PaddleStrategy()))
@@ -97,7 +97,7 @@ def init_single_worker() -> None:
 def minimize(
     loss: Variable, recipe: PaddleOptimizer, strategy: PaddleStrategy, only: Parameters, frozen: Parameters
 ) -> None:
-    """Record how to train the program of this loss: the parameters `only`, except those in `frozen`."""
+    """Record how to train the program of this loss: the parameters in `only`, except those in `frozen`."""
     if not isinstance(loss, Variable):
         raise UsageError(f"minimize takes the loss of an application, such as model.loss, not {loss!r}")
     application = loss.application
@@ -119,7 +119,7 @@ def minimize(
 
 
 def as_list(parameters: Any) -> list[Any] | None:
-    """A single name would be iterated by letters, a tensor by rows."""
+    """Raise an error for a single name, which would be iterated by letters, or a tensor, by rows."""
     if isinstance(parameters, str | Variable | Tensor):
         kind = type(parameters).__name__
         raise UsageError(f"parameters must be a list, not a single {kind}: write [...] around it")
@@ -177,7 +177,7 @@ def _distribute(application: Application, sample: dict[str, Tensor] | None = Non
     if state.optimizer is not None or recipe is None or not state.started or (measures and sample is None):
         return
     if strategy.auto and "pipeline" not in strategy.declared():
-        # The script has already divided its batches between the workers; stages of a pipeline would need the same ones.
+        # The script already gives each worker its own batches, but stages of a pipeline would need the same ones.
         strategy.pipeline = False
     application.to(fleet.device())
     params = [p for p in application.parameters() if p.requires_grad]
@@ -240,7 +240,7 @@ def step(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]
         fleet.forward_backward(feed, loss_fn=keep, model=application)
     state.optimizer.step()
     state.optimizer.zero_grad()
-    current().find(application).extra["runs"] = done + 1  # the rate moves with each run, merged or not
+    current().find(application).extra["runs"] = done + 1  # the rate changes with each run, merged or not
     return outputs
 
 
@@ -248,7 +248,7 @@ SCALARS = ("learning_rate_0", "scheduled_learning_rate", "loss_scaling_0")  # Pa
 
 
 def scalar(application: Application, name: str) -> Tensor:
-    """A number of the last run: the learning rate, or the loss scale of amp."""
+    """A value from the last run: the learning rate, or the loss scale of amp."""
     engine = current().find(application)
     if name != "loss_scaling_0":
         return torch.tensor(float(engine.optimizer.param_groups[0]["lr"]))
@@ -259,7 +259,7 @@ def scalar(application: Application, name: str) -> Tensor:
 
 
 def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run a forward and return the outputs of the application by name; of a pipeline, only its loss."""
+    """Run a forward pass and return the application's outputs by name; for a pipeline, only the loss."""
     out = forward(application, feed, pipelined=is_pipelined(application))
     if isinstance(out, Tensor):
         return {application.outputs[0]: out}
@@ -267,7 +267,7 @@ def evaluate(application: Application, feed: dict[str, Tensor]) -> dict[str, Ten
 
 
 def forward(model: nn.Module, inputs: Any, *, pipelined: bool) -> Any:
-    """Run a forward without dropout and without gradients. A pipeline returns only its loss."""
+    """Run a forward pass without dropout and without gradients. A pipeline returns only its loss."""
     training = model.training
     model.eval()
     try:

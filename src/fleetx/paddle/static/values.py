@@ -1,4 +1,4 @@
-"""Values: outputs of a run as numpy arrays, and parameters by Paddle's or torch's names, in the scope too."""
+"""Outputs of a run as numpy arrays; parameters by Paddle's or torch's names, also through the scope."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScalarArray(np.ndarray):
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    """Return a copy, which later steps do not change. bfloat16 becomes float32: numpy does not have it."""
+    """Return a copy, which later steps do not change. bfloat16 becomes float32, because numpy has no bfloat16."""
     plain = tensor.detach().to("cpu", torch.float32 if tensor.dtype is torch.bfloat16 else None)
     array: np.ndarray = plain.numpy().copy()
     return array if array.ndim else array.reshape(1).view(ScalarArray)
@@ -100,7 +100,7 @@ class ScopeVariable:
 
 class Scope:
     def var(self, name: str) -> ScopeVariable:
-        """Like find_var, but an unknown name is an error. Paddle creates a variable, which nothing would ever read."""
+        """Like find_var, but an unknown name is an error. Paddle creates a variable, which nothing here would read."""
         variable = self.find_var(name)
         if variable is None:
             programs.last_application().main_prog.variable(name)  # raises an error that suggests a known name
@@ -110,7 +110,7 @@ class Scope:
     def find_var(self, name: str) -> ScopeVariable | None:
         """Return None if there is no such parameter."""
         if len(_owners(name)) > 1:
-            gc.collect()  # models that only a reference cycle keeps alive
+            gc.collect()  # drops models that only a reference cycle keeps alive
         owners = _owners(name)
         if len(owners) > 1:
             kinds = " and ".join(type(owner).__name__ for owner in owners)

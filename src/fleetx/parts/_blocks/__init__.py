@@ -1,10 +1,10 @@
-"""Values in blocks of a few bits: one row of bytes per block, a scale and then the codes.
+"""Encode blocks of values in a few bits each: one row of bytes per block, a scale followed by the codes.
 
     scale   float32: the largest absolute value of the block, divided by the largest code
     codes   value / scale, rounded to an integer: -32767 to 32767 in 16 bits, -127 to 127 in 8 bits, -7 to 7 in 4 bits,
             two to a byte
 
-A block with a value that is not finite has a scale that is not finite, so every rank sees it.
+A block with a non-finite value has a non-finite scale, so every rank sees it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def row_bytes(block: int, bits: int) -> int:
 def encode(blocks: Tensor, bits: int, random: torch.Generator | None = None) -> Tensor:
     """(n, block) values -> (n, row_bytes) bytes.
 
-    random: round up or down at random, so that the mean over many roundings is the value; None: to the nearest.
+    random: round up or down at random, so that the expected result is the value; None: round to nearest.
     """
     noise = None
     if random is not None:
@@ -36,7 +36,7 @@ def encode(blocks: Tensor, bits: int, random: torch.Generator | None = None) -> 
         rows = _rows(blocks, bits)
         native.encode(blocks, bits, noise, rows, keep=False)
         return rows
-    # Divided in float32 and raised to a normal number, so that every device finds the same codes.
+    # Divide in float32 and avoid subnormal scales, so that every device finds the same codes.
     scales = blocks.abs().amax(1).float().div_(_LARGEST[bits]).clamp_(min=torch.finfo(torch.float32).tiny)
     codes = blocks.div(scales.unsqueeze(1))
     codes = codes.round_() if noise is None else codes.add_(noise).floor_()
@@ -47,7 +47,7 @@ def encode(blocks: Tensor, bits: int, random: torch.Generator | None = None) -> 
 
 
 def encode_in_place(blocks: Tensor, bits: int) -> Tensor:
-    """As `encode`, to the nearest. What is rounded off stays in the blocks."""
+    """Like `encode`, rounding to nearest. What is rounded off stays in the blocks."""
     if native.fits(blocks):
         rows = _rows(blocks, bits)
         native.encode(blocks, bits, None, rows, keep=True)
@@ -67,7 +67,7 @@ def decode(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_add(rows: Tensor, bits: int, out: Tensor) -> None:
-    """Add what the rows hold."""
+    """Add the decoded rows to `out`."""
     if native.fits(out):
         native.decode(rows.contiguous(), bits, out, add=True)
     else:
@@ -88,10 +88,10 @@ def _stored(bits: int) -> torch.dtype:
 
 
 class BlockLayout:
-    """Where each tensor of a bucket is in a matrix of blocks: each begins with a block of its own.
+    """Where each tensor of a bucket lies in a matrix of blocks.
 
-    So what a value is rounded to does not depend on which other tensors are in its bucket. The number of blocks is a
-    multiple of the number of ranks.
+    Every tensor starts a new block, so how a value is rounded does not depend on the other tensors of its bucket. The
+    number of blocks is a multiple of the number of ranks.
     """
 
     def __init__(self, sizes: Sequence[int], block: int, ranks: int):

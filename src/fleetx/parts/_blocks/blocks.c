@@ -1,6 +1,6 @@
-/* Blocks of fp32 values as rows of a few bits, and back. native.py calls it through ctypes; __init__.py describes a row
-   and does the same with torch, bit for bit. For that, it is compiled without contraction: a product that is then
-   subtracted is rounded first. */
+/* Encodes blocks of fp32 values as rows of a few bits, and decodes them. native.py calls this through ctypes;
+   __init__.py describes a row and does the same with torch, bit for bit. To match, this is compiled without FP
+   contraction: a product is rounded before it is subtracted. */
 
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 
 #define INLINED __attribute__((always_inline)) static inline
 
-enum { SCALE = 4, ENOUGH = 1 << 18 /* values that are worth another thread */ };
+enum { SCALE = 4, ENOUGH = 1 << 18 /* values that justify another thread */ };
 
 static const float TINY = 1.17549435e-38f;   /* the smallest normal number */
 static const float WHOLE = 12582912.f;       /* 1.5 * 2^23: adding it rounds a small number to an integer, ties to even */
@@ -24,7 +24,7 @@ static int threads_for(int64_t values, int threads) {
     return (int)(useful < threads ? useful : threads);
 }
 
-/* The largest magnitude. As integers, so that infinity and nan are largest. */
+/* The largest magnitude, compared as integers, so that infinity and nan are the largest. */
 INLINED float largest(const float *x, int64_t n) {
     uint32_t top = 0;
 #pragma omp simd reduction(max : top)
@@ -39,7 +39,7 @@ INLINED float largest(const float *x, int64_t n) {
     return found;
 }
 
-/* A code, still as a float. A value that is not finite, or in a block with such a scale, becomes 0: 0 * nan is nan. */
+/* A code, still as a float. In a block with a non-finite scale every code is 0, and decodes to nan as 0 * scale. */
 INLINED float code(float x, float scale, float most) {
     float y = x / scale;
     y = (y + WHOLE) - WHOLE;
@@ -56,10 +56,10 @@ INLINED float code_at_random(float x, float noise, float scale, float most) {
     return y == y ? y : 0.f;
 }
 
-/* `codes` holds n floats. keep: leave in x what is rounded off. */
+/* `codes` holds n floats. keep: leave what is rounded off in x. */
 CLONES static void encode_row(float *x, const float *noise, int64_t n, int bits, int keep, float *codes, uint8_t *row) {
     float most = bits == 16 ? 32767.f : bits == 8 ? 127.f : 7.f, scale = largest(x, n) / most;
-    scale = scale < TINY ? TINY : scale; /* a nan stays */
+    scale = scale < TINY ? TINY : scale; /* nan stays nan */
     memcpy(row, &scale, SCALE);
     row += SCALE;
     if (noise)
@@ -102,7 +102,7 @@ CLONES static void decode_row(const uint8_t *row, int64_t n, int bits, int add, 
         for (int64_t i = 0; i < n; i++) out[i] = codes[i] * scale;
 }
 
-/* `room` holds `block` floats per thread. noise: NULL to round to the nearest. */
+/* `room` holds `block` floats per thread. noise: NULL to round to nearest. */
 int fleetx_encode_blocks(float *x, const float *noise, int64_t rows, int64_t block, int bits, int keep, float *room,
                          uint8_t *out, int threads) {
     int64_t bytes = SCALE + block * bits / 8;

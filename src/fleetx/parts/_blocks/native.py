@@ -23,7 +23,7 @@ def fits(values: Tensor) -> bool:
 
 
 def encode(blocks: Tensor, bits: int, noise: Tensor | None, rows: Tensor, *, keep: bool) -> None:
-    """keep: leave in the blocks what is rounded off."""
+    """keep: leave what is rounded off in the blocks."""
     count, block = blocks.shape
     room, threads = _room(block)
     _library.loaded().fleetx_encode_blocks(
@@ -35,7 +35,7 @@ def encode(blocks: Tensor, bits: int, noise: Tensor | None, rows: Tensor, *, kee
 
 
 def decode(rows: Tensor, bits: int, out: Tensor, *, add: bool) -> None:
-    """add: to what is there."""
+    """add: add to `out` instead of overwriting it."""
     count, block = out.shape
     room, threads = _room(block)
     _library.loaded().fleetx_decode_blocks(
@@ -45,6 +45,6 @@ def decode(rows: Tensor, bits: int, out: Tensor, *, add: bool) -> None:
 
 
 def _room(block: int) -> tuple[Tensor, int]:
-    """For the codes of a block, per thread."""
+    """Scratch space for the codes of one block per thread, and the number of threads."""
     threads = torch.get_num_threads()
     return torch.empty(threads, block), threads

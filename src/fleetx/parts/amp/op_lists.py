@@ -1,8 +1,8 @@
 """Operations that autocast runs in float32 (black) or half precision (white), in addition to its own lists.
 
-torch.autocast has its lists in C++ and does not accept others. So the kernel of each listed operation is overridden at
-the autocast dispatch key, which covers every way to call it, from `F.softmax` to C++ composites. The override is only
-effective inside `active(...)`; elsewhere it calls the previous kernel.
+torch.autocast keeps its lists in C++ and accepts no others. So the kernel of each listed operation is overridden at the
+autocast dispatch key, which covers every way to call it, from `F.softmax` to C++ composites. The override takes effect
+only inside `active(...)`; elsewhere it calls the previous kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AMBIGUOUS = {"mul": "is a matrix product in Paddle but elementwise in PyTorch: u
 UPDATES_BUFFERS = {"batch_norm", "native_batch_norm", "instance_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
-_active: list[dict[str, torch.dtype]] = []  # what to cast to, by operation; innermost last
+_active: list[dict[str, torch.dtype]] = []  # the dtype to cast to, by operation; innermost last
 _overridden: set[tuple[str, str]] = set()  # (operation, dispatch key); never undone, because other models may use it
 _library: torch.library.Library | None = None
 

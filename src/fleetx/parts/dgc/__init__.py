@@ -6,7 +6,7 @@ payload.py            the format of a payload
 native.py             the compiled codec (codec.c, decode.c, wire.h)
 plain.py, rice.py     the same with torch and numpy
 on_device.py          messages of fixed length, for accelerators
-selection.py          which values are sent there: in torch, or in Triton (triton_kernels.py)
+selection.py          selects the values to send there, in torch or in Triton (triton_kernels.py)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fleetx.strategy.part import Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 MIN_ELEMENTS = 16384  # smaller tensors are not compressed
-PASSES = 14  # over the gradients, to accumulate, select and add, in units of one read or write
+PASSES = 14  # reads or writes of all gradients, to accumulate, select and add
 PLAIN = 3.5  # times as many without the compiled codec
 
 
@@ -50,22 +50,22 @@ class DGC(Part):
 
     On each rank, for each tensor of at least 16384 elements: u <- m * u + g, v <- v + u; send the largest |v| and set
     them to zero in v and u; p <- p - lr * (mean over ranks of what was sent). Lin et al. 2018, arXiv 1712.01887.
-    Without momentum_correction: v <- v + g, and the optimizer takes the mean of what was sent for its gradient.
+    Without momentum_correction: v <- v + g, and the optimizer uses the mean of what was sent as the gradient.
     Neutral: sparsity=[0.0] is SGD with momentum, or any other optimizer without momentum_correction.
     """
 
     rampup_begin_step: Annotated[int, Field(ge=0)] = 0
     """The round in which compression starts. Until then, gradients are averaged uncompressed."""
     rampup_step: Annotated[int, Field(ge=1)] = 1
-    """Number of rounds in which the values of `sparsity` are stepped through."""
+    """Number of rounds over which to step through the values of `sparsity`."""
     sparsity: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.999])
-    """Fraction of values that is not sent, one value per step of the ramp-up."""
+    """Fraction of values that are not sent, one entry per step of the ramp-up."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the gradient of each tensor on each rank to clip_norm / sqrt(ranks) before it is accumulated."""
     value_dtype: Literal["float32", "float16"] = "float32"
     """The type of the values on the wire. Rounding errors of float16 stay on the rank for later steps."""
     momentum_correction: bool | None = None
-    """Accumulate SGD's momentum on each rank. None: unless `lars`, `lamb`, `muon` or `localsgd` leaves it elsewhere."""
+    """Accumulate SGD's momentum on each rank. None: yes, unless `lars`, `lamb`, `muon` or `localsgd` is on."""
     allow_single: bool = False
     """Allow a single rank, for debugging."""
 
@@ -114,7 +114,7 @@ class DGC(Part):
                 yield f"dgc with SGD's {option} {NOT_BUILT}: remove it, {instead}"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        return {"u": {}, "v": {}}  # by name, of what this rank holds, once it was compressed
+        return {"u": {}, "v": {}}  # by parameter name, for what this rank holds, once it has been compressed
 
     def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
         return (4 if plan.makes(Fact.SCALED) else 2) * sum(p.nbytes for p in params if _compressed(p))
@@ -139,7 +139,7 @@ class DGC(Part):
         ctx.network.messages = True
         ctx.notes["thread"] = ctx.network.new_thread("dgc")
         ctx.notes["rounds"] = 0
-        ctx.notes["spare"] = {}  # buffers for the next `new`
+        ctx.notes["spare"] = {}  # buffers to reuse as `new`
         return model
 
     @at(
@@ -256,14 +256,14 @@ class DGC(Part):
 
 
 def _params(ctx: StepContext) -> dict[str, Tensor]:
-    """By name, as they are since the model was set up."""
+    """The parameters by name, looked up once, after the model was set up."""
     found: dict[str, Tensor] = ctx.notes.get("params") or {name: p for p, name in ctx.names.items()}
     ctx.notes["params"] = found
     return found
 
 
 def _compressed(p: Tensor) -> bool:
-    """The whole parameter counts, of which this rank may hold only a shard."""
+    """Is this parameter compressed? Its full size counts, even if this rank holds only a shard."""
     return p.requires_grad and p.numel() >= MIN_ELEMENTS and p.dtype is torch.float32
 
 

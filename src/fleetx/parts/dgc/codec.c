@@ -6,7 +6,7 @@
    sample: if the k-th largest top is t, at least k elements are as large as t, so the k largest are in chunks whose top
    is at least t. There are k such chunks for any distribution, or more if tops are equal.
 
-   Magnitudes are compared as integers, so infinity and nan are largest. The result does not depend on the number of
+   Magnitudes are compared as integers, so infinity and nan are the largest. The result does not depend on the number of
    threads. */
 
 #include <math.h>
@@ -29,8 +29,8 @@
 enum {
     CHUNK = 64,        /* elements that share a top */
     BLOCK = 16384,     /* elements per unit of work of a thread */
-    PASS = 1 << 16,    /* elements to update that are worth another thread */
-    LOOK = 1 << 22,    /* elements to search that are worth another thread */
+    PASS = 1 << 16,    /* elements to update that justify another thread */
+    LOOK = 1 << 22,    /* elements to search that justify another thread */
     BINS = 1 << 16,
     AHEAD = 16,        /* prefetch distance, in items */
 };
@@ -128,8 +128,8 @@ static void tally(const void *x, int64_t start, int64_t end, uint32_t low, uint3
 }
 
 /* The `rank`-th largest magnitude, or 0 if fewer than `rank` are at least `low`. *larger: how many are larger. Finds
-   its bits from the highest down: 16 and 15 of them, or 11, 11 and 9 if there are few numbers, where clearing so many
-   bins would take longer than counting. x: floats or magnitudes. */
+   its bits from the highest down: 16 and 15 of them, or 11, 11 and 9 for few numbers, because clearing more bins would
+   take longer than counting. x: floats or magnitudes. */
 static uint32_t ranked(const void *x, int64_t n, int64_t rank, uint32_t low, int64_t *larger, int threads) {
     int width = n < LOOK / 4 ? 11 : 16, shift = 31;
     uint32_t first = 0;
@@ -398,5 +398,5 @@ end:
     return length;
 }
 
-/* compiled.py checks it, so as not to call a library that was built before the arguments changed. */
+/* compiled.py checks this to avoid calling a library that was built before the arguments changed. */
 int fleetx_version(void) { return 2; }

@@ -98,6 +98,6 @@ def _backend(tensor: Tensor) -> ModuleType:
 
 
 def kernels_remark(device: torch.device) -> str:
-    """What selects on this device, and why nothing faster, for `explain`."""
+    """Which implementation selects values on this device, and why not a faster one, for `explain`."""
     name, reason = ("compiled codec", native.reason()) if device.type == "cpu" else ("Triton", selection.reason(device))
     return f"selection on {device}: torch ({reason})" if reason else f"selection on {device}: {name}"

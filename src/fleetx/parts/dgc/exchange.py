@@ -45,11 +45,11 @@ class Exchange:
     def start(self, bucket: Outgoing, thread: WorkerThread) -> Future[Tensor]:
         """Send the small tensors, then have `thread` encode the large ones.
 
-        Small tensors are often most of the bytes. They are ready, so they travel while this bucket and those before it
-        are still being encoded.
+        Small tensors are often most of the bytes. They are ready, so they are sent while this bucket and those before
+        it are still being encoded.
         """
         small = [t for t in self.tensors if isinstance(t, Tensor) and t.numel()]
-        if bucket.buffer.device.type != "cpu":  # where a stream keeps the order, so there is nothing to gain
+        if bucket.buffer.device.type != "cpu":  # a stream runs them in order anyway: nothing to gain
             return thread.submit(lambda: self._on_device(bucket, small))
         means = bucket.network.mean(torch.cat([g.reshape(-1) for g in small]), bucket.index) if small else None
         return thread.submit(lambda: self._on_host(bucket, small, means))
@@ -110,11 +110,11 @@ class Exchange:
         )
 
     def _add(self, large: list[LargeTensor], messages: list[Tensor]) -> None:
-        """Add the mean of what the ranks sent to each gradient, which is zero."""
+        """Add the mean of what the ranks sent to each gradient, which has been zeroed."""
         by_rank = [_split(message, len(large)) for message in messages]
         for i, t in enumerate(large):
             out = _in_memory_order(t.g, t.p)
-            for payloads in by_rank:  # by rank, so that every rank gets bitwise the same sum
+            for payloads in by_rank:  # in rank order, so that every rank gets the same sum bit for bit
                 head, payload = payloads[i]
                 if not head.finite:
                     out.fill_(float("nan"))  # makes the overflow visible on every rank
@@ -123,7 +123,7 @@ class Exchange:
             _write(out, t)
 
     def _add_messages(self, large: list[LargeTensor], messages: Tensor) -> None:
-        """The same on an accelerator, where the messages of all ranks have one length."""
+        """The same on an accelerator, where the messages of all ranks have the same length."""
         layouts = [on_device.MessageLayout(t.g.numel(), wanted(t.g.numel(), self.sparsity), self.half) for t in large]
         parts = messages.split([layout.bytes for layout in layouts], dim=1)
         for t, layout, part in zip(large, layouts, parts, strict=True):
@@ -133,13 +133,13 @@ class Exchange:
 
 
 def _write(out: Tensor, t: LargeTensor) -> None:
-    """Into the gradient, unless it is there: a gradient in the layout of its parameter was changed in place."""
+    """Copy `out` to the gradient, unless they share memory because gradient and parameter have the same strides."""
     if t.g.stride() != t.p.stride():
         t.g.copy_(out.as_strided(t.p.shape, t.p.stride()))
 
 
 def _split(message: Tensor, count: int) -> list[tuple[Header, Tensor]]:
-    """Split concatenated payloads. Their headers are read once: there are as many as ranks times tensors."""
+    """Split concatenated payloads. Each header is read only once: there is one per rank and tensor."""
     out = []
     for _ in range(count):
         head = header(message)

@@ -3,12 +3,12 @@
 A message holds one tensor, and has the same length on every rank:
 
     values   k of them, in the order of their indices: fp32, or fp16 times a power of two
-    top      the bits of the largest |v|: whether everything is finite, and for fp16 the power of two
-    indices  in Elias-Fano code: the low `shift` bits of each, then a bit map in which one number i is at bit
+    top      the bits of the largest |v|, which tell whether everything is finite and, for fp16, the power of two
+    indices  in Elias-Fano code: the low `shift` bits of each, then a bitmap whose i-th one, counted from 0, is at bit
              (index >> shift) + i. Absent if k is n.
 
-Where fewer than k values are nonzero, zeros are sent in place of the missing ones; they change nothing. What is decoded
-is the same, bit for bit, as with the payloads of the CPU.
+If fewer than k values are nonzero, zeros are sent in place of the missing ones; they change nothing. Decoding gives the
+same result, bit for bit, as with the payloads of the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from fleetx.parts.dgc import selection
 from fleetx.parts.dgc.payload import INFINITY_BITS, MAX_HALF, Update
 
-_AT_ONCE = 1 << 22  # values that are decoded at a time
+_AT_ONCE = 1 << 22  # values decoded at a time
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MessageLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Of values, top, low bits and bit map."""
+        """Bytes of the values, the top, the low bits and the bitmap."""
         coded = [0, 0] if self.k == self.n else [(self.k * self.shift + 7) // 8, (self.map_bits + 7) // 8]
         return [-(-size // 8) * 8 for size in (self.k * (2 if self.half else 4), 4, *coded)]
 
@@ -53,7 +53,7 @@ class MessageLayout:
 
 
 def encode(update: Update) -> Tensor:
-    """As codec.encode, but returns a message."""
+    """Like codec.encode, but returns a message."""
     layout = MessageLayout(update.n, update.k, update.half)
     if update.k == update.n:
         top = selection.largest(update)
@@ -93,7 +93,7 @@ def _add_rows(messages: Tensor, out: Tensor, scale: float, layout: MessageLayout
 
 # --- values -----------------------------------------------------------------------------------------
 def _exponent(top: Tensor) -> Tensor:
-    """Scales the largest to [2**14, 2**15), as in codec.c."""
+    """The power of two that scales the largest value to [2**14, 2**15), as in codec.c."""
     return ((top >> 23) - 127 - 14).clamp(-112, 113)
 
 

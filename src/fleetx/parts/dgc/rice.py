@@ -47,7 +47,7 @@ def best_shift(gaps: NDArray[np.uint32]) -> int:
 def unpack(
     lows: NDArray[np.uint8], unary: NDArray[np.uint8], count: int, shift: int, n: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The indices in pieces, each with the number of indices before it. ValueError unless there are `count` below n."""
+    """The indices in pieces, each with the number of indices before it. Raises unless there are `count` below n."""
     seen, index, last = 0, -1, -1
     for start in range(0, len(unary), _PIECE // 8):
         ones = np.flatnonzero(np.unpackbits(unary[start : start + _PIECE // 8], bitorder="little")) + 8 * start

@@ -1,6 +1,6 @@
-"""The update of u and v and the selection of the k largest, in torch, for any device. Nothing here waits for it.
+"""Updates u and v and selects the k largest, in torch, on any device. Nothing here waits for the device.
 
-`selector` chooses between this and the Triton kernels, which are compared with it first.
+`selector` chooses between this and the Triton kernels, whose results are first compared with it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _INDEX = 0xFFFFFFFF
 
 
 def select(update: Update) -> tuple[Tensor, Tensor]:
-    """Update u and v. Returns the sorted indices of the k largest |v|, of equal ones the first, and the largest |v|.
+    """Update u and v. Returns the sorted indices of the k largest |v| (of equal ones, the first) and the largest |v|.
 
-    Magnitudes are bits, as in codec.c. A key is a magnitude followed by the index counted down, so no two are equal.
+    Magnitudes are bits, as in codec.c. A key is a magnitude followed by the index, counted down, so keys are unique.
     """
     top = largest(update)
     keys = []
@@ -55,7 +55,7 @@ def advance(update: Update, factor: Tensor | float, size: int) -> Iterator[tuple
 
 
 def limited(update: Update) -> Tensor | float:
-    """What the gradient is multiplied by; a number on the device if its norm is limited."""
+    """The factor for the gradient; a tensor on the device if its norm is limited."""
     if update.norm_limit is None:
         return update.factor
     norm = torch.linalg.vector_norm(update.g, dtype=torch.float64) * abs(update.factor)
@@ -83,7 +83,7 @@ def selector(update: Update) -> Select:
 
 
 def _check(kernels: ModuleType, device: torch.device) -> str:
-    """Compare with the selection in torch, once: CI has no GPU on which it could have done this."""
+    """Compare with the selection in torch once, at run time, because CI has no GPU."""
     source = torch.Generator().manual_seed(0)
     n = 2 * kernels.BLOCK + 77
     g, u, v = (torch.randint(-50, 50, (n,), generator=source).float().to(device) for _ in range(3))  # many are equal

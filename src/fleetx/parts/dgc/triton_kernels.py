@@ -1,8 +1,8 @@
-"""The update of u and v and the selection of the k largest in Triton: as in selection.py, with the same indices.
+"""Updates u and v and selects the k largest in Triton, with the same indices as selection.py.
 
 The k-th largest magnitude is found from its highest bits down, by three histograms of 11, 10 and 10 bits. The number
-that is still wanted below it stays on the device. Programs then count what they will select, and write the indices in
-order after a sum over the programs before them.
+of elements still to be found stays on the device. Programs then count what they will select, and write the indices in
+order, each after those of the programs before it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def advance_kernel(
 
 @triton.jit
 def tally_kernel(v, bins, state, n, shift: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    """The histogram of the next bits of those magnitudes that begin like the k-th largest."""
+    """The histogram of the next bits of the magnitudes whose higher bits equal those of the k-th largest."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < n
     bits = tl.load(v + at, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -58,7 +58,7 @@ def tally_kernel(v, bins, state, n, shift: tl.constexpr, width: tl.constexpr, bl
 
 @triton.jit
 def pick_kernel(bins, state, shift: tl.constexpr, width: tl.constexpr):
-    """state: the bits of the k-th largest as far as they are known, and how many of those that begin so are wanted."""
+    """state: the bits of the k-th largest that are known so far, and how many elements with these bits are wanted."""
     numbers = tl.arange(0, width)
     counts = tl.load(bins + numbers)
     wanted = tl.load(state + 1)
@@ -71,7 +71,7 @@ def pick_kernel(bins, state, shift: tl.constexpr, width: tl.constexpr):
 
 @triton.jit
 def count_kernel(v, state, counts, n, block: tl.constexpr):
-    """How many of each program's elements are above the k-th largest, and equal to it."""
+    """How many of each program's elements are above the k-th largest, and how many equal it."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * block + tl.arange(0, block)
     inside = at < n
@@ -83,7 +83,7 @@ def count_kernel(v, state, counts, n, block: tl.constexpr):
 
 @triton.jit
 def collect_kernel(v, state, before, indices, n, block: tl.constexpr):
-    """before: the counts of all programs before each."""
+    """before: for each program, the sum of the counts of the programs before it."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * block + tl.arange(0, block)
     inside = at < n

@@ -27,7 +27,7 @@ static inline float from_bits(uint32_t bits) {
     return x;
 }
 
-/* With integers, because not every compiler and processor supports 16-bit floats. Needs |x| < 2^15, which the scale of
+/* Uses integers, because not every compiler and processor supports 16-bit floats. Needs |x| < 2^15, which the scale of
    a payload ensures. */
 static inline uint16_t to_half(float x) {
     uint32_t bits = magnitude(x), sign, small;
@@ -38,8 +38,8 @@ static inline uint16_t to_half(float x) {
     return (uint16_t)((bits < (113u << 23) ? small - (126u << 23) : normal) | ((sign >> 16) & 0x8000u));
 }
 
-/* In double, where any half times any scale of a payload is exact. It creates no denormal floats, because torch may be
-   set to flush them to zero. */
+/* Computes in double, where any half times any scale of a payload is exact. Creates no denormal floats, because torch
+   may be set to flush them to zero. */
 static inline double from_half(uint16_t h, double scale) {
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
     float x = bits < (1u << 23) ? from_bits(bits + (113u << 23)) - 0x1p-14f : from_bits(bits + (112u << 23));

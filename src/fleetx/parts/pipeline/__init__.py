@@ -1,13 +1,14 @@
-"""`pipeline`: the model in stages on several ranks.
+"""`pipeline`: split the model into stages on several ranks.
 
 schedules.py      the schedules by name, and how many stages, ranks and micro-batches each supports
 device_guard.py   stages that the user declares while building the model
 trace.py          which modules a forward calls in which stage, and what crosses the boundaries
-cut_points.py     the modules with which a stage may begin, and where to cut so that stages take equally long
-stage_params.py   what a rank holds after the cut, and the whole model on every rank again
+cut_points.py     the modules that a stage may begin with, and where to cut so that stages take equally long
+stage_params.py   what a rank holds after the cut, and how every rank gets the whole model back
 runtime.py        the pipeline as one rank sees it
 microbatch.py     splits a batch
 stages.py         runs the stages of this rank in one of torch's schedules
+memory.py         predicts the peak memory of this rank
 timeline.py       draws a schedule as text
 """
 
@@ -47,19 +48,19 @@ class Pipeline(Part):
     micro_batch: Annotated[int, Field(ge=1)] = 1
     """The number of micro-batches per batch."""
     accumulate_steps: Annotated[int, Field(ge=1)] = 1
-    """The later name of `micro_batch`."""
+    """Paddle's later name for `micro_batch`."""
     micro_batch_size: Annotated[int, Field(ge=1)] = 1
     """Samples per micro-batch, instead of or in addition to their number. 1: not set."""
     schedule_mode: str = "1F1B"
     """The order of forwards and backwards: 1F1B, F-then-B, or the name of one of torch's schedules."""
     stages: Names = Field(default_factory=list)
-    """Names of the first modules of all stages but the first. Default: as set by device_guard, or balanced."""
+    """The first module of each stage but the first. Default: as set by device_guard, or balanced."""
     degree: Annotated[int, Field(ge=1)] | None = None
     """Ranks per pipeline. Default: as many as the stages need, or all ranks."""
     p2p_cache_shape: bool = True
     """In Paddle: send shapes only once."""
     enable_partial_send_recv: bool = True
-    """In Paddle: ranks of tensor parallelism send only a part each."""
+    """In Paddle: each tensor-parallel rank sends only a part."""
 
     no_meaning: ClassVar[dict[str, str]] = {
         "p2p_cache_shape": "both sides know the shapes, which are never sent",
@@ -150,7 +151,7 @@ class Pipeline(Part):
 
     @at(Stage.GRADIENT, needs={Fact.SPREAD}, ends={Fact.SPREAD})
     def tie(self, grads: list[Tensor], ctx: StepContext) -> None:
-        """add up the gradients of weights that several stages use, so that they stay equal"""
+        """add up the gradients of weights that several stages use, so that their copies stay equal"""
         ctx.notes["runtime"].before_update(ctx)
 
     @at(Stage.SCHEDULE, unbuilt={Fact.PARTED})

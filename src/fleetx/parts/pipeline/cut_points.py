@@ -1,11 +1,11 @@
-"""Finds the modules with which a stage may begin, and where to cut so that stages take equally long.
+"""Finds the modules that a stage may begin with, and where to cut so that stages take equally long.
 
-A stage may begin with a module that is passed everything that is read later.
+A stage may begin with a module whose arguments include everything that is read later.
 
-A forward on tensors without data records every module call and autograd's graph, whose operations are numbered in
-order. An edge from an operation after the start of a call to one before it would cross the stage boundary. That works
-only if the tensor is an argument of that call and is read inside modules that get it as an argument, unchanged: there
-it can be replaced by the received tensor. Code between modules would read the old one.
+A forward on fake tensors records every module call and the autograd graph, whose operations are numbered in order. An
+edge from an operation after the start of a call to one before it would cross the stage boundary. That works only if the
+tensor is an argument of that call and is read inside modules that get it as an argument, unchanged: there it can be
+replaced with the received tensor. Code between modules would read the old one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAF = 1 << 63  # autograd gives the nodes that accumulate gradients higher numb
 
 # --- balanced stages ------------------------------------------------------------------------------
 def balanced_starts(ctx: Context, batch: StepInput, stages: int) -> list[str]:
-    """The first modules of all stages but the first. The modules are timed one at a time."""
+    """The first module of each stage but the first. Modules are timed one at a time."""
     args, kwargs = batch.arguments
     step = TrainingStep(
         ctx.model, ctx.optimizer, args, kwargs, batch.loss_fn, batch.target,
@@ -48,7 +48,7 @@ def balanced_starts(ctx: Context, batch: StepInput, stages: int) -> list[str]:
 
 
 def partition(times: Sequence[float], sizes: Sequence[float], stages: int, allowed: Sequence[int]) -> list[int]:
-    """Where all stages but the first begin. Minimizes the longest stage, then the largest."""
+    """Where each stage but the first begins. Minimizes the time of the slowest stage, then the size of the largest."""
     count = len(times)
 
     def cost(low: int, high: int) -> tuple[float, float]:
@@ -73,7 +73,7 @@ def partition(times: Sequence[float], sizes: Sequence[float], stages: int, allow
 
 # --- possible starts ------------------------------------------------------------------------------
 def find_cut_points(step: TrainingStep, *, timed: bool = True) -> tuple[BlockProfile, dict[int, str]]:
-    """The model, split wherever a stage may begin; and for each such block the outermost module that begins there."""
+    """Profile the model, split wherever a stage may begin. Also returns the outermost module at each such place."""
     starts: dict[int, str] = {}
     passed: list[int] = []  # bytes of each block's inputs
 
@@ -97,7 +97,7 @@ def find_cut_points(step: TrainingStep, *, timed: bool = True) -> tuple[BlockPro
 
 
 def possible_starts(root: ModuleCall, unfrozen: ModuleCall) -> set[int]:
-    """The ids of the calls with which a stage may begin.
+    """The ids of the calls that a stage may begin with.
 
     `unfrozen` is the same forward with nothing frozen: autograd records no edges for frozen parts, but what they
     compute crosses a boundary like anything else.
@@ -120,7 +120,7 @@ def _in_order(root: ModuleCall) -> list[ModuleCall]:
 
 
 def _wide(call: ModuleCall, possible: set[int], fewest: int) -> Iterator[ModuleCall]:
-    """Calls with more inputs than a possible start around them: more would have to be sent."""
+    """Calls with more inputs than an enclosing possible start: more would have to be sent."""
     for inner in call.inside:
         if len(inner.sources) > fewest:
             yield inner
@@ -128,7 +128,7 @@ def _wide(call: ModuleCall, possible: set[int], fewest: int) -> Iterator[ModuleC
 
 
 def _shared(calls: list[ModuleCall]) -> Iterator[ModuleCall]:
-    """Calls before which only modules run that are called again later: those would be in both stages."""
+    """Calls preceded only by modules that are called again later, and so would be in both stages."""
     last = {call.name: call.order[0] for call in calls}
     ends = sorted((call.order[1], last[call.name]) for call in calls if call.outputs and not call.inside)
     for call in calls:
@@ -138,7 +138,7 @@ def _shared(calls: list[ModuleCall]) -> Iterator[ModuleCall]:
 
 # --- tensors with a gradient ----------------------------------------------------------------------
 def _crossed(root: ModuleCall, calls: list[ModuleCall]) -> Iterator[ModuleCall]:
-    """Calls across whose start a tensor is read that is not one of their inputs, or that code between modules reads."""
+    """Calls whose start is crossed by a tensor that is not one of their inputs, or that code between modules reads."""
     calls = sorted(calls, key=lambda call: call.ops[0])  # stable: calls that start with the same operation keep order
     begins = [call.ops[0] for call in calls]
     readers: dict[Edge, list[ModuleCall]] = {}
@@ -155,7 +155,7 @@ def _crossed(root: ModuleCall, calls: list[ModuleCall]) -> Iterator[ModuleCall]:
 
 
 def _edges(outputs: list[Tensor]) -> Iterator[tuple[Node, Edge]]:
-    """Everything that is read, and by which operation; not parameters, which every stage that reads them holds."""
+    """Everything that is read, and by which operation, except parameters: every stage holds those that it reads."""
     waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -170,14 +170,14 @@ def _edges(outputs: list[Tensor]) -> Iterator[tuple[Node, Edge]]:
 
 
 def _is_cast(node: Node) -> bool:
-    """Autocast caches the casts of parameters for all modules that read them."""
+    """Is this the cast of a parameter? Autocast caches these for all modules that read the parameter."""
     sources = [before for before, _ in node.next_functions if before is not None]
     return "ToCopy" in node.name() and all(seams.node_number(before) >= LEAF for before in sources)
 
 
-# --- tensors without one --------------------------------------------------------------------------
+# --- tensors without a gradient -------------------------------------------------------------------
 def _bypassed(calls: list[ModuleCall], no_grad: list[ModuleCall]) -> Iterator[ModuleCall]:
-    """Calls that do not get a tensor which an earlier module made and a later one gets."""
+    """Calls that do not get a tensor that is made before them and passed to a later module."""
     made: dict[int, int] = {}
     for call in sorted([*calls, *no_grad], key=lambda call: call.order[1]):
         for t in call.outputs:

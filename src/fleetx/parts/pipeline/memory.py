@@ -1,5 +1,7 @@
-"""Predicts the peak of forward and backward on this rank: its stages run on tensors without data, in the order of the
-schedule, with the buffers that torch keeps for what arrives from other ranks."""
+"""Predicts the peak memory of forward and backward on this rank.
+
+Its stages run on fake tensors in the order of the schedule, with torch's buffers for what arrives from other ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,20 @@ Forward = Callable[[StepInput, Interceptor], Tensor]
 
 class _WithoutData(StageForward):
     def check(self, loss: Tensor) -> None:
-        """No stage has data here."""
+        """Nothing to check: no stage has data here."""
 
 
 def running(
     model: nn.Module, params: StageParams, trace: Trace, order: Sequence[Action], batches: list[StepInput],
     forward: Forward, device: torch.device, *, merged: bool,
 ) -> int:  # fmt: skip
-    """Peak bytes of forward and backward of all micro-batches, with parameters and gradients.
+    """Peak bytes of forward and backward of all micro-batches, including parameters and gradients.
 
-    order: what this rank does. forward: computes the loss. merged: gradients of earlier steps are there.
+    order: the actions of this rank. forward: computes the loss. merged: gradients of earlier steps exist already.
     """
 
     def run(scratch: OpScratch) -> int:
-        # The mode is not entered: tensors of earlier stages and of the code between modules belong to other modes.
+        # Do not enter the mode: tensors of earlier stages and of the code between modules belong to other modes.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes: dict[int, Tensor] = {}
         mine = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]  # not of other ranks' stages
@@ -80,7 +82,7 @@ def _backward(out: Any, grads: list[Tensor]) -> None:
 
 
 def _likes(trace: Trace, boundary: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:
-    """What crosses a boundary, or its gradients."""
+    """Fake tensors like those that cross a boundary, or like their gradients."""
     if not 0 <= boundary < len(trace.boundaries):
         return []
     crossing: Boundary = trace.boundaries[boundary]
@@ -90,7 +92,7 @@ def _likes(trace: Trace, boundary: int, mode: FakeTensorMode, device: torch.devi
 
 
 def running_alone(model: nn.Module, batch: StepInput) -> int:
-    """The same on a rank that has all stages. batch: the first of the micro-batches."""
+    """The same on a rank that has all stages. batch: the first micro-batch."""
     args, kwargs = batch.arguments
     step = TrainingStep(model, SGD(model.parameters(), lr=0.0), args, kwargs, batch.loss_fn, batch.target)
     return estimate(replace(step, kept_gradients=True)).running

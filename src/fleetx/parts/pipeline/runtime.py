@@ -29,7 +29,7 @@ from fleetx.parts.pipeline.trace import Interceptor, StageMap, Trace, check_plac
 if TYPE_CHECKING:
     from fleetx.parts.pipeline import Pipeline
 
-MAX_RUNNERS = 8  # shapes of batches whose schedule is kept, with its receive buffers
+MAX_RUNNERS = 8  # batch shapes whose schedules are kept, with their receive buffers
 
 
 class Runtime:
@@ -44,7 +44,7 @@ class Runtime:
         self._runners: dict[Any, ScheduleRunner] = {}
         self._last: ScheduleRunner | None = None
         self._look: Any = None  # shapes and constants of the last batch
-        self._differ: Tensor | None = None  # did ranks have different batches since the last update? Not read yet
+        self._differ: Tensor | None = None  # did batches differ between ranks since the last update? Not read yet
         self._seed = self.group.broadcast_json(torch.initial_seed())
 
     @property
@@ -79,7 +79,7 @@ class Runtime:
         loss = torch.zeros(1, dtype=torch.float64, device=self.group.device)
         if runner.losses:
             loss += torch.stack(runner.losses).double().mean()
-        self.group.sum(loss)  # only the rank of the last stage adds something
+        self.group.sum(loss)  # only the rank of the last stage contributes
         return loss.float().reshape(())
 
     def _running(self, params: StageParams, runner: ScheduleRunner, batches: list[StepInput], merged: bool) -> int:
@@ -100,10 +100,10 @@ class Runtime:
         return torch.stack(losses).mean()
 
     def _check_same(self, batch: StepInput) -> None:
-        """All ranks of a pipeline need the same batch, because each stage takes from it what it needs.
+        """Raise if the ranks of a pipeline have different batches: each stage takes what it needs from its own.
 
-        On an accelerator, the answer for a batch that looks like the last one is read with the others of the update.
-        Its shape is compared at once, by the hosts alone: a rank with another schedule would wait for the others.
+        On an accelerator, the result for a batch that looks like the last one is read only at the update, so that the
+        host does not wait. Shapes are compared at once, on the hosts: a rank with another schedule would hang.
         """
         value = batch.inputs, batch.target
         look = constants_of(value), [tuple(t.shape) for t in tensors_of(value)]
@@ -155,7 +155,7 @@ class Runtime:
         return params
 
     def _balanced(self, batch: StepInput, call: Callable[[], Any]) -> StageMap:
-        """Rank 0 measures while the others wait; all of them cut at the same modules."""
+        """Rank 0 measures while the others wait; then all ranks cut at the same modules."""
         answer: dict[str, Any] = {}
         if self._ctx.world.rank == 0:
             try:
@@ -184,7 +184,7 @@ class Runtime:
         return runner
 
     def _random_seed(self, micro_batch: int) -> int:
-        """For code between modules: equal in all stages, different for each micro-batch."""
+        """The seed for code between modules: equal in all stages, different for each micro-batch."""
         return zlib.crc32(repr((self._seed, self._ctx.clock, micro_batch)).encode())
 
     def _trace(self, params: StageParams, batch: StepInput) -> Trace:
@@ -232,14 +232,14 @@ def _not_timed(error: Exception) -> str:
 
 
 def _forward(batch: StepInput, model: Any) -> Any:
-    """Without the loss function, which may do anything and only gets real tensors."""
+    """Call the model without the loss function, which may do anything and only gets real tensors."""
     args, kwargs = batch.arguments
     return model(*args, **kwargs)
 
 
 @contextmanager
 def _no_checkpoints() -> Iterator[None]:
-    """Raise if the forward calls torch.utils.checkpoint, which would run modules again whose inputs are elsewhere."""
+    """Raise if the forward calls torch.utils.checkpoint, which would rerun modules whose inputs are on other ranks."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise StrategyError(

@@ -24,10 +24,10 @@ from fleetx.parts.pipeline.trace import Interceptor, StageMap
 
 
 class StageParams:
-    """The parameters of a model by stage. The calls of its modules go through `interceptor`, if there is one."""
+    """The parameters of a model by stage. Calls to its modules go through `interceptor`, if it is set."""
 
     def __init__(self, model: nn.Module, stage_map: StageMap, rank_of: Callable[[int], int], group: World):
-        """rank_of: from a stage to its rank in the group."""
+        """rank_of: maps a stage to its rank in the group."""
         self.stage_map = stage_map
         self.interceptor: Interceptor | None = None
         self._group = group
@@ -47,14 +47,14 @@ class StageParams:
         return inner(*args, **kwargs)
 
     def counts(self, p: nn.Parameter) -> bool:
-        """Of several ranks that hold a parameter, the first counts it in a sum over the model."""
+        """Does this rank count the parameter in a sum over the model? Of the ranks that hold it, the first does."""
         return self._ranks[p][0] == self._group.rank
 
     def of(self, stage: int) -> list[nn.Parameter]:
         return [p for p, stages in self._stages.items() if stage in stages]
 
     def drop_others(self, optimizer: Optimizer) -> None:
-        """Free the data of all other stages. Their parameters remain, on the device "meta", so the names stay."""
+        """Free the data of all other stages. Their parameters stay, on the "meta" device, so names do not change."""
         for p, ranks in self._ranks.items():
             if self._group.rank not in ranks:
                 if p.grad is not None:
@@ -89,7 +89,7 @@ class StageParams:
 
 
 def _stages(model: nn.Module, stage_map: StageMap) -> dict[nn.Parameter, set[int]]:
-    """A parameter outside all units is read by code between modules, which may be in any stage."""
+    """The stages of each parameter: all, if it is outside every unit, because code between modules may read it."""
     stages: dict[nn.Parameter, set[int]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         stage = stage_map.stage_of(plain_name(name).rpartition(".")[0])
@@ -113,7 +113,7 @@ def absent_names(model: nn.Module, stage_map: StageMap, mine: list[int]) -> Iter
 
 # --- the whole model again ------------------------------------------------------------------------
 def gather(model: nn.Module, optimizer: Optimizer, group: World, device: torch.device, absent: frozenset[str]) -> None:
-    """A collective over the ranks of one pipeline. Each tensor comes from the first rank that holds it."""
+    """Restore the whole model: a collective of one pipeline's ranks. Each tensor comes from the first that holds it."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     elsewhere = {name for name, t in tensors.items() if t.is_meta or name in absent}
     held = group.gather(torch.tensor([name not in elsewhere for name in tensors], dtype=torch.uint8, device=device))
@@ -146,7 +146,7 @@ def _gather_state(
 
 
 def _broadcast(tensors: list[Tensor], group: World, source: int, device: torch.device) -> None:
-    """Counters such as Adam's `step` are on the CPU even if the group only communicates between GPUs."""
+    """Broadcast through `device`: Adam's `step`, for example, is on the CPU even if the group only connects GPUs."""
     moved = [t.to(device) for t in tensors]
     group.broadcast(moved, source=source)
     for t, m in zip(tensors, moved, strict=True):

@@ -43,7 +43,7 @@ class StageForward(Interceptor):
         self._modules_rng: list[Tensor] = []
 
     def run(self, forward: Callable[[Interceptor], Tensor], seed: int) -> tuple[Tensor, ...] | Tensor:
-        """What the stage sends, or the loss. seed: for code between modules, which draws the same in all stages."""
+        """What the stage sends, or the loss. seed: for code between modules, so that all stages draw the same."""
         self._modules_rng = _rng()  # modules continue with this rank's own random numbers
         _seed(seed)
         try:
@@ -104,7 +104,7 @@ _ASSUMED = "stages that skip this module assume that it does the same every time
 
 
 def _to_send(t: Tensor) -> Tensor:
-    """Dense, and not a view, which torch could not detach in place."""
+    """Make it contiguous, and not a view, which torch could not detach in place."""
     t = t.contiguous()
     return t.clone() if seams.is_view(t) or t.is_leaf else t
 
@@ -132,7 +132,7 @@ def _seed(seed: int) -> None:
 
 
 class StageModule(nn.Module):
-    """What torch takes for the module of a stage. Its parameters are those of the stage."""
+    """What torch sees as the module of a stage. Its parameters are those of the stage."""
 
     def __init__(self, run: Callable[[int, tuple[Tensor, ...], int], Any], stage: int, params: list[nn.Parameter]):
         super().__init__()
@@ -146,7 +146,7 @@ class StageModule(nn.Module):
 
 
 class TimedStage(PipelineStage):
-    """Notes when it computes what, for the record of the run."""
+    """Notes what it computes and when, for the record of the run."""
 
     actions: list[tuple[str, Any, Any]]  # name, start, end
 

@@ -30,7 +30,7 @@ def draw(schedule: Any, ranks: int) -> Iterator[str]:
 
 
 def order_of(schedule: Any, rank: int, ranks: int) -> list[Action]:
-    """What a rank does."""
+    """The actions of a rank, in order."""
     name, number = _named(schedule)
     if name in ("1F1B", "GPipe"):  # torch's own list for 1F1B counts the forwards of the last stage from 1
         return _single(name, rank, ranks, number)
@@ -38,7 +38,7 @@ def order_of(schedule: Any, rank: int, ranks: int) -> list[Action]:
 
 
 def _named(schedule: Any) -> tuple[str, int]:
-    """Its name, and the number of micro-batches."""
+    """The name of the schedule, and the number of micro-batches."""
     return type(schedule).__name__.removeprefix("Schedule"), seams.n_microbatches(schedule)
 
 

@@ -1,10 +1,10 @@
 """Which modules a forward calls in which stage, and what crosses the boundaries between stages.
 
-Every rank runs the whole forward as the user wrote it, for any model. Modules of earlier stages are not run: the
-tensors that they returned in the trace, which have no data, take the place of their outputs. What depends on such a
-tensor has no data either, and what depends only on the batch (masks, positions) is simply there. At the first module of
-its stage, a rank replaces the tensors without data among the arguments by those it received; at the first module of the
-next stage, it sends the corresponding ones.
+Every rank runs the whole forward as the user wrote it, for any model. Modules of earlier stages are skipped: the fake
+tensors that they returned in the trace take the place of their outputs. What depends on a fake tensor is fake too; what
+depends only on the batch (masks, positions) is computed as usual. At the first module of its stage, a rank replaces the
+fake tensors among the arguments with those it received; at the first module of the next stage, it sends the
+corresponding ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fleetx.errors import StrategyError
 # --- which modules are called in which stage ------------------------------------------------------
 @dataclass(frozen=True)
 class StageMap:
-    """The largest modules ("units") that lie within one stage each. The rest of the forward is code between them."""
+    """The largest modules that lie within a single stage ("units"). The rest of the forward is code between them."""
 
     starts: list[str]  # the first modules of all stages but the first
     stages: dict[str, int]  # of each unit
@@ -56,7 +56,7 @@ class StageMap:
 def map_stages(
     model: nn.Module, starts: Sequence[str] | Callable[[str], int | None], call: Callable[[], Any]
 ) -> StageMap:
-    """`call` runs a forward. `starts`: names of modules, or a function from a module's name to its placement."""
+    """Map modules to stages. `call` runs a forward; `starts` has module names, or maps a name to its placement."""
     calls: dict[str, list[tuple[int, int]]] = defaultdict(list)
     started: list[str] = []
 
@@ -105,11 +105,11 @@ def check_placement(found: StageMap, placed: dict[str, int], stages: int) -> Non
 
 # --- intercepting calls ---------------------------------------------------------------------------
 class Interceptor:
-    """Sees every call of a unit and of a module with which a stage begins."""
+    """Sees every call of a unit, and of a module that begins a stage."""
 
     def __init__(self, stage_map: StageMap):
         self.stage_map = stage_map
-        self.stage = 0  # that the forward has reached
+        self.stage = 0  # the one that the forward has reached
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a tensor that code between modules holds
 
     def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -138,7 +138,7 @@ class Interceptor:
 
 
 def received(t: Tensor) -> Tensor:
-    """As an argument of a module, which may modify the output of another module in place, but not a leaf."""
+    """Make it a module's argument: a module may modify the output of another in place, but not a leaf."""
     return t.clone() if t.requires_grad else t
 
 
@@ -148,20 +148,20 @@ class Boundary:
     """What enters a stage: which tensors among the arguments of its first module, and their shapes."""
 
     positions: list[int]
-    likes: list[Tensor]  # on the device "meta"
+    likes: list[Tensor]  # on the "meta" device
 
 
 @dataclass
 class Trace:
     """What a forward of one kind of batch does."""
 
-    outputs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))  # per call of a unit, without data
+    outputs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))  # fake, per call of a unit
     boundaries: list[Boundary] = field(default_factory=list)  # boundaries[0]: what enters stage 1
 
 
 @dataclass(frozen=True)
 class Argument:
-    """In the output of a unit: stands for an argument that is returned unchanged."""
+    """In the output of a unit, stands for an argument that is returned unchanged."""
 
     position: int
 
@@ -171,7 +171,7 @@ class _CrossedError(Exception):
 
 
 class _StageMode(FakeTensorMode):
-    """The tensors without data of one stage, which must not mix with those of another."""
+    """The mode for the fake tensors of one stage, which must not mix with those of another."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -183,14 +183,14 @@ class _StageMode(FakeTensorMode):
 
 
 class _Tracer(Interceptor):
-    """Runs all stages on tensors without data, each in a mode of its own."""
+    """Runs all stages on fake tensors, each in its own mode."""
 
     def __init__(self, stage_map: StageMap, device: torch.device):
         super().__init__(stage_map)
         self._device = device
         self._modes = [_StageMode() for _ in range(stage_map.number)]
         self.trace = Trace()
-        self.unit = ""  # that is running
+        self.unit = ""  # the one that is running
 
     def cross(self, boundary: int, given: list[Tensor]) -> None:
         positions, likes = [], []
@@ -218,7 +218,7 @@ class _Tracer(Interceptor):
         with without_data(module, mode, self._device, {}):
             out = inner(*args, **kwargs)
         self.unit = ""
-        # A tensor that it made without reading any tensor of a stage still exists in its own stage only.
+        # A tensor that the unit made without reading a fake one is real here, but exists only in the unit's stage.
         out = map_tensors(lambda t: t if isinstance(t, FakeTensor) or id(t) in given else mode.from_tensor(t), out)
         shown = map_tensors(lambda t: t.detach() if isinstance(t, FakeTensor) else Argument(given[id(t)]), out)
         self.trace.outputs[name].append(shown)
@@ -226,12 +226,11 @@ class _Tracer(Interceptor):
 
 
 def trace(stage_map: StageMap, device: torch.device, run: Callable[[Interceptor], Any]) -> Trace:
-    """`run` makes a forward whose calls go through the interceptor."""
+    """Trace a forward. `run` runs it with module calls going through the interceptor."""
     tracer = _Tracer(stage_map, device)
     try:
         with warnings.catch_warnings():
-            # What code between modules computes from parameters is a real tensor, not a leaf; torch asks for its
-            # gradient.
+            # What code between modules computes from parameters is real and not a leaf, and torch reads its `.grad`.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             run(tracer)
     except _CrossedError as error:
@@ -253,7 +252,7 @@ def trace(stage_map: StageMap, device: torch.device, run: Callable[[Interceptor]
 def without_data(
     module: nn.Module, mode: FakeTensorMode, device: torch.device, fakes: dict[int, Tensor]
 ) -> AbstractContextManager[Any]:
-    """The module with parameters and buffers that have no data. fakes: gets them, by the id of what they replace."""
+    """The module with fake parameters and buffers. fakes: receives them, by the id of the tensor they replace."""
 
     def fake(t: Tensor) -> Tensor:
         if id(t) not in fakes:

@@ -4,7 +4,7 @@ segments.py   where segments begin and end
 chain.py      runs the blocks of a model in segments
 buffers.py    shields buffers from the second pass
 offload.py    keeps the inputs of segments in host memory
-budget.py     from a number of bytes to segments
+budget.py     chooses segments for a number of bytes
 solver.py     which blocks to keep and which to recompute
 """
 
@@ -102,7 +102,7 @@ class Recompute(Part):
     @at(
         Stage.FORWARD,
         replay=False,
-        unbuilt={Fact.PARTED, Fact.STAGED, Fact.TOGETHER},  # each rank times its blocks and may choose other segments
+        unbuilt={Fact.PARTED, Fact.STAGED, Fact.TOGETHER},  # each rank times its own blocks and may choose differently
         when=lambda self: self.memory_budget is not None,
     )
     def fit(self, ctx: StepContext) -> AbstractContextManager[Any]:
@@ -113,7 +113,7 @@ class Recompute(Part):
         return chain.forward() if chain is not None else nullcontext()
 
     def _planned(self, ctx: StepContext) -> Chain | None:
-        """The chain for these inputs. A new plan is made for the first ones and for all that no plan covers."""
+        """The chain for these inputs. Makes a new plan if no earlier one covers them."""
         from fleetx.parts.recompute import budget  # not needed if modules are named
 
         assert self.memory_budget is not None

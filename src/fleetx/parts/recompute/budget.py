@@ -1,4 +1,4 @@
-"""From a number of bytes to the segments with which a training step within them is fastest."""
+"""Chooses the segments with which a training step is fastest, within a number of bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 log = logging.getLogger(__name__)
-TRIES = 8  # predictions of the step, to find how many bytes the blocks may have
+TRIES = 8  # predictions of the step, to find how many bytes the blocks may take
 FACTORS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)  # of the blocks' minimum, to find the step's minimum
 ROOM = 1.5  # size of a table relative to the bytes that seem to be free
 CLOSE = 0.995  # of the limit: good enough
@@ -109,7 +109,7 @@ class Planner:
         return profile_blocks(self._step, timed=self._timed)
 
     def _table(self, profile: BlockProfile, size: float) -> Table:
-        """For at most so many bytes. A table counts in steps, so one that is much too large would round a lot."""
+        """A table for at most this many bytes. It counts in slots, so one that is far too large would round a lot."""
         saved = sum(block.input_saved + block.saved for block in profile.blocks)
         loss = max(self.plain.activations - saved, 0)  # what exists between forward and backward apart from the blocks
         turn = BlockCost("", 0.0, 0.0, input=0, input_saved=0, saved=0, forward_peak=loss, saving_peak=loss,
@@ -171,7 +171,7 @@ class Planner:
 
 
 def _limit(budget: str | float, plain: int) -> int | None:
-    """In bytes. A share is relative to the peak without recomputation; None means the minimum."""
+    """The budget in bytes. A share is relative to the peak without recomputation; None means the minimum."""
     if budget == "min":
         return None
     if isinstance(budget, float):
@@ -186,7 +186,7 @@ class InstalledPlan:
 
     plan: SegmentPlan
     chain: Chain | None
-    inputs: Any  # shapes, and all else that the forward depends on
+    inputs: Any  # shapes, and everything else that the forward depends on
 
     def covers(self, model: nn.Module, inputs: Inputs) -> bool:
         """Are these inputs no larger and otherwise the same, and is the model in the same mode?"""
@@ -199,7 +199,7 @@ class InstalledPlan:
 
 
 def install(budget: str | float, ctx: StepContext, inputs: Inputs, offload: Offload | None) -> InstalledPlan:
-    """Plan for the model, optimizer and strategies of an engine, and these inputs."""
+    """Plan for the model, optimizer and strategies of an engine and for these inputs."""
     args, kwargs = inputs
     step = TrainingStep.under(
         ctx.plan, ctx.model, ctx.optimizer, ranks=ctx.replica_group.size, args=args, kwargs=kwargs

@@ -92,7 +92,7 @@ class Chain:
         if not torch.is_grad_enabled() or not self._running:
             return inner(*args, **kwargs)
         begin, end = self._segmenter.step(name)
-        args, kwargs = without_caches(args, kwargs)  # also for blocks that are kept: they would fill it for the others
+        args, kwargs = without_caches(args, kwargs)  # kept blocks too, or they would fill them for the others
         if not begin and not self._open:
             return inner(*args, **kwargs)
         state = ReplayState(buffers, self._context, (args, kwargs), in_place=self._in_place.get(name, True))
@@ -127,7 +127,7 @@ class ReplayState:
 
     def __init__(self, buffers: Buffers, context: Forward, inputs: Any, *, in_place: bool):
         self._buffers, self._context = buffers, context
-        self.in_place = in_place  # it may modify its inputs
+        self.in_place = in_place  # the block may modify its inputs
         self._versions = buffers.versions()
         tensors = tensors_of(inputs)
         self._device = seams.infer_device_type(*tensors)
@@ -142,7 +142,7 @@ class ReplayState:
         return self._buffers.watch(self._original)
 
     def unmodified(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is now, for the second pass. A leaf with a gradient cannot be modified."""
+        """The tensor in its current state, for the second pass. A leaf that requires a gradient cannot be modified."""
         return tensor.clone() if self.in_place and not (tensor.is_leaf and tensor.requires_grad) else tensor
 
     @contextmanager
@@ -170,7 +170,7 @@ _last_state = torch.empty(0, dtype=torch.uint8)
 
 
 def _rng_state() -> Tensor:
-    """The same tensor as last time if nothing was drawn since then: it has five thousand bytes."""
+    """The random state: the same tensor as last time if nothing was drawn since, because it takes 5 kB."""
     global _last_state
     state = torch.get_rng_state()
     with no_dispatch():  # it is a real tensor even if the step runs on fake ones
@@ -230,7 +230,7 @@ class _Segment:
 
 
 class _Frame(CheckpointFrame):
-    """torch's frame, which counts the saved tensors and returns them again. It may keep its inputs on the host."""
+    """torch's checkpoint frame, which counts the saved tensors and restores them. May keep its inputs on the host."""
 
     def __init__(self, calls: list[_Call], offload: Offload | None):
         super().__init__(partial(_run_again, calls), True, None, seams.default_meta_extractor)

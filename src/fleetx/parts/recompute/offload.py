@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Offload:
-    """Copies on a stream of its own, so that computation does not wait."""
+    """Copies on its own stream, so that computation does not wait."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -34,7 +34,7 @@ def incompatibilities(model: nn.Module, patterns: Iterable[str]) -> Iterator[str
 
 
 def blocks_around(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The outermost modules of the model, opened up only where one of these names is deeper."""
+    """The outermost modules of the model, opened up only where one of these names is inside."""
     blocks: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -86,7 +86,7 @@ class NamedSegments:
 
 
 # --- by plan --------------------------------------------------------------------------------------
-# The numbers of all calls in order: a number is a call that is kept, a list is a segment; may be nested.
+# The numbers of all calls in order. A number is a call that is kept; a list is a segment, which may be nested.
 Tree = list[Any]
 
 

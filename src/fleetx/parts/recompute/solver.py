@@ -1,4 +1,4 @@
-"""Chooses which blocks of a chain to keep and which to recompute, and in what groups: the least time within a limit.
+"""Chooses which blocks of a chain to keep and which to recompute, and in what groups: the least time in limited memory.
 
 The dynamic program of Beaumont et al. 2019 (arXiv 1911.13214) for chains of different blocks. A block is either kept,
 with everything its backward needs, or it is part of a segment that keeps only its input. best(i, j) is the least time
@@ -144,7 +144,7 @@ class Table:
 
 
 def _shifted(values: NDArray[Any], taken: int, missing: float = np.inf) -> NDArray[Any]:
-    """The same values if so many slots are taken by something else."""
+    """The values if something else takes up `taken` slots."""
     out = np.full_like(values, missing)
     if taken < values.shape[1]:
         out[:, taken:] = values[:, : values.shape[1] - taken]

@@ -18,7 +18,7 @@ from fleetx.strategy.effect import Effect, less
 from fleetx.strategy.part import Names, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
-PASSES = 22  # over the gradients, to code and decode them, in units of one read or write
+PASSES = 22  # reads or writes of all gradients, to encode and decode them
 
 
 @settings
@@ -49,9 +49,9 @@ class Sharding(Part):
     segment_anchors: Names = Field(default_factory=list)
     """Names of the modules that are segments, if they are chosen by name. `*` matches within one level."""
     gradient_bits: Literal[4, 8, 16, 32] = 32
-    """Bits per value in the reduce-scatter of gradients. 32: values as they are; fewer: blocks, rounded at random."""
+    """Bits per value in the reduce-scatter of gradients. 32: unchanged; fewer: in blocks, rounded at random."""
     gradient_block: Annotated[int, Field(ge=2, multiple_of=2)] = 256
-    """Values in a block, which share a scale of 32 bits."""
+    """Number of values in a block, which share a 32-bit scale."""
     mp_degree: Annotated[int, Field(ge=1)] = 1
     """Degree of tensor parallelism. Only 1 is built."""
     dp_degree: Annotated[int, Field(ge=1)] = 1
@@ -176,7 +176,7 @@ class Sharding(Part):
 
     @at(Stage.FORWARD, replay=False)
     def gather(self, ctx: StepContext) -> AbstractContextManager[None]:
-        """gather each segment before it runs; outside the forward and backward the model has this rank's shards"""
+        """gather each segment before it runs; outside forward and backward, the model holds this rank's shards"""
         forward = ctx.notes.get("forward", nullcontext)  # one rank gathers nothing
         return cast("AbstractContextManager[None]", forward())
 

@@ -1,4 +1,4 @@
-"""A reduce-scatter in few bits, for `FSDPModule.set_custom_reduce_scatter`."""
+"""A reduce-scatter with few bits per value, for `FSDPModule.set_custom_reduce_scatter`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fleetx.parts._blocks import decode, encode
 class CodedReduceScatter:
     """Every rank sends each rank its share in blocks of few bits, and sums what it received in full precision.
 
-    Values are rounded at random, up or down, so that the mean of many is right: keeping what was rounded off would take
-    a copy of the whole gradient on every rank. Has the interface of torch's `ReduceScatter`.
+    Values are rounded up or down at random, so that errors average out: keeping what was rounded off would take a copy
+    of the whole gradient on every rank. Has the interface of torch's `ReduceScatter`.
     """
 
     def __init__(self, bits: int, block: int, seed: Callable[[], int]):
-        """seed: of the random numbers, another one in every step, rank and segment."""
+        """seed: returns the random seed, which must differ for every step, rank and segment."""
         self._bits, self._block, self._seed = bits, block, seed
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -44,5 +44,5 @@ class CodedReduceScatter:
 
 
 def seed_of(clock: tuple[int, int], rank: int, segment: int) -> int:
-    """clock: round, and steps in it."""
+    """clock: the round, and the number of steps in it."""
     return int.from_bytes(hashlib.sha256(repr((clock, rank, segment)).encode()).digest()[:7])

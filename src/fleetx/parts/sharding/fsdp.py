@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fleetx.parts.sharding import Sharding
     from fleetx.parts.sharding.segment import Segments
 
-_READS_CHILDREN = (nn.MultiheadAttention,)  # uses the parameters of its modules without calling them
+_READS_CHILDREN = (nn.MultiheadAttention,)  # use the parameters of their children without calling these
 _NEEDS_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 _SMALL = 1 / 8  # of the segment size: smaller modules are gathered with the rest of the model
 
@@ -98,16 +98,16 @@ _meshes: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DeviceMesh]] = wea
 
 
 def _mesh(world: World, degree: int) -> DeviceMesh:
-    """The ranks that hold one copy together.
+    """The mesh of the ranks that together hold one copy of the model.
 
-    Made once per process group: a mesh cannot be destroyed with its model, because torch keeps results of DTensor's
-    operators for every equal mesh, and each group of a mesh costs threads.
+    Made once per process group: each group of a mesh costs threads, and a mesh cannot be destroyed with its model,
+    because torch caches results of DTensor operators for every equal mesh.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = world.device.type
-    if degree == world.size:  # no group of its own
+    if degree == world.size:  # needs no group of its own
         return init_device_mesh(kind, (degree,), mesh_dim_names=("shard",))
     made = _meshes.setdefault(dist.group.WORLD, {})
     if (kind, degree) not in made:
@@ -117,9 +117,9 @@ def _mesh(world: World, degree: int) -> DeviceMesh:
 
 
 def shard(part: Sharding, model: nn.Module, names: Sequence[str], ctx: SetupContext) -> tuple[World, Segments]:
-    """Shard the model in place across consecutive ranks. Returns the ranks that hold one copy together.
+    """Shard the model in place across consecutive ranks. Returns the ranks that together hold one copy, and segments.
 
-    Where there are several such groups, torch knows only this one: fleetx reduces between them, as the strategy says.
+    If there are several such groups, torch only knows this rank's: fleetx reduces between them, as the strategy says.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

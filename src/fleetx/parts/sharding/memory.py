@@ -1,12 +1,13 @@
-"""Predicts the peak of forward and backward of a sharded model: a step on tensors without data that allocates and frees
-what FSDP does for each segment.
+"""Predicts the peak memory of forward and backward of a sharded model.
+
+A step on fake tensors allocates and frees what FSDP does for each segment:
 
     before its forward, and stage 3: again before its backward   the collective's output, which is then copied out
     after its forward                                            stage 3: freed; stage 1, 2: kept for backward
     after its backward                                           freed; its gradients are copied into the input of the
                                                                  reduce-scatter, which lives until the next segment's
 
-In backward, FSDP begins to gather the next segment while one computes.
+In backward, FSDP starts to gather the next segment while the current one computes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fleetx.measure.tracker import Tracker
 def running(step: TrainingStep, names: list[str], part: Any, ranks: int, install: Any = None) -> int:
     """Peak bytes of forward and backward without what the rank holds between steps: parameters and optimizer state.
 
-    names: of the modules that are segments, besides the root. ranks: among which the parameters are divided.
+    names: the modules that are segments, besides the root. ranks: how many ranks share the parameters.
     """
 
     def run(scratch: OpScratch) -> int:
@@ -60,7 +61,7 @@ class Gathering:
         self._reshard, self._ranks = part.stage == 3, ranks
         self._coded = part.gradient_bits / 32 if part.gradient_bits < 32 else 0.0
         self._all: list[_Segment] = []
-        self._order: list[_Segment] = []  # as the forward calls them
+        self._order: list[_Segment] = []  # in the order in which the forward calls them
         self._copied: Tensor | None = None  # the last output of a collective, which FSDP frees at the next one
         self._scattered: Tensor | None = None  # the input of the last reduce-scatter
         self._shards: list[Tensor] = []  # of gradients
@@ -81,7 +82,7 @@ class Gathering:
             self._order.append(segment)
         args, kwargs = map_tensors(lambda t: _watched(t, partial(self._after_backward, segment)), (args, kwargs))
         out = inner(*args, **kwargs)
-        if seams.graph_task_id() == -1 and self._reshard:  # else a part of the forward runs again, in backward
+        if seams.graph_task_id() == -1 and self._reshard:  # else a part of the forward is recomputed in backward
             segment.full = None
         return map_tensors(lambda t: _watched(t, partial(self._before_backward, segment)), out)
 
@@ -114,11 +115,11 @@ class Gathering:
         if self._coded:  # blocks, what is sent and received, and the sum
             torch.empty(int(segment.size * (2 + 2 * self._coded)), dtype=torch.uint8)
         shard = torch.empty(segment.size // self._ranks, dtype=torch.uint8)
-        if not self._merged:  # else it is added to the one that is there
+        if not self._merged:  # else it is added to the existing one
             self._shards.append(shard)
 
     def end(self) -> None:
-        """After backward, what it could not notice: the segments whose inputs have no gradient."""
+        """After backward, reduce the segments that no hook noticed, because their inputs have no gradient."""
         for segment in self._all:
             self._reduce(segment)
 
@@ -135,4 +136,4 @@ class _Segment:
         self.size = sum(p.nbytes for p in params)
         self.reduced = False
         self.full: Tensor | None = None
-        self.coming: Tensor | None = None  # it is being gathered
+        self.coming: Tensor | None = None  # while it is being gathered

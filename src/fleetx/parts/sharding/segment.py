@@ -1,4 +1,4 @@
-"""When a segment is gathered, and what the model shows meanwhile.
+"""When a segment is gathered, and which parameters its modules have at what time.
 
     in a forward or backward   its modules have full parameters
     between the two            stage 1, 2: its modules have this rank's shards, and the full ones wait for backward
@@ -6,7 +6,7 @@
     otherwise                  its modules have this rank's shards
 
 With `fully_shard(reshard_after_forward=False)` alone, the modules keep the full parameters until the next backward:
-what the script does to `model.parameters()` meanwhile is lost, and a forward after an update runs with old values.
+what the script does to `model.parameters()` before then is lost, and a forward after an update runs with old values.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Segment(FSDPParamGroup):
     _state: FSDPState
     _world: World | None = None  # of the ranks that must use the same parameters; None: not checked
     _finds_unused = False
-    _ctx: SetupContext | None = None  # where other groups of ranks hold replicas of the shards
+    _ctx: SetupContext | None = None  # if other groups of ranks hold replicas of the shards
     _number = 0  # of the segment
     _compared = False
     _kept = False  # full parameters wait for backward, while the modules show the shards
 
     def settle(self) -> None:
-        """At the end of the outermost forward."""
+        """Called at the end of the outermost forward. The modules show the shards from here on."""
         if not self.is_unsharded or _in_backward():
             return
         if not torch.is_grad_enabled():
@@ -90,10 +90,10 @@ class Segment(FSDPParamGroup):
     def exchange(self, summed: Tensor) -> None:
         """Called when FSDP has summed the gradients of a backward over the group, before it hands them over.
 
-        The replicas of the shards exchange them once per round, with what earlier backwards of the round have left.
+        The replicas of the shards exchange them once per round, with what earlier backwards of the round accumulated.
         """
         ctx = self._ctx
-        assert ctx is not None  # it has set this hook
+        assert ctx is not None  # the hook is set only then
         if summed.device.type != "cpu":  # allocated on the stream of the reduce-scatter, and used on this one
             summed.record_stream(torch.cuda.current_stream(summed.device))
         summed.div_(self._group_size)
@@ -106,18 +106,18 @@ class Segment(FSDPParamGroup):
             if (earlier := p.sharded_param.grad) is not None:
                 views[-1].add_(local(earlier).to(summed.device))
                 p.sharded_param.grad = None
-        if any(v.numel() for v in views):  # the last ranks have nothing of small parameters
+        if any(v.numel() for v in views):  # the last ranks hold nothing of small parameters
             names = [ctx.names[p.sharded_param] for p in self._with_gradient]
             ctx.reduce(Bucket(summed, views, names, self._number))
 
     def _compare(self, world: World) -> None:
-        """FSDP reduces the gradients that a rank has, and fails if other ranks have others."""
+        """Compare which gradients the ranks have: FSDP reduces those of each rank, and fails if they differ."""
         mine = [_has_gradient(p) for p in self.fsdp_params]
         own = torch.tensor(mine, dtype=torch.int32, device=world.device)
         counts = own.clone()
-        world.sum(counts)  # who has one is asked only for the error: an answer of each rank for each parameter is long
-        others = (counts - world.size * own).tolist()  # 0: every rank as this one
-        self._compared = any(mine) or any(others)  # not a backward to the inputs alone
+        world.sum(counts)  # the flags of every rank, which take more bytes, are gathered only for the error
+        others = (counts - world.size * own).tolist()  # 0: every rank agrees with this one
+        self._compared = any(mine) or any(others)  # a backward to the inputs alone does not count
         for p, has, number in zip(self.fsdp_params, mine, others, strict=True):
             if not number:
                 continue
@@ -144,7 +144,7 @@ class Segments:
         ctx: SetupContext | None = None,
         degree: int = 1,
     ):
-        """ctx: with it, the groups of `degree` ranks that share a copy exchange gradients with each other."""
+        """ctx: if given, the groups of `degree` ranks that share a copy exchange gradients with each other."""
         self._model: Any = model
         divided = {m: seams.fsdp_state(m) for m in model.modules() if isinstance(m, FSDPModule)}
         self._groups: list[tuple[Any, Any]] = [  # with the module of each
@@ -154,7 +154,7 @@ class Segments:
             group.__class__, group._state, group._world = Segment, divided[module], world
             group._finds_unused, group._ctx, group._number, group._group_size = finds_unused, ctx, number, degree
             if ctx is not None:
-                # FSDP's own mean would come in part after the hook, in some types.
+                # For some dtypes, FSDP would divide for its own mean partly after the hook.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
                 module.set_all_reduce_hook(group.exchange)
@@ -169,7 +169,7 @@ class Segments:
         """Around each forward of the whole model."""
         yield
         _explain(sys.exception())
-        if seams.training_state(seams.fsdp_state(self._model)) == TrainingState.FORWARD:  # it raised
+        if seams.training_state(seams.fsdp_state(self._model)) == TrainingState.FORWARD:  # the forward raised
             self._model.reset_iter_state()
         for _, group in self._groups:
             group.settle()
@@ -191,19 +191,19 @@ def _has_gradient(p: Any) -> bool:
 
 
 def _own(t: Tensor) -> Tensor:
-    """An output that is no view: writing into a view would bypass the hook with which FSDP gathers in backward."""
+    """Make an output not a view: writing into a view would bypass the hook that FSDP gathers with in backward."""
     return tap(t, lambda grad: grad) if seams.base(t) is not None else t
 
 
 def _whole(t: Any) -> Tensor:
-    """An input that was made from a shard, as `weight.new_zeros(...)` makes a hidden state."""
+    """Gather an input that was made from a shard, such as a hidden state from `weight.new_zeros(...)`."""
     if not hasattr(t, "device_mesh") or t.requires_grad:
         return cast("Tensor", t)
     return cast("Tensor", t.full_tensor())
 
 
 def _explain(error: BaseException | None) -> None:
-    """Hooks of a forward that raised are called while its error is being handled."""
+    """Add a hint to the error of a forward that raised: its hooks run while the error is being handled."""
     if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(
             "fleetx: under sharding, this module uses a parameter of another segment without calling that segment: put "
@@ -216,7 +216,7 @@ def _in_backward() -> bool:
 
 
 def _ordinary_tensors() -> ExitStack:
-    """What is gathered in inference mode is used again in training."""
+    """Leave inference mode, because what is gathered in it is used again in training."""
     stack = ExitStack()
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(False))

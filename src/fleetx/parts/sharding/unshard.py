@@ -1,6 +1,6 @@
 """Undo `fully_shard`: plain modules, full parameters and full optimizer state.
 
-And copies of a sharded model: `copy.deepcopy` gives another sharded model; pickling and conversions raise an error.
+Also handles copies: `copy.deepcopy` of a sharded model gives another one; pickling or converting it raises an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fleetx.errors import UsageError
 from fleetx.parts.sharding.segment import Segments
 
 _FSDP = "torch.distributed.fsdp"
-_NAMES = ("__deepcopy__", "__reduce_ex__", "_apply")  # looked up on the instance; FSDP's class refuses the first
+_NAMES = ("__deepcopy__", "__reduce_ex__", "_apply")  # looked up on the instance; FSDP's class raises for the first
 _INSIDE = "fleetx: a module that contains this one is being copied"
 
 
 class Unsharded:
-    """The model before `fully_shard`, which changes classes, attributes and hooks of modules. torch cannot undo it."""
+    """The model before `fully_shard`, which changes classes, attributes and hooks of modules and cannot be undone."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -72,7 +72,7 @@ def _remove_hooks(module: nn.Module) -> None:
 
 
 def _without_hooks_of_fsdp(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module; tables of hooks are new ones."""
+    """The attributes of a module, with new tables of hooks that leave out those of FSDP."""
     tables = [table for name, table in attributes.items() if _is_table(name, table)]
     ours = {key for table in tables for key, hook in table.items() if _origin(hook).startswith(_FSDP)}
     return {
@@ -118,7 +118,7 @@ def forbid_copies(model: nn.Module) -> None:
 def _copied(module: Any, memo: dict[Any, Any]) -> nn.Module:
     """A sharded copy, such as for a moving average of weights. Every rank must make it.
 
-    A plain one, if the caller has put something in the place of every parameter: there is nothing to gather.
+    If `memo` already has a replacement for every parameter, the copy is plain: there is nothing to gather.
     """
     if _INSIDE in memo or all(id(p) in memo for p in module.parameters()):
         return _plain(module, memo)
@@ -158,7 +158,7 @@ def _not_pickled(protocol: Any) -> Any:
 
 
 def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`module.to(...)`, which calls this. Trainers call it with the device and type that the model has already."""
+    """`module.to(...)` calls this. Trainers call that with the device and dtype that the model already has."""
     held = [local(t) for t in (*module.parameters(), *module.buffers())]
     if any(_kind(convert(t)) != _kind(t) for t in held):
         raise UsageError(f"a sharded model cannot be moved or converted: {BEFORE}")

@@ -1,4 +1,4 @@
-"""paddle.distributed.fleet and paddle.fleet: fleetx.fleet, with a distributed_optimizer for Paddle's optimizers too."""
+"""paddle.distributed.fleet and paddle.fleet: fleetx.fleet, but distributed_optimizer takes Paddle's optimizers too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fleetx.paddle.static.programs import default_main_program, default_startup_
 from fleetx.paddle.static.saving import save_persistables
 from fleetx.paddle.static.strategy import PaddleStrategy as DistributedStrategy
 
-main_program: Program  # as in Fleet 1.x; both are found by __getattr__ below
+main_program: Program  # as in Fleet 1.x; __getattr__ below resolves both
 startup_program: Program
 
 __all__ = ["DistributedStrategy", "distributed_optimizer", "worker_index", "worker_num"]
@@ -30,7 +30,10 @@ __all__ += [name for name in fleet.__all__ if name not in __all__]
 def distributed_optimizer(
     optimizer: PaddleOptimizer | Optimizer, strategy: fleet.DistributedStrategy | None = None
 ) -> DistributedOptimizer | Optimizer:
-    """Return an optimizer whose `minimize(model.loss)` trains on all workers; torch's optimizers go to fleetx.fleet."""
+    """Return an optimizer whose `minimize(model.loss)` trains on all workers.
+
+    torch's optimizers are passed on to fleetx.fleet.
+    """
     if isinstance(optimizer, PaddleOptimizer):
         if missing := current().world is None:
             fleet.init(is_collective=True)

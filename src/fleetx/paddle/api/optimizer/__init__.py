@@ -23,7 +23,7 @@ class Momentum(PaddleOptimizer):
         "learning_rate": 0.001, "momentum": 0.9, "parameters": None, "use_nesterov": False, "weight_decay": None,
         "grad_clip": None, "name": None,
     }  # fmt: skip
-    also = FLUID_NAMES  # this and the next two were fluid's until 2.0-beta, and scripts of that time pass its names
+    also = FLUID_NAMES  # until 2.0-beta, this and the next two were fluid's; scripts from then use its names
 
     def build(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         options = {"momentum": self.given["momentum"], "nesterov": self.given["use_nesterov"]}
@@ -131,7 +131,7 @@ def with_arguments(
     without: Collection[str] = (),
     required: Collection[str] = (),
 ) -> Any:
-    """Derive an optimizer whose arguments are renamed ({theirs: ours}), removed, or lose their default."""
+    """Derive an optimizer with some arguments renamed ({theirs: ours}), removed, or made required."""
     theirs = {ours: name for name, ours in (renamed or {}).items()}
     kept = {name: default for name, default in base.arguments.items() if name not in without}
     own = {theirs.get(name, name): REQUIRED if name in required else default for name, default in kept.items()}
@@ -141,7 +141,7 @@ def with_arguments(
 Lamb = with_arguments(FluidLamb, without=["weight_decay"])
 LarsMomentum = with_arguments(FluidLarsMomentum, without=["weight_decay"])
 
-# Those of fluid, each under its long and its short name.
+# fluid's optimizers, each under its short and its long name.
 _WITH_MOMENTUM = ["learning_rate", "momentum"]
 FLUID: dict[str, Any] = {
     "SGD": with_arguments(SGD, renamed=FLUID_NAMES, required=["learning_rate"]),

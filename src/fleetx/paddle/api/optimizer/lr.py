@@ -27,7 +27,7 @@ __all__ = [
 
 
 class _Formula(LRScheduler):
-    """A rate that is a formula of the step. Its arguments are those of the formula, then last_epoch and verbose."""
+    """A rate given by a formula of the step. Takes the formula's arguments, then last_epoch and verbose."""
 
     formula: ClassVar[Callable[..., float]]
 
