@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import io
 import re
-import subprocess
 import sys
 import warnings
 from contextlib import chdir, redirect_stdout
@@ -18,6 +17,7 @@ from unittest.mock import patch
 import pytest
 from PIL import Image
 
+import forked_command
 from fleetx.comm import kernel
 from fleetx.comm.session import current
 from fleetx.record.read import read
@@ -32,8 +32,7 @@ RUN_BELOW = {
 
 
 def fleetrun(*args, cwd, options=()):
-    command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", *options]
-    done = subprocess.run([*command, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=200)
+    done = forked_command.fleetrun(["--device", "cpu", "--nproc_per_node", "2", *options, *args], cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -88,11 +87,11 @@ def test_each_says_what_it_takes(name, tmp_path, capsys):
 )
 def test_an_example_without_its_extra_says_which_to_install(tmp_path, name, package):
     script = str(EXAMPLES / f"{name}.py")
-    code = (
+    (tmp_path / "without.py").write_text(
         f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); sys.modules[{package!r}] = None; "
         f"runpy.run_path({script!r}, run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = forked_command.python(["without.py"], cwd=tmp_path)
     assert done.returncode == 1
     assert "pip install fleetx[applications]" in done.stderr.splitlines()[-1]
 

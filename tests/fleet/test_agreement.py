@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 
+import forked_command
 from fleetx import StrategyError, UsageError, fleet
 from training import net, sgd, zero_last
 
@@ -96,8 +94,7 @@ for _ in range(3 if fleet.worker_index() == 1 else 5):
 
 def test_a_rank_that_ran_out_is_named(tmp_path):
     (tmp_path / "train.py").write_text(UNEQUAL)
-    command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    done = forked_command.fleetrun(["--device", "cpu", "--nproc_per_node", "2", "train.py"], cwd=tmp_path)
     assert done.returncode
     said = done.stdout + done.stderr + (tmp_path / "log" / "workerlog.0").read_text()
     assert "the script had already ended on rank 1 after 3 updates, while rank 0 continued after 3" in said

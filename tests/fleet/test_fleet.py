@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import forked_command
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.comm.session import current
 from training import assert_equal, batches, net, sgd, train, weights
@@ -50,7 +49,7 @@ print(fleet.worker_index(), fleet.worker_num(), fleet.worker_endpoints(to_string
 
 
 @pytest.mark.slow
-def test_processes_meet_by_role_maker_and_by_paddles_environment():
+def test_processes_meet_by_role_maker_and_by_paddles_environment(tmp_path):
     """Rank 0 is told by a role maker, rank 1 by what Paddle's launcher sets; both leave with exit code 0."""
     with socket.socket() as a, socket.socket() as b:
         a.bind(("127.0.0.1", 0))
@@ -62,13 +61,10 @@ def test_processes_meet_by_role_maker_and_by_paddles_environment():
         "PADDLE_TRAINER_ENDPOINTS": ends,
         "PADDLE_CURRENT_ENDPOINT": ends.split(",")[1],
     }
+    (tmp_path / "pair.py").write_text(PAIR)
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", PAIR, str(rank), ends],
-            env=os.environ | (paddle if rank else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forked_command.start_python(
+            ["pair.py", str(rank), ends], cwd=tmp_path, env=os.environ | (paddle if rank else {})
         )
         for rank in range(2)
     ]
@@ -78,7 +74,7 @@ def test_processes_meet_by_role_maker_and_by_paddles_environment():
 
 
 @pytest.mark.slow
-def test_a_master_that_nobody_answers_at_is_a_clear_error():
+def test_a_master_that_nobody_answers_at_is_a_clear_error(tmp_path):
     code = (
         "from datetime import timedelta; from fleetx import fleet, WorldError\n"
         "try: fleet.init(timeout=timedelta(seconds=2))\n"
@@ -88,7 +84,8 @@ def test_a_master_that_nobody_answers_at_is_a_clear_error():
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    (tmp_path / "alone.py").write_text(code)
+    out = forked_command.python(["alone.py"], cwd=tmp_path, env=env)
     assert f"rank 1 of 2 could not reach the others at 127.0.0.1:{port}" in out.stdout, out
     assert "Check that all 2 workers are started" in out.stdout
 

@@ -18,9 +18,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from forked_command import ForkedCommand
-
 import fleetx.launch
+from forked_command import ForkedCommand
 
 SECONDS = 150  # limit for one run, which takes two seconds on an idle machine and much longer on a busy one
 COMMAND = [sys.executable, "-m", "fleetx.launch"]

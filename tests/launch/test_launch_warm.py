@@ -170,6 +170,7 @@ def test_kill_9_of_fleetrun_also_ends_what_a_warm_worker_has_forked(fleetrun):
         time.sleep(1000)
         """,
         options="--max_restarts 1000 --restart_delay 0",
+        cold=True,
     )
     run.wait_for("up")
     run.signal(signal.SIGKILL)
@@ -191,6 +192,7 @@ def test_restarts_become_warm_as_soon_as_the_fork_server_is_ready(fleetrun):
         dist.destroy_process_group()
         """,
         options="--nproc_per_node 2 --max_restarts 1000 --restart_delay 0",
+        cold=True,
     ).finish()
     assert run.code == 0, run.err
     for rank in (0, 1):

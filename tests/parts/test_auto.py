@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
@@ -16,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+import forked_command
 from fixed_times import fixed_times
 from fleetx import DistributedStrategy, StrategyError, UsageError, fleet
 from fleetx.cli import main
@@ -321,8 +320,7 @@ print("trained", flush=True)
 
 
 def plan(*words):
-    command = [sys.executable, "-m", "fleetx.cli", "plan", *words, "--device", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return forked_command.fleetx_(["plan", *words, "--device", "cpu"], cwd=Path.cwd())
 
 
 def test_fleetx_plan_of_a_script_that_distributes_nothing_is_an_error():

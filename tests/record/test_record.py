@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import subprocess
-import sys
 import weakref
 
 import psutil
@@ -15,6 +13,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
+import forked_command
 from fleetx import fleet
 from fleetx.comm.session import current
 from fleetx.errors import UsageError
@@ -425,7 +424,7 @@ def test_a_script_that_fails_before_it_distributes_leaves_its_error(tmp_path):
     script.write_text(
         "from fleetx import fleet\nfleet.init()\nfleet.record('run')\nfleet.DistributedStrategy(amp={'dtyp': 'x'})\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = forked_command.python([script], cwd=tmp_path)
     assert "did you mean 'dtype'?" in done.stderr
     (fault,) = read(tmp_path / "run").events
     assert fault["what"] == "fault"

@@ -26,6 +26,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -180,9 +181,14 @@ def main(parent: int, descriptor: int, names: list[str]) -> None:
     gc.freeze()  # so that a collection in a worker does not copy every page
     if "triton" in sys.modules:  # it comes with torch for CUDA, and reports all objects still frozen at exit
         atexit.register(gc.unfreeze)
+    serve_workers(connection, modules, run=runner.main, compare_all=bool(names))
 
+
+def serve_workers(
+    connection: socket.socket, modules: dict[str, ModuleType], *, run: Callable[[list[str]], None], compare_all: bool
+) -> None:
+    """Fork workers until the launcher is gone. In each of them, hide `modules` and call `run`."""
     request, between = serve(connection)
-
     connection.close()
     os.setsid()
     os.environ.clear()
@@ -196,8 +202,8 @@ def main(parent: int, descriptor: int, names: list[str]) -> None:
     def start_over() -> None:
         os.execve(sys.executable, [sys.executable, "-u", RUNNER, *command], os.environ)
 
-    Hidden(modules, compare_all=bool(names)).hide(start_over=start_over)
-    runner.main(command)
+    Hidden(modules, compare_all=compare_all).hide(start_over=start_over)
+    run(command)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import gc
 import io
 import os
 import re
-import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from multiprocessing import spawn
@@ -15,9 +14,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import fleetx
+import forked_command
 from fleetx.paddle.static import imports, programs
 
-SECONDS = 280
 PACKAGES = str(Path(fleetx.__file__).parents[1])
 
 
@@ -26,10 +25,8 @@ def fleetrun(where: Path, script: str, *arguments: str, options: tuple[str, ...]
     (where / "train.py").write_text(script)
     names = ("FLEETX_DEVICE", "FLEETX_CACHE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("FLEETX_") or k in names}
-    run = subprocess.run(
-        [sys.executable, "-m", "fleetx.launch", *options, "train.py", *arguments],
-        cwd=where, env={**kept, "PYTHONPATH": PACKAGES}, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
+    env = {**kept, "PYTHONPATH": PACKAGES}
+    run = forked_command.fleetrun([*options, "train.py", *arguments], cwd=where, env=env)
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
 
