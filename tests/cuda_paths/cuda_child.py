@@ -1,10 +1,9 @@
-"""Runs scenarios on the CPU and on the device of cuda_device.py: `cuda_child.py alone|ranks OUT`. Writes JSON."""
+"""Runs scenarios on the CPU and on the device of cuda_device.py, alone or as one of two ranks. Writes JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 import warnings
 
@@ -140,12 +139,7 @@ def ranks_on_the_device():
 
 def main(what, out):
     warnings.simplefilter("error")
-    device.install()
-    import torch._dynamo
-
     from fleetx import fleet
-
-    torch._dynamo.reset = lambda: None  # where there is CUDA it imports the compiler, which nothing here needs
 
     torch.set_num_threads(1)
     if what == "ranks":
@@ -174,7 +168,3 @@ def main(what, out):
     with open(out, "w") as file:
         json.dump(found, file)
     os._exit(0)  # without the tidy end of a process group whose other rank may have failed
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

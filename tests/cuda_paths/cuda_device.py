@@ -37,7 +37,6 @@ load(os.environ["FAKE_CUDA_GUARD"])
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 aten = torch.ops.aten
@@ -68,10 +67,11 @@ class CudaTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if fakes := [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]:
-            args, kwargs = tree_map(partial(_without_values, fakes[0].fake_mode), (args, kwargs))
+        leaves = _tensors([args, kwargs])
+        if fakes := [x for x in leaves if isinstance(x, FakeTensor)]:
+            args, kwargs = _mapped(partial(_without_values, fakes[0].fake_mode), [args, kwargs])
             return func(*args, **(kwargs or {}))
-        return _run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {}, leaves)
 
 
 def _without_values(mode, x):
@@ -86,9 +86,10 @@ class Device(TorchDispatchMode):
     """While it is entered, `device="cuda"` works."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if _faked() or any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+        leaves = _tensors([args, kwargs])
+        if _faked() or any(isinstance(x, FakeTensor) for x in leaves):
             return func(*args, **(kwargs or {}))  # there is nothing to compute
-        return _run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {}, leaves)
 
 
 def _faked():
@@ -133,8 +134,27 @@ def _line(func):
 
 
 # --- operations -----------------------------------------------------------------------------------
-def _run(func, args, kwargs):
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+def _tensors(value):
+    """All tensors of an operation's arguments. torch's own tree functions take several times as long."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [t for each in value for t in _tensors(each)]
+
+
+def _mapped(change, value):
+    """`value` with `change(tensor)` for each of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(change, each) for each in value])
+    return {name: _mapped(change, each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _run(func, args, kwargs, leaves):
     ours = [x for x in leaves if isinstance(x, CudaTensor)]
     asked = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
     packet = func.overloadpacket
@@ -147,7 +167,7 @@ def _run(func, args, kwargs):
     _check_devices(func, packet, leaves, ours)
     _count(func, packet, args, kwargs, asked)
     pins = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
-    given, options = tree_map(lambda x: x.values_on_host if isinstance(x, CudaTensor) else x, (args, kwargs))
+    given, options = _mapped(lambda x: x.values_on_host if isinstance(x, CudaTensor) else x, [args, kwargs])
     if asked == "cuda":
         options["device"] = CPU
     here = asked == "cuda" or (asked is None and bool(ours))
@@ -155,13 +175,13 @@ def _run(func, args, kwargs):
     known = {id(x.values_on_host): x for x in ours}
 
     def result(t):
-        if not isinstance(t, torch.Tensor) or not here:
-            return _pin(t) if pins and isinstance(t, torch.Tensor) else t
+        if not here:
+            return _pin(t) if pins else t
         return known[id(t)] if id(t) in known else CudaTensor(t)
 
-    made = tree_map(result, out)
+    made = _mapped(result, out)
     if here and not _is_view(func):
-        _order(func, ours, [t for t in tree_leaves(made) if isinstance(t, CudaTensor)])
+        _order(func, ours, _tensors(made))
     return made
 
 

@@ -1,4 +1,4 @@
-"""Trains sharded models of eight ranks on fake tensors of cuda:0: `cuda_sharding.py OUT`.
+"""Trains sharded models of eight ranks on fake tensors of cuda:0. Writes JSON.
 
 FSDP resizes storages, which tensors with values elsewhere cannot do. Fake tensors have shapes, types and devices but no
 values, and the process group `fake` has ranks but no peers. So this shows where tensors are, not what they hold.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 import warnings
 
@@ -93,12 +92,8 @@ def real_meshes():
 def main(out):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-    device.install()
-    import torch._dynamo
-
     from fleetx import fleet
 
-    torch._dynamo.reset = lambda: None
     real_meshes()
     store = MirrorStore(RANKS)
     dist.init_process_group("fake", store=store, rank=0, world_size=RANKS)
@@ -113,7 +108,3 @@ def main(out):
     with open(out, "w") as file:
         json.dump(found, file)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

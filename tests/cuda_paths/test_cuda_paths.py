@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,21 +40,8 @@ def _seen(folder):
     subprocess.run([*command, *libraries], check=True, timeout=200)
     path = os.pathsep.join([str(HERE), str(HERE.parent / "wide"), *sys.path])
     env = os.environ | {"PYTHONPATH": path, "FAKE_CUDA_GUARD": str(folder / "guard.so"), "FLEETX_WATCH": "0"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    started = {
-        "alone": _start(folder / "alone", env, "cuda_child.py", "alone"),
-        "sharding": _start(folder / "sharding", env, "cuda_sharding.py"),
-        **{f"rank {r}": _start(folder / f"rank {r}", env | world | {"RANK": str(r)}, "cuda_child.py", "ranks")
-           for r in range(2)},
-    }  # fmt: skip
-    assert {name: process.wait(timeout=250) for name, process in started.items()} == dict.fromkeys(started, 0)
-    return {name: json.loads((folder / name).read_text()) for name in started}
-
-
-def _start(out, env, *command):
-    return subprocess.Popen([sys.executable, str(HERE / command[0]), *command[1:], str(out)], env=env)
+    subprocess.run([sys.executable, str(HERE / "cuda_children.py"), str(folder)], env=env, check=True, timeout=250)
+    return {name: json.loads((folder / name).read_text()) for name in ("alone", "sharding", "rank 0", "rank 1")}
 
 
 def _found(seen, place, scenario):
