@@ -101,6 +101,10 @@ class ForkedCommand:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    def wait(self) -> int | None:
+        self._process.join()
+        return self.poll()
+
     @property
     def returncode(self) -> int | None:
         return self.poll()

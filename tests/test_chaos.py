@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 
 import pytest
-from benchmarks.chaos import goodput, report
+from benchmarks.chaos import goodput, report, training
 from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.training import Line
 from click.testing import CliRunner
+
+import fleetx.launch
+from forked_command import ForkedCommand
 
 
 @pytest.fixture
@@ -19,11 +23,25 @@ def _log_again():
     logging.disable(logging.NOTSET)
 
 
+def forked(words, *, prefix, cwd, env):
+    assert not prefix
+    command = ForkedCommand(fleetx.launch.main, words, cwd=cwd, env=env)
+    threading.Thread(target=_read_all, args=(command.stdout,), daemon=True).start()
+    return command
+
+
+def _read_all(file):
+    with file:
+        file.read()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_log_again")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [6, pytest.param(14, marks=pytest.mark.nightly)])
-def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path, kills):
+def test_a_training_survives_kills_and_damage_bit_for_bit(tmp_path, kills, monkeypatch):
+    if kills == 6:  # nightly, fleetrun starts as a user starts it
+        monkeypatch.setattr(training, "fleetrun", forked)
     options = f"--only kills,damage --kills {kills} --flips 200 --damages 40 --steps 60 --jobs 1"
     done = CliRunner().invoke(main, [*options.split(), "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0, done.output

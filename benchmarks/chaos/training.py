@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ class Line:
     loss: str
     digest: str
     time: float
+
+
+def fleetrun(words: list[str], *, prefix: Sequence[str], cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-m", "fleetx.launch", *words], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
 
 
 @dataclass
@@ -60,13 +67,10 @@ class Training:
         if self.restarts:
             launch += ["--max_restarts", self.restarts, "--restart_delay", 0, "--preload", "fleetx.data.arrays"]
         script = [WORKER, self.folder, self.kind, self.steps, self.every, self.width]
-        words = [*self.prefix, sys.executable, "-m", "fleetx.launch", *map(str, [*launch, *self.options, *script])]
+        words = [str(word) for word in [*launch, *self.options, *script]]
         path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
         environment = os.environ | {"PYTHONPATH": path, "CHAOS_MARK": self.mark, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            words, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+        self.process = fleetrun(words, prefix=self.prefix, cwd=self.folder, env=environment)
         self._listener = threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True)
         self._listener.start()
         return self
