@@ -41,7 +41,7 @@ def compare(run: Run, *, files: int, size: int) -> Sides:
         raise CannotRunError("fsspec's HTTP file system needs aiohttp, which is not installed")
     import fsspec
 
-    from fleetx.paddle.download import Downloader
+    from fleetx.paddle.download.downloader import Downloader
 
     with served(files, size) as (url, sums), tempfile.TemporaryDirectory(prefix="download-") as name:
         folder = Path(name)

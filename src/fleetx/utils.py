@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fleetx.paddle.download import Downloader, ImageNetDownloader, WikiDataDownloader, WMTDataDownloader
+from fleetx.paddle.download.downloader import Downloader, ImageNetDownloader, WikiDataDownloader, WMTDataDownloader
 
 if TYPE_CHECKING:
     from fleetx.optim.schedule import linear_warmup_decay

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from file_server import Server
 
-from fleetx.paddle.download import Downloader, Patience
+from fleetx.paddle.download.downloader import Downloader
+from fleetx.paddle.download.fetch import Patience
 
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",

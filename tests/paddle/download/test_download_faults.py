@@ -8,8 +8,10 @@ import subprocess
 import pytest
 from file_server import MEGABYTE, Server, md5, tar
 
-from fleetx.errors import UsageError
-from fleetx.paddle.download import Downloader, DownloadError, Patience, fetch
+from fleetx.errors import DownloadError, UsageError
+from fleetx.paddle.download import fetch
+from fleetx.paddle.download.downloader import Downloader
+from fleetx.paddle.download.fetch import Patience
 
 DATA = bytes(range(256)) * (12 * 1024)  # 3 MB
 PART = "data/.fleetx-download/parts"

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fleetx.utils
-from fleetx.errors import FleetxError, UsageError
-from fleetx.paddle.download import Downloader, DownloadError, config, listing, remote
+from fleetx.errors import DownloadError, FleetxError, UsageError
+from fleetx.paddle.download import config, listing, remote
+from fleetx.paddle.download.downloader import Downloader
 
 SUMS = ["0" * 32, "A" * 32, "0" * 31, "0" * 33, "null", "", "~", "\u0663" * 32]
 NAMES = ["a", "A", "../x", "/etc/x", "a/../../x", "a/b", "-rf", "CON", "x" * 300, "a\0b", "\x1b[2J", "e\u0301", "é", "",

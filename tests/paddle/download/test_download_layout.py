@@ -14,8 +14,9 @@ import pytest
 from file_server import MEGABYTE, filelist, md5, tar
 
 import fleetx.utils
-from fleetx.errors import UsageError
-from fleetx.paddle.download import Downloader, DownloadError, config, folder, node, progress
+from fleetx.errors import DownloadError, UsageError
+from fleetx.paddle.download import config, folder, node, progress
+from fleetx.paddle.download.downloader import Downloader
 
 TARS = {f"part-{i}.tar": tar({f"train/{i}.txt": b"x" * (100 + i)}) for i in range(5)}
 

@@ -15,14 +15,18 @@ import pytest
 from file_server import tar
 
 from fleetx import UsageError, fleet
-from fleetx.paddle.download import Downloader, DownloadError, node
+from fleetx.errors import DownloadError
+from fleetx.paddle.download import node
+from fleetx.paddle.download.downloader import Downloader
 from fleetx.paddle.download.node import with_all_workers
 
 BIG = tar({"x.bin": os.urandom(3 << 20)})
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs that a shell starts with `&`
-from fleetx.paddle.download import Downloader, DownloadError, Patience
+from fleetx.errors import DownloadError
+from fleetx.paddle.download.downloader import Downloader
+from fleetx.paddle.download.fetch import Patience
 try:
     print(Downloader(patience=Patience(attempts=2, pause=0.01, timeout=99)).download_from_bos(sys.argv[1], sys.argv[2]))
 except DownloadError as error:

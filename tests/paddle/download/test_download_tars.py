@@ -12,7 +12,8 @@ import threading
 import pytest
 from file_server import hardlink, special, symlink, tar
 
-from fleetx.paddle.download import DownloadError, unpack
+from fleetx.errors import DownloadError
+from fleetx.paddle.download import unpack
 
 FILE = b"content"
 

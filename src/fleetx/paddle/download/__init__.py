@@ -10,21 +10,3 @@ folder       all files, in threads
 node         one process per node does the work, the others wait for its outcome; records in the local folder
 progress     a bar, or a line from time to time
 """
-
-from fleetx.errors import DownloadError
-from fleetx.paddle.download.downloader import (
-    Downloader,
-    ImageNetDownloader,
-    WikiDataDownloader,
-    WMTDataDownloader,
-)
-from fleetx.paddle.download.fetch import Patience
-
-__all__ = [
-    "DownloadError",
-    "Downloader",
-    "ImageNetDownloader",
-    "Patience",
-    "WMTDataDownloader",
-    "WikiDataDownloader",
-]

@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from fleetx.base.jobs import run_jobs
+from fleetx.base.jobs import In, Out, run_jobs
 from fleetx.errors import DownloadError
 from fleetx.paddle.download import listing
 from fleetx.paddle.download.fetch import AbortedError, Fetcher, Patience, check_disk, md5_of
@@ -20,9 +20,6 @@ from fleetx.paddle.download.node import read_record, write_record
 from fleetx.paddle.download.progress import Progress, say
 from fleetx.paddle.download.remote import Remote
 from fleetx.paddle.download.unpack import is_intact, publish, unpack
-
-In = TypeVar("In")
-Out = TypeVar("Out")
 
 
 class Task(NamedTuple):
