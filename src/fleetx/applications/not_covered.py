@@ -1,4 +1,4 @@
-"""Errors for attributes of Paddle's objects that fleetx does not support; `paddle/not_covered.py` handles modules.
+"""Errors for attributes of Paddle's objects that fleetx does not support; `paddle/static/imports.py` handles modules.
 
 This file is not in `paddle/`, because `Program` and `Variable` of an application use it, and applications do not import
 paddle.

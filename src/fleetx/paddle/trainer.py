@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.base.trees import map_tensors, samples_in
+from fleetx.comm.notices import say_once
 from fleetx.comm.session import current
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import UsageError
@@ -115,13 +116,13 @@ class MultiGPUTrainer:
 
     def _check_call(self, model: Any, use_dali: bool = False) -> None:
         if use_dali:
-            devices.say_once(NO_DALI)
+            say_once(NO_DALI)
         if not isinstance(model, nn.Module):
             raise UsageError(f"the trainer takes a model, not {type(model).__name__}")
         if self._place is not None and current().world is not None:
             self._place.check(fleet.device())
-        if static.is_minimized(model):
-            static.start_once(model)
+        if static.is_minimized(model) and not static.of(model).started:
+            static.start(model)
 
 
 Trainer = MultiGPUTrainer  # its first name

@@ -14,10 +14,10 @@ import torch
 
 from fleetx.fleet import base, device_guard
 from fleetx.paddle.api import fleet, optimizer
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static import rates, saving
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace, on_cpu
 from fleetx.paddle.static.executor import Executor
+from fleetx.paddle.static.imports import not_covered
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.regularization import ClipByGlobalNorm, L2Decay, L2DecayRegularizer, set_gradient_clip
 from fleetx.paddle.static.strategy import PaddleStrategy

@@ -10,8 +10,6 @@ import torch
 from fleetx.comm.notices import say_once
 from fleetx.errors import UsageError
 
-__all__ = ["CPUPlace", "CUDAPlace", "Place", "on_cpu", "say_once"]
-
 
 def on_cpu() -> bool:
     """Whether this run uses the CPU. Unlike `fleet.device()`, it works before `fleet.init`."""

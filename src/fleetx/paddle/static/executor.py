@@ -8,6 +8,7 @@ from typing import Any
 from fleetx import fleet
 from fleetx.applications import Parameter, Program, Variable
 from fleetx.applications.not_covered import not_covered_by
+from fleetx.comm.notices import say_once
 from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from fleetx.paddle.static import devices, feeds, training
@@ -39,7 +40,7 @@ class Executor:
         fluid.global_scope(). Without return_numpy the values are tensors.
         """
         if use_program_cache:
-            devices.say_once("use_program_cache has no effect: there is no program to prepare")
+            say_once("use_program_cache has no effect: there is no program to prepare")
         program = bound(default_main_program() if program is None else program)
         if not isinstance(program, Program):
             raise UsageError(f"Executor.run takes a program, such as model.main_prog, not {program!r}")

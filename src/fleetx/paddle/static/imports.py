@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing import spawn
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from fleetx.errors import UsageError
 
@@ -48,11 +48,7 @@ class Finder(MetaPathFinder):
         if fullname.startswith(f"{HOME}."):
             # `__getattr__` alone is not enough: `from paddle.fluid import x` would drop its message.
             if PathFinder.find_spec(fullname, path) is None:
-                from fleetx.paddle import not_covered  # imported late, because it loads torch
-
-                raise ModuleNotFoundError(
-                    not_covered.sentence(*fullname.rsplit(".", 1)), name=not_covered.shown(fullname)
-                )
+                raise ModuleNotFoundError(_sentence(*fullname.rsplit(".", 1)), name=_shown(fullname))
             return None
         if fullname == "fleetx.dataset":
             from fleetx.applications.not_covered import of_fleetx
@@ -85,6 +81,33 @@ class _AliasLoader(Loader):
         module.__spec__ = self._spec  # importlib has just replaced it
         if self._real.startswith(HOME) and not hasattr(module, "__path__"):
             module.__path__ = []  # makes it a package, so that the finder is asked for its submodules
+
+
+# --- names that fleetx does not support ----------------------------------------------------------
+def not_covered(module: str) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a module."""
+
+    def __getattr__(name: str) -> NoReturn:  # noqa: N807
+        if name.startswith("__"):  # Python looks these up itself
+            raise AttributeError(name)
+        raise AttributeError(_sentence(module, name))
+
+    return __getattr__
+
+
+def _sentence(module: str, name: str) -> str:
+    from fleetx.applications import not_covered as objects  # imported late, because it loads torch
+
+    owner = _shown(module)
+    return objects.sentence(owner, name, sys.modules[module].__all__, of_module=objects.INSTEAD.get(owner, ""))
+
+
+def _shown(module: str) -> str:
+    """The name of a module as the script knows it: fleet was paddle.fleet before it was paddle.distributed.fleet."""
+    name = module.removeprefix(HOME)
+    if (name == ".fleet" or name.startswith(".fleet.")) and "paddle.fleet" not in sys.modules:
+        name = f".distributed{name}"
+    return f"paddle{name}"
 
 
 # --- spawned processes ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
 from fleetx.paddle.static import rates, training
-from fleetx.paddle.static.regularization import Clip, L2Decay, clip_for_all
+from fleetx.paddle.static.regularization import ClipByGlobalNorm, L2Decay, clip_for_all
 from fleetx.strategy import DistributedStrategy
 
 Parameters = training.Parameters
@@ -45,8 +45,8 @@ class PaddleOptimizer:
         given = self.given = {FLUID_NAMES.get(name, name): value for name, value in bound.items()}
         self.rate, self.name = rates.checked(given["learning_rate"]), given["name"]
         self.parameters, self.decay = training.as_list(given["parameters"]), _decay(given.get("weight_decay"))
-        self.clip: Clip | None = given["grad_clip"]
-        if not isinstance(self.clip, Clip | None):
+        self.clip: ClipByGlobalNorm | None = given["grad_clip"]
+        if not isinstance(self.clip, ClipByGlobalNorm | None):
             raise UsageError(
                 f"grad_clip = {self.clip!r}: must be a GradientClipByGlobalNorm (ClipGradByGlobalNorm in Paddle 2)"
             )

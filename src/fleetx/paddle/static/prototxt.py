@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleetx.errors import StrategyError
-from fleetx.strategy.part import every
+from fleetx.strategy.part import defaults_of, every
 
 _TOKEN = re.compile(
     r"""\s+|\#[^\n]*|(?P<mark>[:{}])|(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<word>[^\s:{}"'#]+)"""
@@ -85,7 +85,5 @@ def _with_lists(name: str, value: Any) -> Any:
     part = every().get(name.removesuffix("_configs"))
     if part is None or not isinstance(value, dict):
         return value
-    from fleetx.strategy.part import defaults_of
-
     lists = {key for key, default in defaults_of(part).items() if isinstance(default, list)}
     return {key: [one] if key in lists and not isinstance(one, list) else one for key, one in value.items()}

@@ -37,21 +37,19 @@ class ClipByGlobalNorm:
             )
 
 
-Clip = ClipByGlobalNorm
-
-_for_all: Clip | None = None
+_for_all: ClipByGlobalNorm | None = None
 
 
 def set_gradient_clip(clip: Any, param_list: Any = None, program: Any = None) -> None:
     """Clip the gradients of every model that is minimized afterwards, unless its optimizer has a grad_clip."""
     global _for_all
-    if not isinstance(clip, Clip):
+    if not isinstance(clip, ClipByGlobalNorm):
         raise UsageError(f"clip = {clip!r}: must be a GradientClipByGlobalNorm")
     if param_list is not None or program is not None:
         raise UsageError("set_gradient_clip clips all gradients by one global norm: remove param_list and program")
     _for_all = clip
 
 
-def clip_for_all() -> Clip | None:
+def clip_for_all() -> ClipByGlobalNorm | None:
     """The clip that set_gradient_clip has set."""
     return _for_all

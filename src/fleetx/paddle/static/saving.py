@@ -16,9 +16,10 @@ from torch import Tensor
 from fleetx.applications import Application, Program, Variable
 from fleetx.base.files import atomic
 from fleetx.base.module_names import plain_name
+from fleetx.comm.notices import say_once
 from fleetx.errors import UsageError
 from fleetx.optim import parameter_names
-from fleetx.paddle.static import devices, training
+from fleetx.paddle.static import training
 from fleetx.paddle.static.programs import bound, default_main_program
 
 FILE = "params.safetensors"
@@ -107,4 +108,4 @@ def _write(application: Application, path: Path, metadata: dict[str, str]) -> No
     tensors = {name: tensor.contiguous().clone() for name, tensor in _tensors(application).items()}
     with atomic(path) as temporary:  # every worker may write it
         Path(temporary).write_bytes(save(tensors, metadata | {"format": "pt", "names": "paddle"}))
-    devices.say_once(f"{path} is in safetensors format with Paddle's names; Paddle itself does not read it")
+    say_once(f"{path} is in safetensors format with Paddle's names; Paddle itself does not read it")

@@ -17,18 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
-from fleetx import strategy as strategies
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.base.trees import arguments
+from fleetx.comm.notices import say_once
 from fleetx.comm.roles import from_environment
 from fleetx.comm.session import current
 from fleetx.engine.scheduled import ScheduledEngine
 from fleetx.errors import StrategyError, UsageError
+from fleetx.fleet.auto import checked
 from fleetx.optim import parameter_names
-from fleetx.paddle.static import devices, programs, rates
-from fleetx.paddle.static.regularization import Clip
+from fleetx.paddle.static import programs, rates
+from fleetx.paddle.static.regularization import ClipByGlobalNorm
 from fleetx.paddle.static.strategy import PaddleStrategy, of_paddle, relax
 from fleetx.parts.auto import PLAN
+from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
@@ -67,11 +69,10 @@ def is_minimized(model: Any) -> TypeGuard[Application]:
 
 
 # --- minimize -------------------------------------------------------------------------------------
-def prepare_strategy(strategy: strategies.DistributedStrategy | None, clip: Clip | None) -> PaddleStrategy:
+def prepare_strategy(strategy: DistributedStrategy | None, clip: ClipByGlobalNorm | None) -> PaddleStrategy:
     """Return a checked copy of the strategy, by default that of fleet.init, with the optimizer's clipping."""
-    if strategy is not None and not isinstance(strategy, strategies.DistributedStrategy):
-        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
-    result = of_paddle(copy.deepcopy(strategy or current().strategy or PaddleStrategy()))
+    declared = checked(strategy) if strategy is not None else current().strategy or PaddleStrategy()
+    result = of_paddle(copy.deepcopy(declared))
     if clip is not None:
         settings = result.clip_configs
         if "clip_norm" in settings.given and settings["clip_norm"] != clip.clip_norm:
@@ -114,7 +115,7 @@ def minimize(
     programs.register(application, minimized=True)
     relax(strategy, recipe, application, current().here())
     for name, reason in strategy.without_meaning():
-        devices.say_once(f"{name} has no effect: {reason}")
+        say_once(f"{name} has no effect: {reason}")
     _distribute(application)
 
 
@@ -162,12 +163,6 @@ def start(application: Application) -> None:
     if current().world is not None:
         application.to(fleet.device())
     _distribute(application)
-
-
-def start_once(application: Application) -> None:
-    """Start the application if the script has not."""
-    if not of(application).started:
-        start(application)
 
 
 def _distribute(application: Application, sample: dict[str, Tensor] | None = None) -> None:

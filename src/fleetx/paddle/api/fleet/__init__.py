@@ -12,8 +12,8 @@ from fleetx import fleet
 from fleetx.applications import Program, Variable
 from fleetx.comm.session import current
 from fleetx.fleet import worker_index, worker_num
-from fleetx.paddle.not_covered import not_covered
 from fleetx.paddle.static import saving
+from fleetx.paddle.static.imports import not_covered
 from fleetx.paddle.static.optimizers import DistributedOptimizer, PaddleOptimizer
 from fleetx.paddle.static.programs import default_main_program, default_startup_program
 from fleetx.paddle.static.saving import save_persistables
