@@ -123,7 +123,7 @@ def slots(tmp_path, monkeypatch):
 
         def __init__(self, elastic):
             job = parse(["--device", "cpu", "--elastic", elastic, "--max_restarts", "9", "train.py"], environ={})
-            attempt, listener = single_node_attempt(job, slots=tuple(range(job.workers)))
+            attempt, listener = single_node_attempt(tuple(range(job.workers)))
             self.rendezvous = SingleNodeRendezvous(
                 job, attempt=attempt, listener=listener, print_status=print, clock=lambda: self.now
             )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launching import until
 
 from fleetx.errors import LaunchError
-from fleetx.launch import meeting_server
+from fleetx.launch import meeting_ends
 from fleetx.launch.fork_server import read_exactly
 from fleetx.launch.frames import (
     HEADER,
@@ -32,8 +32,7 @@ from fleetx.launch.frames import (
     let_in,
 )
 from fleetx.launch.meeting import Meeting, MeetingError
-from fleetx.launch.meeting_client import MeetingClient, NoMeetingError
-from fleetx.launch.meeting_server import MeetingServer
+from fleetx.launch.meeting_ends import MeetingClient, MeetingServer, NoMeetingError
 from fleetx.launch.secret import read_secret
 from fleetx.launch.sockets import listen, port_of
 
@@ -160,7 +159,7 @@ def test_an_authentic_frame_must_still_be_a_json_object(body):
 @pytest.fixture
 def server(monkeypatch):
     """A meeting of two nodes on a port; `said` is what it printed."""
-    monkeypatch.setattr(meeting_server, "PENDING", 8)
+    monkeypatch.setattr(meeting_ends, "PENDING", 8)
     listener = listen("127.0.0.1")
     said: list[str] = []
     meeting = Meeting(nodes=2, minimum=2)
@@ -243,7 +242,7 @@ def test_many_silent_connections_neither_pile_up_nor_keep_a_node_out(server):
     try:
         client = join(server)
         assert client.call("look", 1, attempt=0)["stop"] is None
-        until(lambda: len(server._connections) <= meeting_server.PENDING + 1, what="the others to be dropped")
+        until(lambda: len(server._connections) <= meeting_ends.PENDING + 1, what="the others to be dropped")
         client.close()
     finally:
         for peer in idle:
@@ -251,7 +250,7 @@ def test_many_silent_connections_neither_pile_up_nor_keep_a_node_out(server):
 
 
 def test_a_connection_that_does_not_finish_its_handshake_is_closed(server, monkeypatch):
-    monkeypatch.setattr(meeting_server, "HANDSHAKE", 0.1)
+    monkeypatch.setattr(meeting_ends, "HANDSHAKE", 0.1)
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
         slow.settimeout(60)
         slow.sendall(b"f")

@@ -12,7 +12,7 @@ import pytest
 from launching import free_port, start
 
 from fleetx.errors import LaunchError
-from fleetx.launch import meeting_client, multi_node
+from fleetx.launch import meeting_ends, multi_node
 from fleetx.launch.options import parse
 
 
@@ -109,7 +109,7 @@ def test_a_port_in_use_is_an_error():
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 100], ids=["nothing", "another"])
 def test_a_port_of_another_service_is_not_node_0(monkeypatch, says):
-    monkeypatch.setattr(meeting_client, "ANSWER_TIMEOUT", 0.2)
+    monkeypatch.setattr(meeting_ends, "ANSWER_TIMEOUT", 0.2)
 
     def serve(listener):
         with contextlib.suppress(OSError):  # closed

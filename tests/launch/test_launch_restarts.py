@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetx.launch.pace import LONGEST, QUICK, Pace
+from fleetx.launch.agent import LONGEST, QUICK, Pace
 
 RUNS = {
     # With torchrun 2.13 three of four such restarts fail: the new ranks read the old ranks' addresses from the store.

@@ -19,11 +19,10 @@ The files, in the order of a run:
     rendezvous.py     a fresh store for every attempt, on a single node
     multi_node.py     the same for several nodes
     meeting.py        what several nodes agree on; node 0 keeps it
-    meeting_server.py node 0's end of the meeting, meeting_client.py the other nodes'
+    meeting_ends.py   the meeting on the network: node 0 serves, the other nodes call
     frames.py         the wire protocol of the meeting, authenticated with the job secret
     secret.py         where the job secret comes from
-    agent.py          torchelastic's agent: restarts all workers, or stops them, when one fails
-    pace.py           how soon to restart
+    agent.py          torchelastic's agent: restarts all workers, and decides how soon, or stops them, when one fails
     report.py         what failed first
 
 Only agent.py, rendezvous.py and multi_node.py import torch (devices.py does on AMD GPUs), so a wrong command line is

@@ -25,12 +25,13 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from fleetx.errors import LaunchError
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.logs import Logs
-from fleetx.launch.pace import QUICK, Pace
 from fleetx.launch.rendezvous import FleetrunRendezvous
 from fleetx.launch.report import Failure, failures_of
 from fleetx.launch.workers import LocalWorkers
 
 CHECK_EVERY = 0.1  # seconds between checks of the other nodes; the exit of a worker is noticed immediately
+QUICK = 10.0  # seconds: an attempt that fails sooner is a quick failure
+LONGEST = 60.0  # seconds to wait before a restart
 
 
 class _NoRedirects(LogsSpecs):
@@ -64,6 +65,24 @@ class _Processes(SubprocessContext):
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         """Do nothing: the agent stops the workers for a restart, and start.py at the end."""
+
+
+class Pace:
+    """Restarts at once after the first quick failure, and waits longer and longer after further ones in a row.
+
+    A script that always fails at once must not restart in a tight loop.
+    """
+
+    def __init__(self, *, delay: float):
+        self._delay = delay  # before the third quick attempt; doubles from there
+        self.quick_failures = 0  # in a row
+
+    def wait_after(self, life: float) -> float:
+        """Seconds to wait before a restart, after an attempt that failed `life` seconds after its start."""
+        self.quick_failures = self.quick_failures + 1 if life < QUICK else 0
+        if self.quick_failures < 2:
+            return 0.0
+        return min(self._delay * 2.0 ** min(self.quick_failures - 2, 60), LONGEST)
 
 
 class Agent(LocalElasticAgent):

@@ -24,7 +24,7 @@ class Job:
     paddle_api: str | None  # fleetx | paddle; None for Paddle if it is installed
     log_dir: Path
     max_restarts: int
-    restart_delay: int  # seconds, see pace.py
+    restart_delay: int  # seconds, see agent.py
     warm: bool  # whether a fork server starts the workers of a restart
     preload: tuple[str, ...]  # what the fork server imports besides torch and fleetx
     elastic: int | None  # the fewest workers (on a single node) or nodes to continue with; None if all are needed

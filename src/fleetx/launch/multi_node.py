@@ -21,8 +21,7 @@ from fleetx.errors import LaunchError
 from fleetx.launch.environment import endpoints_of
 from fleetx.launch.job import Attempt, Job
 from fleetx.launch.meeting import GONE_AFTER, LOST_AFTER, Meeting, MeetingError
-from fleetx.launch.meeting_client import MeetingClient, NoMeetingError
-from fleetx.launch.meeting_server import MeetingServer
+from fleetx.launch.meeting_ends import MeetingClient, MeetingServer, NoMeetingError
 from fleetx.launch.rendezvous import FleetrunRendezvous, host_store
 from fleetx.launch.report import Failure
 from fleetx.launch.sockets import listen, port_of
@@ -201,9 +200,9 @@ class MultiNodeRendezvous(FleetrunRendezvous):
 
     # ------------------------------------------------------------------ the end
 
-    def abort(self, reason: str, *, signal: int | None = None) -> None:
+    def abort(self, reason: str) -> None:
         """Stop all other nodes. Only the first reason is kept."""
-        self._tell("stop", reason=f"node {self._job.rank}: {reason}", signal=signal)
+        self._tell("stop", reason=f"node {self._job.rank}: {reason}")
 
     def depart(self, reason: str, *, signal: int) -> None:
         """This node stops: so do the others, unless --elastic lets them continue without it."""

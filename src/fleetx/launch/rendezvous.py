@@ -104,8 +104,7 @@ class SingleNodeRendezvous(FleetrunRendezvous):
         if self.listener is None:
             last = self.attempt
             self.attempt, self.listener = single_node_attempt(
-                self.job,
-                slots=self._next_slots(),
+                self._next_slots(),
                 number=last.number + 1,
                 restarts=last.restarts + (self._failed is not None),
                 run_id=last.run_id,

@@ -11,7 +11,7 @@ import socket
 
 from fleetx.errors import LaunchError
 from fleetx.launch.environment import first_port
-from fleetx.launch.job import Attempt, Job
+from fleetx.launch.job import Attempt
 
 LOOPBACK = "127.0.0.1"
 
@@ -53,7 +53,7 @@ def port_of(listener: socket.socket) -> int:
 
 
 def single_node_attempt(
-    job: Job, *, slots: tuple[int, ...], number: int = 0, restarts: int = 0, run_id: str = ""
+    slots: tuple[int, ...], *, number: int = 0, restarts: int = 0, run_id: str = ""
 ) -> tuple[Attempt, socket.socket]:
     """The attempt, and the socket on which its store will listen."""
     listener = listen(LOOPBACK)

@@ -136,7 +136,7 @@ class Launch:
         """(exit code, message to print at the end)"""
         job = self.job
         if job.single_node:
-            attempt, listener = single_node_attempt(job, slots=tuple(range(job.workers)))
+            attempt, listener = single_node_attempt(tuple(range(job.workers)))
             # Importing torch takes seconds, and the workers need not wait for it: if one connects to the store before
             # the store is up, the connection waits in the socket's queue.
             self.start(attempt)
