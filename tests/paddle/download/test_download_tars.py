@@ -181,7 +181,7 @@ def test_a_thread_that_an_interruption_left_behind_harms_no_later_run(server, br
 
     monkeypatch.setattr(tarfile.TarFile, "extract", slow)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs that a shell starts with `&`
-    monkeypatch.setattr("fleetx.base.jobs._GRACE", 0.1)
+    monkeypatch.setattr("fleetx.paddle.download.folder._GRACE", 0.1)
     address = server.publish({"a.tar": tar({"x": FILE, "y": FILE})})
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):

@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from fleetx.base.jobs import In, Out, run_jobs
 from fleetx.errors import DownloadError
 from fleetx.paddle.download import listing
 from fleetx.paddle.download.fetch import AbortedError, Fetcher, Patience, check_disk, md5_of
@@ -20,6 +19,10 @@ from fleetx.paddle.download.node import read_record, write_record
 from fleetx.paddle.download.progress import Progress, say
 from fleetx.paddle.download.remote import Remote
 from fleetx.paddle.download.unpack import is_intact, publish, unpack
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+_GRACE = 2.0  # seconds to wait for threads after Ctrl-C; a thread that is blocked on a server is left behind
 
 
 class Task(NamedTuple):
@@ -153,7 +156,7 @@ class Folder:
 
     def _each(self, work: Callable[[In], Out], items: Sequence[In], name: Callable[[In], str]) -> list[Out]:
         """Call `work` for each item, in parallel. Failures are reported together, when all items are done."""
-        results = run_jobs(work, items, threads=self._threads, stop=self._stop)
+        results = _run_jobs(work, items, threads=self._threads, stop=self._stop)
         failed: dict[str, str] = {}
         for item, result in zip(items, results, strict=True):
             if isinstance(result, DownloadError | OSError):
@@ -164,6 +167,41 @@ class Folder:
             lines = [f"{len(failed)} of {len(items)} files failed:", *failed.values()]
             raise DownloadError("\n  - ".join(lines) if len(failed) > 1 else lines[1], failed=list(failed))
         return [result for result in results if not isinstance(result, Exception)]
+
+
+def _run_jobs(
+    work: Callable[[In], Out], items: Sequence[In], *, threads: int, stop: threading.Event
+) -> list[Out | Exception]:
+    """Call `work` for each item, in threads that neither delay Ctrl-C nor keep the process alive.
+
+    Return the results in order; the result of an item that failed is its exception.
+    Not concurrent.futures: it joins its threads at exit, so Ctrl-C would wait for a stalled server.
+    """
+    results: dict[int, Out | Exception] = {}
+    indices = iter(range(len(items)))
+
+    def run() -> None:
+        for index in indices:
+            if stop.is_set():
+                return
+            try:
+                results[index] = work(items[index])
+            except Exception as error:  # the caller decides what to do with it
+                results[index] = error
+
+    workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(items)))]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except BaseException:
+        stop.set()
+        deadline = time.monotonic() + _GRACE
+        for worker in filter(threading.Thread.is_alive, workers):
+            worker.join(max(0.0, deadline - time.monotonic()))
+        raise
+    return [results[index] for index in range(len(items))]
 
 
 def _name(task: Task) -> str:
