@@ -30,8 +30,8 @@ train: $(STAMP)  ## train a small ResNet on real digits with two workers and sev
 # What one process of the tests has compiled, the others need not compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Each worker has its own pools of ranks. Four on two cores, because many tests wait for processes that they have started.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+# Each worker has its own pools of ranks. Three on two cores, because many tests wait for processes that they have started.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 quick: $(STAMP)  ## the tests for after each change, about a minute
 	$(PYTEST) -n 2 -m "not slow and not nightly" $(ARGS)

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from rank_pool import Ranks, forget
+from rank_pool import Ranks, forget, share_forks
 
 TESTS = Path(__file__).parent
 UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # timings are not tests
@@ -26,6 +26,8 @@ hypothesis.settings.register_profile("repeat", derandomize=True, **UNHURRIED)
 def pytest_configure(config):
     """`make nightly` looks for new examples. Elsewhere they never change, so that a failure is about the change."""
     hypothesis.settings.load_profile("repeat" if "not nightly" in config.option.markexpr else "explore")
+    if config.option.numprocesses and not config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
+        share_forks()
 
 
 # Which layer a test belongs to (see CONTRIBUTING). A test that is not listed is in all of them.
@@ -113,7 +115,6 @@ NIGHTLY_CASES = {
     ],
     "test_examples.py::test_an_example_without_its_extra_says_which_to_install": ["finetune", "resnet"],
     "test_examples.py::test_one_s_own_data_are_trained_on_resumed_and_reported": ["finetune"],
-    "test_subsets.py::test_an_unprepared_model_trains_under_every_subset_on_two_ranks": ["gpt2]"],
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every legal subset of the built parts, on models that nobody prepared for it."""
+"""Subsets of the built parts, on models that nobody prepared for them: every pair; nightly, every subset."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from covering import rows
 from fleetx import fleet
 from fleetx.comm.session import current
 from training import assert_equal, weights
@@ -65,11 +66,18 @@ MODELS = {
 }
 
 
-def _subsets():
-    for amp in AMPS:
-        for n in range(len(OTHERS) + 1):
-            for chosen in itertools.combinations(OTHERS, n):
-                yield amp, chosen
+def _subsets(strength):
+    """Those in which every `strength` parts are on and off together, and the same without recompute."""
+    switches = [[False, True]] * len(OTHERS)
+    found = {
+        (amp, chosen) for amp, *chosen in map(tuple, rows([AMPS, *switches], strength)) for chosen in _both(chosen)
+    }
+    for amp, chosen in sorted(found):
+        yield AMPS[amp], tuple(itertools.compress(OTHERS, chosen))
+
+
+def _both(chosen):
+    return tuple(chosen), (*chosen[:-1], 0)  # recompute is the last
 
 
 def _train(name, declared):
@@ -97,30 +105,32 @@ def _declared(name, amp, chosen):
     return declared
 
 
-def _every_subset(name):
+def _train_subsets(name, strength):
     out = []
     fleet.init()
-    for amp, chosen in _subsets():
+    for amp, chosen in _subsets(strength):
         out.append(((list(amp), [str(c) for c in chosen]), *_train(name, _declared(name, amp, chosen))))
         current().entries.clear()
     return out
 
 
-NIGHTLY = {"vit", "t5"}
+PAIRS, ALL = 2, 1 + len(OTHERS)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in MODELS]
+    ("name", "strength"),
+    [("resnet", PAIRS), *(pytest.param(name, ALL, marks=pytest.mark.nightly) for name in MODELS)],
+    ids=lambda value: {PAIRS: "pairs", ALL: "all"}.get(value, value),
 )
-def test_an_unprepared_model_trains_under_every_subset_on_two_ranks(ranks, name):
+def test_an_unprepared_model_trains_under_subsets_on_two_ranks(ranks, name, strength):
     """Ranks agree bit for bit; recompute changes nothing; what merges, clips and casts stays near."""
-    zero, one = ranks.run(_every_subset, name)
+    zero, one = ranks.run(_train_subsets, name, strength)
     trained = {}
     for (key, losses, found), (_, _, other) in zip(zero, one, strict=True):
         assert_equal(found, other)
         assert all(loss == loss and loss < 20 for loss in losses), (key, losses)
         trained[str(key)] = losses, found
-    for amp, chosen in _subsets():
+    for amp, chosen in _subsets(strength):
         if "recompute" in chosen:
             losses, found = trained[str((list(amp), [str(c) for c in chosen]))]
             want, plain = trained[str((list(amp), [str(c) for c in chosen if c != "recompute"]))]

@@ -17,7 +17,7 @@ from fleetx.measure import allocator
 from fleetx.planner.trial import _held
 from fleetx.record.read import read
 
-WIDTH, SAMPLES, MICRO = 384, 2048, 4
+WIDTH, SAMPLES, MICRO = 384, 768, 4
 BLOCKS = [str(i) for i in range(6)]
 SMALL = {"segment_broadcast_MB": 1.3}  # a block is a segment
 
