@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import json
@@ -179,8 +180,9 @@ def spread(items, workers):
 
 
 def pytest_collection_finish():
+    atexit.register(gc.unfreeze)  # triton reports as leaks whatever is frozen at exit
     gc.collect()
-    gc.freeze()  # what the tests import is no garbage: collections, which some tests ask for, stay short
+    gc.freeze()  # keeps collections short, which some tests ask for
 
 
 @pytest.fixture(scope="session")

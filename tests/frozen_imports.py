@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from pathlib import Path
@@ -13,5 +14,6 @@ if first == str(Path(__file__).parent):
     if rest:
         os.environ["PYTHONPATH"] = rest
 
+atexit.register(gc.unfreeze)  # triton reports as leaks whatever is frozen at exit
 gc.collect()
 gc.freeze()  # or the first collection of each fork would write to, and so copy, every page with an imported object

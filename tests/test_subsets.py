@@ -69,9 +69,7 @@ MODELS = {
 def _subsets(strength):
     """Those in which every `strength` parts are on and off together, and the same without recompute."""
     switches = [[False, True]] * len(OTHERS)
-    found = {
-        (amp, chosen) for amp, *chosen in map(tuple, rows([AMPS, *switches], strength)) for chosen in _both(chosen)
-    }
+    found = {(amp, both) for amp, *chosen in rows([AMPS, *switches], strength) for both in _both(chosen)}
     for amp, chosen in sorted(found):
         yield AMPS[amp], tuple(itertools.compress(OTHERS, chosen))
 
