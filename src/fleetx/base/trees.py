@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,16 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as a view of its real and imaginary parts: backends reduce and round real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Do these strides give each element of a tensor its own place in memory, without gaps?"""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def samples_in(value: Any) -> int:

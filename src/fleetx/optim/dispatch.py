@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fleetx.base import seams
+from fleetx.base.trees import is_dense
 from fleetx.base.triton_kernels import TritonKernels
 from fleetx.optim import foreach, native
 from fleetx.optim.foreach import Reduce, is_plain
@@ -89,22 +90,13 @@ def _kind(tensors: tuple[Tensor, ...]) -> tuple[bool, torch.device, torch.dtype,
 def _same_layout(tensors: tuple[Tensor, ...]) -> bool:
     """Whether all are dense and keep their elements in the same order in memory."""
     p = tensors[0]
-    return _dense(p) and all(
+    return is_dense(p.shape, p.stride()) and all(
         type(t) in (Tensor, Parameter)  # memory is not the value in a subclass, a lazy negation or a zero tensor
         and not t.is_neg()
         and not seams.is_zerotensor(t)
         and (t.dtype, t.device, t.shape, t.stride()) == (p.dtype, p.device, p.shape, p.stride())
         for t in tensors
     )
-
-
-def _dense(t: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 # --- shards -----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Chunks:
     def described(self, name: str) -> tuple[torch.dtype, tuple[int, ...], bool]:
         """dtype and shape as stored, and whether it is complex."""
         entry = self._index.tensors[name]
-        return DTYPES[_real(entry.dtype)], tuple(entry.shape), _is_complex(entry.dtype)
+        return DTYPES[_real(entry.dtype)], tuple(entry.shape), entry.dtype.startswith("C")
 
     def differs(self, name: str) -> bool:
         """Did ranks hold different values of the same piece?"""
@@ -142,10 +142,6 @@ def _mean(parts: list[Tensor]) -> Tensor:
     for part in parts:
         total += part
     return (total / len(parts)).to(parts[0].dtype)
-
-
-def _is_complex(dtype: str) -> bool:
-    return dtype.startswith("C")
 
 
 def _real(dtype: str) -> str:

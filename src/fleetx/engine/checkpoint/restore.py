@@ -55,8 +55,10 @@ def restore(engine: Engine, found: Checked, extras: Extras) -> None:
 
 def _give_back(name: str, owner: Any, saved: Any) -> None:
     try:
-        if isinstance(owner, LRScheduler) and (strange := _strange(saved, owner.state_dict())):
-            raise ValueError(f"it has no {strange[0]!r}")
+        if isinstance(owner, LRScheduler):  # it would silently accept the keys of another scheduler
+            strange = sorted(key for key in saved.keys() - owner.state_dict().keys() if not key.startswith("_"))
+            if strange:
+                raise ValueError(f"it has no {strange[0]!r}")
         owner.set_extra_state(saved) if isinstance(owner, nn.Module) else owner.load_state_dict(saved)
     except FleetxError:
         raise
@@ -65,11 +67,6 @@ def _give_back(name: str, owner: Any, saved: Any) -> None:
             f"{name} ({type(owner).__name__}) cannot load its saved state ({type(error).__name__}: {error}): is it "
             "different from the one in the saved run?"
         ) from error
-
-
-def _strange(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Keys of another scheduler, which this one would silently accept."""
-    return sorted(key for key in saved.keys() - own.keys() if not key.startswith("_"))
 
 
 def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) -> None:

@@ -59,13 +59,10 @@ def _in_child() -> None:
         term._active = False
     _noticing.clear()
     signal.signal(signal.SIGTERM, before)
-    if hasattr(signal, "sigtimedwait") and _called_by("torch.utils.data.dataloader"):
+    callers = (frame.f_globals.get("__name__") for frame, _ in walk_stack(sys._getframe()))
+    if hasattr(signal, "sigtimedwait") and "torch.utils.data.dataloader" in callers:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the worker will set its own handler, which would end it
         threading.Thread(target=_obey, args=(os.getppid(),), name="fleetx-sigterm", daemon=True).start()
-
-
-def _called_by(module: str) -> bool:
-    return any(frame.f_globals.get("__name__") == module for frame, _ in walk_stack(sys._getframe()))
 
 
 def _obey(parent: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fleetx.base.trees import is_dense
 from fleetx.errors import UsageError
 
 _DEEP = 100  # levels of plain data; in JSON, there may be twice as many
@@ -100,20 +101,7 @@ def _as_saved(t: Tensor, value: dict[str, Any]) -> Tensor:
     stride = value.get("$stride")
     if stride is None:
         return t
-    if not _dense(list(t.shape), stride):
+    steps = isinstance(stride, list) and len(stride) == t.dim() and all(type(s) is int and s > 0 for s in stride)
+    if not steps or not (is_dense(t.shape, stride) or 0 in t.shape):
         raise ValueError(f"{stride} are not the strides of a tensor of {list(t.shape)}")
     return torch.empty_strided(tuple(t.shape), tuple(stride), dtype=t.dtype).copy_(t)
-
-
-def _dense(shape: list[int], stride: Any) -> bool:
-    """Do these strides give each element of a tensor its own place in memory, without gaps?"""
-    if not isinstance(stride, list) or len(stride) != len(shape) or not all(type(s) is int and s > 0 for s in stride):
-        return False
-    if 0 in shape:
-        return True
-    room = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
-        if step != room:
-            return False
-        room *= size
-    return True
