@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fleetx import fleet
 from fleetx.errors import NOT_BUILT, StrategyError, UsageError
+from fleetx.fleet.auto import checked
 from fleetx.strategy import DistributedStrategy
 
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision)  # compared by exact type: all others derive from the first
@@ -30,9 +31,7 @@ class FleetStrategy(DDPStrategy):
     """strategy: what to train with, including mixed precision, clipping and accumulation (amp, clip, gradient_merge)"""
 
     def __init__(self, strategy: DistributedStrategy | None = None):
-        strategy = strategy if strategy is not None else DistributedStrategy()
-        if not isinstance(strategy, DistributedStrategy):
-            raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
+        strategy = checked(strategy) if strategy is not None else DistributedStrategy()
         strategy.plan()
         if strategy.pipeline or strategy.auto:
             switch = "pipeline" if strategy.pipeline else "auto"

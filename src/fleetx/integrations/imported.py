@@ -15,7 +15,7 @@ from fleetx.base.suggest import shown
 from fleetx.errors import StrategyError
 from fleetx.strategy import DistributedStrategy
 
-_LONGEST = 1 << 20  # bytes of a file
+LONGEST = 1 << 20  # bytes of a file
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 
 
@@ -84,7 +84,7 @@ class Taken:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(path), object_pairs_hook=_unique)
+        found = json.loads(yaml_file.read_text(path, LONGEST), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise StrategyError(f"line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from None
     except RecursionError:
@@ -101,7 +101,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise StrategyError(f"{shown(twice)} is given more than once: remove one of them")
     return found
-
-
-def read_text(path: Path) -> str:
-    return yaml_file.read_text(path, _LONGEST)

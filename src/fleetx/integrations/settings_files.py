@@ -7,7 +7,7 @@ from pathlib import Path
 from fleetx.base import yaml_file
 from fleetx.errors import StrategyError
 from fleetx.integrations import accelerate, deepspeed
-from fleetx.integrations.imported import Imported, read_json, read_text
+from fleetx.integrations.imported import LONGEST, Imported, read_json
 from fleetx.paddle.static import prototxt
 
 
@@ -20,7 +20,7 @@ def read(path: Path, ranks: int | None = None) -> Imported:
         elif suffix in (".yaml", ".yml"):
             found = accelerate.read(yaml_file.read(path), path.parent)
         elif suffix in (".prototxt", ".pbtxt"):
-            found = _paddle(read_text(path))
+            found = _paddle(yaml_file.read_text(path, LONGEST))
         else:
             raise StrategyError(
                 f"the suffix {suffix!r} is unknown: give a .json of DeepSpeed, a .yaml of Accelerate or a .prototxt of "

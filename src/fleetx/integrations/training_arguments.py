@@ -13,6 +13,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from fleetx.errors import NOT_BUILT, StrategyError
+from fleetx.fleet.auto import checked
 from fleetx.integrations import GRAD_SCALER
 from fleetx.strategy import DistributedStrategy
 
@@ -26,9 +27,7 @@ _FLAT = {
 
 def strategy_for(args: TrainingArguments, strategy: DistributedStrategy) -> DistributedStrategy:
     """Return the strategy plus what the arguments ask for. Sets args.gradient_accumulation_steps to match it."""
-    if not isinstance(strategy, DistributedStrategy):
-        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not {type(strategy).__name__}")
-    made = copy.deepcopy(strategy)
+    made = copy.deepcopy(checked(strategy))
     declared = strategy.declared()
     problems = [*_refused(args, strategy), *_precision(args, made, declared), *_clipping(args, made, declared)]
     problems += [*_merging(args, made, declared), *_data_parallel(args, made, declared)]
