@@ -61,7 +61,8 @@ def step_cost(
     compute, bubble, network = terms.micro_batches * (forward + backward - recompute), 0.0, 0.0
     if terms.stages > 1:
         assert stages is not None
-        share = _longest_stage(stages)
+        times = [sum(block.seconds for block in stage) for stage in stages]
+        share = max(times) / sum(times)  # of the longest stage in the time of the whole model
         border = max(stage[0].border for stage in stages[1:]) * n * variant.border_ratio
         message = (terms.cluster.outer if terms.cluster.hosts > 1 else terms.cluster.inner).seconds(border)
         compute = terms.micro_batches * (forward + backward) * share
@@ -80,7 +81,9 @@ def step_cost(
         network += terms.cluster.all_gather.seconds(terms.gathered / max(terms.stages, terms.shards))
     streamed = terms.streamed + terms.merged * terms.streamed_per_step
     streamed += terms.streamed_per_exchange / terms.reduce_every
-    streamed = streamed / terms.stages + _bucket_copies(terms)
+    streamed /= terms.stages
+    if terms.cluster.ranks > 1 and terms.stages == terms.shards == 1:  # only DDP has buckets besides the gradients
+        streamed += terms.bucket_copies
     if peak is None:
         peak = _peak(terms, profile, variant, n, stages) + kept + terms.extra_bytes
     return StepCost(
@@ -100,11 +103,6 @@ def _update(terms: CostTerms, profile: ModelProfile) -> float:
         return mine
     passes = min(7 * profile.parameters / terms.cluster.bandwidth / split, mine)
     return passes + (mine - passes) / terms.replicas
-
-
-def _bucket_copies(terms: CostTerms) -> float:
-    """Only DDP has buckets in addition to the gradients."""
-    return terms.bucket_copies if terms.cluster.ranks > 1 and terms.stages == terms.shards == 1 else 0.0
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -165,12 +163,6 @@ def _during_backward(terms: CostTerms, profile: ModelProfile, backward: float, l
     rest = share * (terms.gradients - sum(block.gradients for block in profile.blocks)) + ready
     free = max(length, free) + link.seconds(rest) if rest > 0 else free
     return max(free, length) - backward
-
-
-def _longest_stage(stages: Stages) -> float:
-    """The longest stage's share of the time of the whole model."""
-    times = [sum(block.seconds for block in stage) for stage in stages]
-    return max(times) / sum(times)
 
 
 # --- bytes ----------------------------------------------------------------------------------------

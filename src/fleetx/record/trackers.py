@@ -51,8 +51,7 @@ def numbers_of(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class _Tracker:
     """Called with every line, in the thread that writes them."""
 
-    def __init__(self) -> None:
-        self._round = 0
+    _round = 0  # the last one of the first model
 
     def __call__(self, line: dict[str, Any]) -> None:
         if line["kind"] == "round" and line["model"] == 0:
@@ -73,7 +72,6 @@ class TensorBoard(_Tracker):
     """Event files in the folder of the record."""
 
     def __init__(self, folder: Path):
-        super().__init__()
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder))
@@ -94,7 +92,6 @@ class Wandb(_Tracker):
     """A run named after the folder; W&B's own environment variables set project and account."""
 
     def __init__(self, folder: Path):
-        super().__init__()
         import wandb
 
         self._run = wandb.init(name=folder.resolve().name, dir=str(folder))
@@ -113,7 +110,6 @@ class Mlflow(_Tracker):
     """A run named after the folder, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path):
-        super().__init__()
         import mlflow
 
         self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric

@@ -39,8 +39,7 @@ def install() -> Finder:
 
 
 class Finder(MetaPathFinder):
-    def __init__(self) -> None:
-        self.announced = False
+    announced = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -118,7 +118,8 @@ class AMP(Part):
                     hint = "" if name in known else did_you_mean(name, known, most=3)
                     problem = f"amp_configs[{key!r}]: {name!r} is not a module of the model, and {reason}"
                     yield ": ".join(filter(None, [problem, hint]))
-        if self._operations(modules) and isinstance(model, seams.OptimizedModule):
+        operations = {*self.custom_white_list, *self.custom_black_list} - modules.keys()
+        if operations and isinstance(model, seams.OptimizedModule):
             yield (
                 "amp_configs: operations in the custom lists do not affect the backward of a compiled model: "
                 "list modules instead"
@@ -141,9 +142,6 @@ class AMP(Part):
         if sparse := sparse_modules(model):
             yield f"amp in float16 with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False or use bfloat16"
 
-    def _operations(self, modules: Mapping[str, nn.Module]) -> list[str]:
-        return [n for n in (*self.custom_white_list, *self.custom_black_list) if n not in modules]
-
     # --- acts -------------------------------------------------------------------------------------
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"scale": self.init_loss_scaling, "good": 0, "bad": 0} if _scales(self) else {}
@@ -162,8 +160,9 @@ class AMP(Part):
                 wrap(modules[name], Layer.PRECISION, functools.partial(_in_precision, kind, torch.float32))
         for name in self.custom_white_list:
             # Only leaves are wrapped, so that recompute's segments stay outside the casts.
-            for leaf in _leaves(modules[name]) if name in modules else ():
-                wrap(leaf, Layer.PRECISION, functools.partial(_in_precision, kind, self._half))
+            for module in modules[name].modules() if name in modules else ():
+                if not list(module.children()):
+                    wrap(module, Layer.PRECISION, functools.partial(_in_precision, kind, self._half))
         for key, names in (("white", self.custom_white_list), ("black", self.custom_black_list)):
             ctx.notes[key] = {operation for n in names if n not in modules for operation in op_lists.torch_names(n)}
         op_lists.override(ctx.notes["white"] | ctx.notes["black"], ctx.device)
@@ -221,10 +220,6 @@ def _float32(value: float) -> float:
 
 def _to_float32(out: Tensor) -> Tensor:
     return out.float() if out.dtype in (torch.float16, torch.bfloat16) else out
-
-
-def _leaves(module: nn.Module) -> list[nn.Module]:
-    return [m for m in module.modules() if not list(m.children())]
 
 
 def _in_precision(

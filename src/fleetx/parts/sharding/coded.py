@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.comm import duplex
+from fleetx.engine.context import SetupContext
 from fleetx.parts._blocks import decode, encode
 
 
@@ -21,9 +22,8 @@ class CodedReduceScatter:
     of the whole gradient on every rank. Has the interface of torch's `ReduceScatter`.
     """
 
-    def __init__(self, bits: int, block: int, seed: Callable[[], int]):
-        """seed: returns the random seed, which must differ for every step, rank and segment."""
-        self._bits, self._block, self._seed = bits, block, seed
+    def __init__(self, bits: int, block: int, ctx: SetupContext, segment: int):
+        self._bits, self._block, self._ctx, self._segment = bits, block, ctx, segment
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -36,7 +36,8 @@ class CodedReduceScatter:
         rows = -(-size // self._block)
         blocks = torch.zeros(ranks, rows * self._block, dtype=dtype, device=input_tensor.device)
         blocks[:, :size] = input_tensor.view(ranks, size)
-        random = torch.Generator(input_tensor.device).manual_seed(self._seed())
+        seed = seed_of(self._ctx.clock, self._ctx.world.rank, self._segment)
+        random = torch.Generator(input_tensor.device).manual_seed(seed)
         sent = encode(blocks.view(-1, self._block), self._bits, random)
         received = duplex.all_to_all(sent, group)
         total = decode(received, self._bits, dtype).view(ranks, -1)[:, :size].sum(0)
@@ -44,5 +45,5 @@ class CodedReduceScatter:
 
 
 def seed_of(clock: tuple[int, int], rank: int, segment: int) -> int:
-    """clock: the round, and the number of steps in it."""
+    """Differs for every step, rank and segment. clock: the round, and the number of steps in it."""
     return int.from_bytes(hashlib.sha256(repr((clock, rank, segment)).encode()).digest()[:7])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,7 +28,7 @@ from fleetx.engine.context import Bucket, SetupContext
 from fleetx.engine.dtensors import local
 from fleetx.engine.taps import tap
 from fleetx.errors import UsageError
-from fleetx.parts.sharding.coded import CodedReduceScatter, seed_of
+from fleetx.parts.sharding.coded import CodedReduceScatter
 
 
 class Segment(FSDPParamGroup):
@@ -162,7 +161,7 @@ class Segments:
     def code(self, bits: int, block: int, ctx: SetupContext) -> None:
         """Reduce-scatter gradients in few bits from now on."""
         for number, (module, _) in enumerate(self._groups):
-            module.set_custom_reduce_scatter(CodedReduceScatter(bits, block, partial(_seed, ctx, number)))
+            module.set_custom_reduce_scatter(CodedReduceScatter(bits, block, ctx, number))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -178,10 +177,6 @@ class Segments:
         """The full parameters, in which backward accumulates. They exist once they have been gathered."""
         params = (p for _, group in self._groups for p in group.fsdp_params)
         return (seams.unsharded(p) for p in params if hasattr(p, seams.UNSHARDED))
-
-
-def _seed(ctx: SetupContext, segment: int) -> int:
-    return seed_of(ctx.clock, ctx.world.rank, segment)
 
 
 def _has_gradient(p: Any) -> bool:
