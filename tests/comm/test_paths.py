@@ -157,7 +157,7 @@ def gathered(way):
         network.messages = True
         network.open()
     message = torch.arange(fleet.worker_index() * 3, dtype=torch.uint8)  # rank 0 has nothing to say
-    return [m.tolist() for m in network.gather(message)]
+    return [m.tolist() for m in network.path(0).gather(message)]
 
 
 @pytest.mark.parametrize("way", [{}, WAYS["hierarchical"]], ids=["flat", "hierarchical"])

@@ -71,9 +71,3 @@ def _unpack(bucket: list[Tensor], mean: Future[Tensor]) -> None:
 @waits
 def arrived(mean: Future[Tensor]) -> Tensor:
     return mean.wait()
-
-
-def completed(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(value)
-    return future

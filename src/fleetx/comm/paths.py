@@ -49,17 +49,20 @@ class Path:
     ends = 1  # ranks that exchange coded values
     end = 0  # which of them this rank or its leader is
     leads = True  # is this rank one of them?
+    _between: Group = None  # their group
+    _traffic: Traffic
 
     def inward(self, buffer: Tensor) -> None:
         """Sum uncoded values on the ranks that lead."""
 
     def swap(self, rows: Tensor) -> Tensor:
         """Send each end its share of the rows. Returns what each end sent here, by end."""
-        raise NotImplementedError
+        self._traffic.sent += rows.nbytes * (self.ends - 1) // self.ends
+        return duplex.all_to_all(rows, self._between)
 
     def collect(self, rows: Tensor) -> Tensor:
         """The rows of all ends, by end."""
-        raise NotImplementedError
+        return _collect(rows, self.ends, self._between, self._traffic)
 
     def outward(self, buffer: Tensor) -> None:
         """Copy values from the ranks that lead to the others."""
@@ -76,7 +79,8 @@ class FlatPath(Path):
     """The backend's own all-reduce, over all ranks."""
 
     def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
-        self._world, self._group, self._messages, self._traffic = world, group, messages, traffic
+        self._world, self._group, self._traffic = world, group, traffic
+        self._messages = self._between = messages
         self.ends, self.end = world.size, world.rank
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
@@ -94,12 +98,6 @@ class FlatPath(Path):
     def sum_here(self, buffer: Tensor) -> None:
         self._traffic.sent += _ring(buffer, self._world.size)
         dist.all_reduce(buffer, group=self._messages)
-
-    def swap(self, rows: Tensor) -> Tensor:
-        return _swap(rows, self.ends, self._messages, self._traffic)
-
-    def collect(self, rows: Tensor) -> Tensor:
-        return _collect(rows, self.ends, self._messages, self._traffic)
 
 
 class HierarchicalPath(Path):
@@ -122,7 +120,7 @@ class HierarchicalPath(Path):
         self._outward = _my_group(groups, world)
         self._leaders = world.group([group[0] for group in groups])
         if messages:
-            self._messages = _my_group(groups, world), world.group([group[0] for group in groups])
+            self._messages, self._between = _my_group(groups, world), world.group([group[0] for group in groups])
             self._uncoded = None if equal else _my_group(groups, world)
         self._threads = [WorkerThread(name, world.device) for name in ("inside", "back")]
 
@@ -161,7 +159,7 @@ class HierarchicalPath(Path):
 
     def gather(self, message: Tensor) -> list[Tensor]:
         """The leaders exchange the messages of their groups: each crosses the link between two groups once."""
-        group, leaders = self._messages
+        group, leaders = self._messages, self._between
         inside = [message] if self._equal else _gather(message, self._size, group, Traffic())
         lengths = torch.tensor([m.numel() for m in inside], device=message.device)
         everything = [torch.cat([lengths.view(torch.uint8), *inside])]
@@ -176,7 +174,7 @@ class HierarchicalPath(Path):
         return [m for part in whole.split(sizes.tolist()) for m in self._parted(part)]
 
     def gather_equal(self, message: Tensor) -> Tensor:
-        group, leaders = self._messages
+        group, leaders = self._messages, self._between
         inside = _collect(message.view(1, -1), self._size, group, Traffic())
         whole = inside.new_empty(self._world.size, len(message))
         if self.leads:
@@ -188,14 +186,8 @@ class HierarchicalPath(Path):
         if not self._equal:
             dist.reduce(buffer, dst=self._root, group=self._uncoded)
 
-    def swap(self, rows: Tensor) -> Tensor:
-        return _swap(rows, self.ends, self._messages[1], self._traffic)
-
-    def collect(self, rows: Tensor) -> Tensor:
-        return _collect(rows, self.ends, self._messages[1], self._traffic)
-
     def outward(self, buffer: Tensor) -> None:
-        dist.broadcast(buffer, src=self._root, group=self._messages[0])
+        dist.broadcast(buffer, src=self._root, group=self._messages)
 
     def _parted(self, part: Tensor) -> list[Tensor]:
         head = 8 * (1 if self._equal else self._size)
@@ -282,22 +274,17 @@ class Network:
 
     def sum(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         if self.world.size == 1:
-            alone: Future[Tensor] = Future()
-            alone.set_result(buffer)
-            return alone
+            return completed(buffer)
         return self.path(number).sum(buffer)
 
     def mean(self, buffer: Tensor, number: int = 0) -> Future[Tensor]:
         return self.sum(buffer.div_(self.parties), number)
 
-    def sum_here(self, buffer: Tensor, number: int = 0) -> None:
-        self.path(number).sum_here(buffer)
 
-    def gather(self, message: Tensor, number: int = 0) -> list[Tensor]:
-        return self.path(number).gather(message)
-
-    def gather_equal(self, message: Tensor, number: int = 0) -> Tensor:
-        return self.path(number).gather_equal(message)
+def completed(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future
 
 
 def inside_hosts(hosts: Sequence[Any]) -> int:
@@ -321,11 +308,6 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
     rows = _collect(padded.view(1, -1), size, group, traffic)
     traffic.sent += (size - 1) * length.element_size()
     return [row[:n] for row, n in zip(rows, lengths.tolist(), strict=True)]
-
-
-def _swap(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
-    traffic.sent += rows.nbytes * (ends - 1) // ends
-    return duplex.all_to_all(rows, group)
 
 
 def _collect(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from fleetx.comm.averaging import average, completed
-from fleetx.comm.paths import Network, inside_hosts
+from fleetx.comm.averaging import average
+from fleetx.comm.paths import Network, completed, inside_hosts
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket, SetupContext, StepContext
 from fleetx.engine.dtensors import local

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from fleetx.base.trees import as_real
-from fleetx.comm.averaging import arrived, buckets, completed, pack, views
-from fleetx.comm.paths import Network
+from fleetx.comm.averaging import arrived, buckets, pack, views
+from fleetx.comm.paths import Network, completed
 from fleetx.engine.context import Outgoing, StepContext
 from fleetx.engine.dtensors import local
 

@@ -60,7 +60,7 @@ class Exchange:
         gathered: Future[list[Tensor]] | None = None
         if large:
             payloads = torch.cat([self._encode(t) for t in large])
-            gathered = network.thread.submit(lambda: network.gather(payloads, bucket.index))
+            gathered = network.thread.submit(lambda: network.path(bucket.index).gather(payloads))
         for t in large:
             t.g.zero_()  # while the payloads travel
 
@@ -83,7 +83,7 @@ class Exchange:
                 uncompressed.wait()  # it was submitted first, so this only raises its exception
             if payloads is not None:
                 payloads.record_stream(torch.cuda.current_stream(payloads.device))  # they come from another stream
-                self._add_messages(large, network.gather_equal(payloads, bucket.index))
+                self._add_messages(large, network.path(bucket.index).gather_equal(payloads))
             return bucket.buffer
 
         return network.thread.submit(finish)
@@ -150,7 +150,7 @@ def _split(message: Tensor, count: int) -> list[tuple[Header, Tensor]]:
 
 def _average(small: list[Tensor], network: Network, number: int) -> None:
     flat = torch.cat([g.reshape(-1) for g in small]).div_(network.parties)
-    network.sum_here(flat, number)
+    network.path(number).sum_here(flat)
     _copy(flat, small)
 
 
