@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fleetx.comm import peers
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.comm.session import Entry, close, current
-from fleetx.comm.world import TIMEOUT, World, enter
+from fleetx.comm.world import TIMEOUT, enter
 from fleetx.engine.engine import Engine
 from fleetx.engine.numbers import Checks
 from fleetx.engine.plain import release as _release
@@ -140,10 +140,6 @@ def init(
         check_strategy(strategy, session.here())
 
 
-def _here() -> World:
-    return current().here()
-
-
 # --- the strategy ---------------------------------------------------------------------------------
 @peers.naming()
 def distribute(
@@ -165,15 +161,16 @@ def distribute(
     strategy = branched(checked(strategy or current().strategy or DistributedStrategy()))
     plan = strategy.plan()
     current().check_not_distributed(model, optimizer)
-    peers.start(_here())
-    check_versions(current().checks, _here())
-    check_strategy(strategy, _here())
-    check_training(model, optimizer, _here())
-    found = planned(model, optimizer, strategy, _here(), sample, loss_fn)
+    world = current().here()
+    peers.start(world)
+    check_versions(current().checks, world)
+    check_strategy(strategy, world)
+    check_training(model, optimizer, world)
+    found = planned(model, optimizer, strategy, world, sample, loss_fn)
     if found is not None:
         strategy, plan = found.strategy, found.strategy.plan()
     kind = ScheduledEngine if plan.at(Stage.SCHEDULE) else Engine
-    engine = kind(plan, model, optimizer, _here())
+    engine = kind(plan, model, optimizer, world)
     atexit.unregister(close)
     atexit.register(close)
     current().entries[engine] = Entry(copy.deepcopy(strategy))  # later changes to the original have no effect here
