@@ -19,6 +19,7 @@ from benchmarks.overhead import CLASSES, Case, Update, optimizer_of
 from benchmarks.overhead import compare as against_ddp
 from fleetx import fleet
 from fleetx.comm import session, watch
+from fleetx.comm.session import current
 from fleetx.engine.numbers import Checks
 
 PAGE = "checks.md"
@@ -84,7 +85,7 @@ def watched_or_not(run: Run, case: Case) -> Sides:
 
     fleet.init()
     step = step_of(run.rank, OFF, case)
-    found = watch.of(fleet._here())
+    found = watch.of(current().here())
     assert found is not None
     pid = found._process.pid
 

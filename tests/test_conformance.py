@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch.nn.functional import mse_loss
 
 from fleetx import DistributedStrategy, StrategyError, fleet
+from fleetx.comm.session import current
 from fleetx.strategy.part import Part, claims, defaults_of, every, name_of, switch_of
 from fleetx.strategy.stage import Stage
 from training import adam, assert_equal, batches, net, resumes, sgd, train, train_fleet, zero_last
@@ -125,7 +126,7 @@ def _optimizer_for(part):
     fleet.init()
     made = part(**(part.neutral or {}))
     model = net()
-    return next(o for o in (sgd, adam) if not list(made.incompatibilities(model, o(model), fleet._here())))
+    return next(o for o in (sgd, adam) if not list(made.incompatibilities(model, o(model), current().here())))
 
 
 @pytest.mark.parametrize("how", ["neutral", "default"])

@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.auto.models import MODELS
 from fleetx import DistributedStrategy, fleet
+from fleetx.comm.session import current
 from fleetx.planner import profile
 from fleetx.planner.cache import StoredProfile
 from fleetx.planner.candidates import Candidate, forward_variants, offered
@@ -48,7 +49,7 @@ def main(name: str, out: str, kind: str, most: str) -> None:
 
 
 def _predicted(workload: Workload, total: int | None, allow: str) -> Search:
-    world, strategy = fleet._here(), DistributedStrategy()
+    world, strategy = current().here(), DistributedStrategy()
     cluster = profile.measure_cluster(world, memory=None, global_batch=total)
     base = strategy.plan().parts
     variants = forward_variants(strategy, cluster, base, allow)
@@ -65,7 +66,7 @@ def _plans(workload: Workload, total: int, most: int) -> dict[str, Any]:
     seconds = time.monotonic() - start
     rows = []
     for candidate in _selected(search, most):
-        candidate.trial = try_out(workload, candidate, fleet._here(), seconds=600, peak=True)
+        candidate.trial = try_out(workload, candidate, current().here(), seconds=600, peak=True)
         rows.append(_row(candidate))
         if fleet.is_first_worker():
             print(rows[-1], flush=True)
@@ -109,7 +110,7 @@ def _profile(workload: Workload, total: int) -> dict[str, Any]:
 def _plain(workload: Workload, total: int) -> dict[str, Any]:
     search = _predicted(workload, None, "exact")
     candidate = next(candidate for candidate in search.candidates if not candidate.chosen)
-    candidate.trial = try_out(workload, candidate, fleet._here(), seconds=600, peak=False)
+    candidate.trial = try_out(workload, candidate, current().here(), seconds=600, peak=False)
     return {"plans": [_row(candidate)], "samples": workload.samples}
 
 

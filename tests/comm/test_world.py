@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from fleetx import WorldError, fleet
 from fleetx.comm.roles import Place
+from fleetx.comm.session import current
 from fleetx.comm.world import World, _check_address, enter
 from training import batches, train_fleet
 
 
 def _exchange():
     fleet.init()
-    world = fleet._here()
+    world = current().here()
     mine = {"rank": world.rank, "text": "ü" * 7 * world.rank, "numbers": [1.5, None, True]}
     return world.gather_json(mine), world.broadcast_json(mine if world.rank == 0 else object())
 

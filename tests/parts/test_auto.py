@@ -18,6 +18,7 @@ import forked_command
 from fixed_times import fixed_times
 from fleetx import DistributedStrategy, StrategyError, UsageError, fleet
 from fleetx.cli import main
+from fleetx.comm.session import current
 from fleetx.planner import choose, search
 from fleetx.planner.report import table
 from fleetx.planner.trial import Trial
@@ -61,7 +62,7 @@ def distributed(strategy, batch=None):
 def chosen(settings, data=None, **declared):
     model = deep()
     strategy = DistributedStrategy(auto=QUICK | settings, **declared)
-    return choose(model, sgd(model), strategy, fleet._here(), sample=data or sample(), loss_fn=cross_entropy)
+    return choose(model, sgd(model), strategy, current().here(), sample=data or sample(), loss_fn=cross_entropy)
 
 
 def trained(model, optimizer):
@@ -218,7 +219,7 @@ def test_the_search_leaves_model_optimizer_and_random_state_unchanged():
     optimizer = sgd(model)
     before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
     strategy = DistributedStrategy(auto=QUICK | {"trials": 1})
-    choose(model, optimizer, strategy, fleet._here(), sample=sample(), loss_fn=cross_entropy)
+    choose(model, optimizer, strategy, current().here(), sample=sample(), loss_fn=cross_entropy)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
     assert not optimizer.state

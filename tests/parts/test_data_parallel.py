@@ -9,6 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fleetx import fleet
+from fleetx.comm.session import current
 from fleetx.engine.engine import Engine
 from fleetx.parts.data_parallel import DataParallel
 from fleetx.strategy.compose import compose
@@ -100,7 +101,7 @@ def _events():
     fleet.init()
     model = net()
     plan = compose([DataParallel(fuse_grad_size_in_MB=0.0005), Dense()])
-    optimizer = Engine(plan, model, sgd(model), fleet._here()).optimizer
+    optimizer = Engine(plan, model, sgd(model), current().here()).optimizer
     model[0].weight.register_hook(lambda grad: EVENTS.append("first layer"))
     for x, y in share(batches(), fleet.worker_index(), 2):
         EVENTS.clear()  # buckets are rebuilt after the first step

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from fixed_times import cluster, fixed_times
 from fleetx import DistributedStrategy, fleet
+from fleetx.comm.session import current
 from fleetx.measure import allocator
 from fleetx.measure.fake_step import TrainingStep, estimate
 from fleetx.measure.tracker import bytes_of
@@ -27,7 +28,7 @@ def tall(width=512):
 def _both(declared, feed):
     """The predicted and the measured peak."""
     fleet.init()
-    world, model = fleet._here(), tall()
+    world, model = current().here(), tall()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batch = torch.randn(64, 512), torch.randint(0, 10, (64,))
     workload = Workload.of(model, optimizer, batch, cross_entropy)

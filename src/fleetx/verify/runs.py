@@ -68,7 +68,7 @@ def train(
     """
     reset()
     fleet.init()
-    model = model.to(fleet._here().device, dtype)
+    model = model.to(fleet.device(), dtype)
     try:
         model, optimizer = fleet.distribute(model, optimizer_for(model, switches), DistributedStrategy(**declared))
     except StrategyError as error:
