@@ -21,7 +21,8 @@ __all__ = ["RankError", "Ranks", "forget", "forks"]
 
 class Ranks(Pool):
     def __init__(self, size: int):
-        super().__init__(size, before=_fresh, start_method=forks())
+        forks()
+        super().__init__(size, before=_fresh)
 
 
 # What the processes of the tests import sooner or later. Lightning and its kind are left to the few that need them.

@@ -176,6 +176,7 @@ def test_everything_listens_on_loopback_and_junk_on_its_ports_does_not_matter(fl
         dist.destroy_process_group()
         """,
         options="--nproc_per_node 2 --max_restarts 1",
+        cold=False,
     )
     run.wait_for("up.0"), run.wait_for("up.1")
     processes = (psutil.Process(pid) for pid in run.survivors())
