@@ -18,7 +18,8 @@ def key(seed: int, epoch: int, purpose: str) -> int:
     """The key of one stream of numbers."""
     result = 0
     for part in (seed, epoch, int.from_bytes(purpose.encode())):
-        result = _scramble_int(((result + part) * _STEP + 1) & _WORD)
+        word = ((result + part) * _STEP + 1) & _WORD
+        result = int(_scramble(np.array([word], np.uint64))[0])
     return result
 
 
@@ -44,9 +45,3 @@ def _scramble(x: np.ndarray) -> np.ndarray:
     x *= np.uint64(_TWO)
     x ^= x >> np.uint64(31)
     return x
-
-
-def _scramble_int(x: int) -> int:
-    x = (x ^ x >> 30) * _ONE & _WORD
-    x = (x ^ x >> 27) * _TWO & _WORD
-    return x ^ x >> 31
