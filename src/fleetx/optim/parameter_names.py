@@ -1,16 +1,17 @@
-"""Paddle's names for the parameters of a torch model, such as `batch_norm_3.w_0` for `layer2.0.bn1.weight`.
+"""The names of parameters, torch's and Paddle's, and which of them match patterns such as "bias" or "batch_norm".
 
-Paddle numbers the layers of each kind in the order of their creation. Here the order is that of `model.modules()`,
-which is the same for a model that creates its layers in the order in which it uses them. Other models can define a
-method `paddle_names()`, whose names replace the numbered ones.
+Paddle numbers the layers of each kind in the order of their creation: `layer2.0.bn1.weight` is `batch_norm_3.w_0`. Here
+the order is that of `model.modules()`, which is the same for a model that creates its layers in the order in which it
+uses them. Other models can define a method `paddle_names()`, whose names replace the numbered ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
@@ -56,3 +57,45 @@ def numbered(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
                 named.setdefault(full, []).append(f"{kind}_{count[kind]}.{short}")
             count[kind] += 1
     return named
+
+
+# --- patterns -------------------------------------------------------------------------------------
+def problems(part: str, model: nn.Module, optimizer: Optimizer, patterns: Sequence[str]) -> Iterator[str]:
+    """Patterns that would exclude nothing, or everything."""
+    known = names(model)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for pattern in patterns:
+        if not pattern:
+            yield f"{part}: an empty string in exclude_from_weight_decay would exclude every parameter: remove it"
+        elif not (matching := _matching(model, pattern)):
+            told = [" = ".join(aliases) for aliases in known.values()]
+            shown = "; ".join([*told[:2], *told[-1:]] if len(told) > 3 else told)
+            yield (
+                f"{part}: {pattern!r} in exclude_from_weight_decay matches no parameter name, so it would exclude "
+                f"nothing. The names are: {shown}" + (" ..." if len(told) > 3 else "")
+            )
+        elif not any(id(p) in held for p in matching):
+            yield (
+                f"{part}: {pattern!r} in exclude_from_weight_decay only matches parameters that are not in the "
+                "optimizer, so it would exclude nothing: remove it"
+            )
+
+
+def positions(model: nn.Module, patterns: Sequence[str], params: Sequence[Tensor]) -> list[int]:
+    """The positions in `params` of the parameters that match a pattern."""
+    excluded = {id(p) for pattern in patterns for p in _matching(model, pattern)}
+    return [i for i, p in enumerate(params) if id(p) in excluded]
+
+
+def _matching(model: nn.Module, pattern: str) -> list[Tensor]:
+    """The parameters with a matching torch name (tied weights have several), or else with a matching Paddle name.
+
+    Not both, because "fc", meant for the layer `model.fc`, is part of Paddle's name for every linear layer.
+    """
+    named: list[tuple[str, Tensor]] = [
+        (plain_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    if matching := [p for name, p in named if pattern in name]:
+        return matching
+    known = names(model)
+    return [p for name, p in named if any(pattern in alias for alias in known.get(name, ()))]

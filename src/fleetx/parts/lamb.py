@@ -11,7 +11,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
-from fleetx.optim import Lamb, exclusion
+from fleetx.optim import Lamb, parameter_names
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.dispatch import kernels_remark
 from fleetx.strategy.effect import Effect, differs
@@ -40,7 +40,7 @@ class LAMB(Part):
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         wanted = "torch.optim.Adam or AdamW"
         yield from adoption_problems("lamb", optimizer, (Adam, AdamW), wanted, Lamb, self._own_options)
-        yield from exclusion.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
+        yield from parameter_names.problems("lamb", model, optimizer, self.exclude_from_weight_decay)
 
     @at(
         Stage.UPDATE,
@@ -49,7 +49,7 @@ class LAMB(Part):
     )
     def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """p - lr * |p| / |u| * u for each tensor, where u is Adam's direction plus decay * p"""
-        find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
+        find = partial(parameter_names.positions, ctx.model, self.exclude_from_weight_decay)
         return adopt(optimizer, Lamb, lambda group: self._own_options(group, find(group["params"])))
 
     def _own_options(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:

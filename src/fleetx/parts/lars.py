@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
 from fleetx.errors import NOT_BUILT
-from fleetx.optim import Lars, exclusion
+from fleetx.optim import Lars, parameter_names
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.dispatch import kernels_remark
 from fleetx.strategy.effect import Effect, differs
@@ -53,7 +53,7 @@ class LARS(Part):
                 yield "lars needs momentum: pass, for example, momentum=0.9 to SGD"
             if any(group["dampening"] for group in optimizer.param_groups):
                 yield f"lars with dampening {NOT_BUILT}: pass dampening=0 to SGD"
-        yield from exclusion.problems("lars", model, optimizer, self.exclude_from_weight_decay)
+        yield from parameter_names.problems("lars", model, optimizer, self.exclude_from_weight_decay)
 
     @at(
         Stage.UPDATE,
@@ -62,7 +62,7 @@ class LARS(Part):
     )
     def scale(self, optimizer: Optimizer, ctx: SetupContext) -> Optimizer:
         """local rate = lr * lars_coeff * |p| / (|g| + decay * |p| + epsilon) for each tensor, then momentum"""
-        find = partial(exclusion.positions, ctx.model, self.exclude_from_weight_decay)
+        find = partial(parameter_names.positions, ctx.model, self.exclude_from_weight_decay)
         return adopt(optimizer, Lars, lambda group: self._own_options(group, find(group["params"])))
 
     def _own_options(self, group: dict[str, Any], excluded: list[int]) -> dict[str, Any]:

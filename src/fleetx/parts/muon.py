@@ -11,7 +11,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from fleetx.base.module_names import plain_name
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
-from fleetx.optim import Muon, adamw_names, exclusion
+from fleetx.optim import Muon, adamw_names, parameter_names
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.muon import is_matrix
 from fleetx.strategy.cost_model import CostTerms
@@ -58,7 +58,7 @@ class MUON(Part):
         if type(optimizer) is Adam and any(group["weight_decay"] for group in optimizer.param_groups):
             yield "muon decays weights as AdamW does, not as Adam: pass torch.optim.AdamW"
         for key in ("adamw", "muon"):
-            for problem in exclusion.problems("muon", model, optimizer, getattr(self, key)):
+            for problem in parameter_names.problems("muon", model, optimizer, getattr(self, key)):
                 yield problem.replace("exclude_from_weight_decay", f"muon_configs['{key}']")
 
     @at(
@@ -82,7 +82,7 @@ class MUON(Part):
         """The names of the matrices that stay with AdamW."""
         named = dict(model.named_parameters())
         params = list(named.values())
-        matching = {key: set(exclusion.positions(model, getattr(self, key), params)) for key in ("adamw", "muon")}
+        matching = {key: set(parameter_names.positions(model, getattr(self, key), params)) for key in ("adamw", "muon")}
         found = set(adamw_names(model))
         kept = {i for i, name in enumerate(named) if plain_name(name) in found} - matching["muon"]
         return {plain_name(name) for i, name in enumerate(named) if i in kept | matching["adamw"]}

@@ -14,7 +14,7 @@ from fleetx import strategy
 from fleetx.applications import Application, Variable
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError
-from fleetx.optim import exclusion
+from fleetx.optim import parameter_names
 from fleetx.strategy import ignored
 
 if TYPE_CHECKING:
@@ -136,6 +136,6 @@ def _leave_out_patterns(declared: PaddleStrategy, part: str, application: Applic
     settings, key = getattr(declared, f"{part}_configs"), "exclude_from_weight_decay"
     params = list(application.parameters())
     for pattern in list(settings[key]):
-        if pattern and not exclusion.positions(application, [pattern], params):
+        if pattern and not parameter_names.positions(application, [pattern], params):
             declared.note(f"{pattern!r} in {part}_configs[{key!r}]", "no parameter has it in its name")
             settings[key] = [other for other in settings[key] if other != pattern]

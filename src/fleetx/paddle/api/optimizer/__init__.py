@@ -11,7 +11,7 @@ from torch import nn
 from fleetx import optim
 from fleetx.applications import Application
 from fleetx.errors import StrategyError, UsageError
-from fleetx.optim import exclusion
+from fleetx.optim import parameter_names
 from fleetx.paddle.api.optimizer import lr
 from fleetx.paddle.static.optimizers import FLUID_NAMES, REQUIRED, PaddleOptimizer, named_parameters
 
@@ -107,10 +107,10 @@ class FluidLarsMomentum(PaddleOptimizer):
 
     def build(self, application: Application, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         patterns = list(self.given["exclude_from_weight_decay"] or ())
-        group = {"params": params, "excluded": exclusion.positions(application, patterns, params)}
+        group = {"params": params, "excluded": parameter_names.positions(application, patterns, params)}
         options = {name: self.given[name] for name in ("momentum", "lars_coeff", "epsilon")}
         lars = optim.Lars([group], lr=self.get_lr(), weight_decay=self.given["lars_weight_decay"], **options)
-        if problems := list(exclusion.problems("LarsMomentum", application, lars, patterns)):
+        if problems := list(parameter_names.problems("LarsMomentum", application, lars, patterns)):
             raise StrategyError(problems)
         return lars
 
