@@ -23,9 +23,8 @@ from fleetx.base import seams
 from fleetx.base.module_names import named_modules
 from fleetx.base.trees import map_tensors, tensors_of, without_caches
 from fleetx.base.wrapping import Layer, unwrap, wrap
-from fleetx.measure.fake_step import FakeStep, TrainingStep, preserve_rng, without_hooks
+from fleetx.measure.fake_step import FakeStep, TrainingStep, preserve_rng, shapes_of, without_hooks
 from fleetx.measure.op_scratch import OpScratch, random_tensor, with_scratch
-from fleetx.measure.step_key import shapes_of
 from fleetx.measure.tracker import Tracker, bytes_of
 
 MAX_BLOCKS = 240  # the solver takes a second for this many

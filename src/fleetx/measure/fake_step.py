@@ -7,7 +7,9 @@ takes about a second and needs no memory.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
+import platform
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fleetx.base import seams
-from fleetx.base.seams import FakeTensorMode, NormBase
+from fleetx.base.module_names import named_modules
+from fleetx.base.seams import FakeTensorMode, NormBase, pytree
 from fleetx.base.trees import loss_of, map_tensors, tensors_of
 from fleetx.comm.roles import Place
 from fleetx.comm.world import World
@@ -35,6 +38,7 @@ from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Stage
 
 log = logging.getLogger(__name__)
+_VERSION = 2  # of what is stored under a `step_key`
 Forward = Callable[[], AbstractContextManager[Any]]  # to be entered around each forward
 Install = Callable[[nn.Module, Forward], Forward]  # puts segments into a model
 
@@ -284,3 +288,30 @@ def without_hooks(model: nn.Module) -> nn.Module:
         for name in seams.HOOKS:
             getattr(module, name).clear()
     return model
+
+
+# --- what a prediction or a plan depends on ------------------------------------------------------
+def shapes_of(value: Any) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+    """Shape, dtype and requires_grad of every tensor."""
+    return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(value)]
+
+
+def constants_of(value: Any) -> str:
+    """The numbers and strings next to the tensors: a forward may branch on them."""
+    return repr([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, int | float | str | None)])
+
+
+def step_key(step: TrainingStep, extra: Any) -> str:
+    """A name for the cache: equal only if everything that a prediction depends on is equal."""
+    inputs = step.args, step.kwargs
+    groups = [{k: repr(v) for k, v in g.items() if k not in ("params", "lr")} for g in step.optimizer.param_groups]
+    about = (
+        _VERSION, torch.__version__, platform.node(), platform.processor(), torch.get_num_threads(), str(step.device),
+        [(name, type(m).__qualname__, m.extra_repr(), m.training) for name, m in named_modules(step.model)],
+        [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in step.model.named_parameters()],
+        shapes_of(inputs), [t.stride() for t in tensors_of(inputs)], constants_of(inputs), repr(extra),
+        type(step.optimizer).__qualname__, groups, [len(g["params"]) for g in step.optimizer.param_groups],
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+        [repr(part) for part in step.parts], step.kept_gradients, step.extra_bytes, step.batch,
+    )  # fmt: skip
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]

@@ -19,7 +19,7 @@ from fleetx.base.files import write_atomic
 from fleetx.base.trees import tensors_of
 from fleetx.comm.world import World
 from fleetx.errors import UsageError
-from fleetx.measure import step_key
+from fleetx.measure.fake_step import step_key
 from fleetx.planner.model_profile import ModelProfile
 from fleetx.planner.profile import host_memory
 from fleetx.planner.workload import Workload
@@ -41,7 +41,7 @@ def key(workload: Workload, strategy: DistributedStrategy, world: World, hosts: 
         workload.samples, [(tuple(t.shape), str(t.dtype)) for t in tensors_of(workload.targets)], host_memory(),
         _source(workload.loss_fn), sorted({_source(type(module)) for module in workload.model.modules()}),
     )  # fmt: skip
-    return step_key.key(workload.step(workload.samples, strategy.plan().parts), repr(about))
+    return step_key(workload.step(workload.samples, strategy.plan().parts), repr(about))
 
 
 def _source(thing: Any) -> str:

@@ -19,7 +19,7 @@ from fleetx.base.trees import tensors_of
 from fleetx.engine.buffers import ModelBuffers
 from fleetx.engine.context import SetupContext, StepContext, StepInput
 from fleetx.errors import StrategyError, UsageError
-from fleetx.measure.step_key import constants_of, shapes_of
+from fleetx.measure.fake_step import constants_of, shapes_of
 from fleetx.parts.pipeline import device_guard, memory, microbatch, schedules, timeline
 from fleetx.parts.pipeline.cut_points import balanced_starts
 from fleetx.parts.pipeline.stage_params import StageParams, absent_names, copied_buffers, gather

@@ -14,9 +14,8 @@ from fleetx.base import cache
 from fleetx.base.module_names import named, named_modules
 from fleetx.base.sizes import format_bytes, parse_bytes
 from fleetx.errors import StrategyError, UsageError
-from fleetx.measure import step_key
 from fleetx.measure.block_profile import BlockCost, BlockProfile, profile_blocks
-from fleetx.measure.fake_step import Forward, Install, TrainingStep, estimate
+from fleetx.measure.fake_step import Forward, Install, TrainingStep, constants_of, estimate, shapes_of, step_key
 from fleetx.parts.recompute.chain import Chain
 from fleetx.parts.recompute.offload import Offload
 from fleetx.parts.recompute.segments import NamedSegments, PlannedSegments, Tree, blocks_around
@@ -220,7 +219,7 @@ def install(budget: str | float, ctx: StepContext, inputs: Inputs, offload: Offl
 
 def _cached(step: TrainingStep, budget: str | float) -> SegmentPlan:
     """A stored plan, if it still fits: the code of the model may have changed."""
-    name = step_key.key(step, budget)
+    name = step_key(step, budget)
     if (stored := cache.load("recompute", name)) is not None:
         try:
             plan = SegmentPlan(**stored)
@@ -235,7 +234,7 @@ def _cached(step: TrainingStep, budget: str | float) -> SegmentPlan:
 
 def _about(model: nn.Module, inputs: Inputs) -> Any:
     flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
-    return step_key.shapes_of(inputs), (step_key.constants_of(inputs), *flags)
+    return shapes_of(inputs), (constants_of(inputs), *flags)
 
 
 def _within(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
