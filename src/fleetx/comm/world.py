@@ -57,6 +57,12 @@ class World:
         if self.size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.members)
 
+    def largest(self, number: float) -> float:
+        """The largest number of any rank."""
+        found = torch.tensor([number], dtype=torch.float64, device=self.device)
+        self.maximum(found)
+        return found.item()
+
     @waits
     def sum(self, value: Tensor) -> None:
         if self.size > 1:

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fleetx.comm.world import World, rejoin
 from fleetx.errors import UsageError
 from fleetx.measure.child import Answer, forked
@@ -68,10 +66,3 @@ def _caught(call: Callable[[], Any]) -> Answer:
         return Answer(value=call())
     except Exception as error:
         return Answer(error=f"{type(error).__name__}: {str(error)[:300]}")
-
-
-def slowest(world: World, seconds: float) -> float:
-    """The largest value of any rank."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=world.device)
-    world.maximum(value)
-    return value.item()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fleetx.comm.world import World
 from fleetx.measure.block_profile import now
-from fleetx.planner.children import slowest
 from fleetx.strategy.cost_model import Link
 
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 23)  # bytes
@@ -46,7 +45,7 @@ def _slowdown(world: World, tensor: Tensor, seconds: float) -> float:
         end = now(world.device)
         if work is not None:
             work.wait()
-        return slowest(world, end - start)
+        return world.largest(end - start)
 
     compute(2)
     times = int(min(3 * seconds / (compute(10) / 10), 5000)) + 10  # to outlast the reduction even on a busy machine
@@ -97,7 +96,7 @@ def bandwidth(world: World) -> float:
     """Bytes per second that elementwise operations read and write while all ranks do so at once."""
     a, b = torch.zeros(1 << 24, device=world.device), torch.ones(1 << 24, device=world.device)  # larger than any cache
     times = [_timed(world, lambda: a.add_(b)) for _ in range(6)]
-    return 3 * a.nbytes / slowest(world, sorted(times)[len(times) // 2])
+    return 3 * a.nbytes / world.largest(sorted(times)[len(times) // 2])
 
 
 def _timed(world: World, call: Callable[[], Any]) -> float:
@@ -116,7 +115,7 @@ def _measure(world: World, call: Callable[[int], Any]) -> Link:
     for size in SIZES:
         call(size)
         times = [_timed(world, partial(call, size)) for _ in range(3)]
-        points.append((size, slowest(world, min(times))))
+        points.append((size, world.largest(min(times))))
         if points[-1][1] > LONG:
             break
     (small, first), (large, last) = points[0], points[-1]

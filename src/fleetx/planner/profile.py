@@ -28,7 +28,7 @@ from fleetx.parts.recompute import budget
 from fleetx.parts.sharding import fsdp
 from fleetx.planner import link_benchmark
 from fleetx.planner.candidates import budget_of
-from fleetx.planner.children import count_on_rank_0, on_all_ranks, slowest
+from fleetx.planner.children import count_on_rank_0, on_all_ranks
 from fleetx.planner.model_profile import BlockShare, ForwardProfile, LinearFit, ModelProfile, forward_key
 from fleetx.planner.workload import Workload
 from fleetx.strategy.compose import compose
@@ -69,9 +69,7 @@ def _memory_per_rank(world: World, ranks_here: int) -> int:
         mine = torch.cuda.mem_get_info(world.device)[0]
     else:
         mine = int(0.9 * host_memory() / ranks_here)
-    least = torch.tensor([-mine], dtype=torch.int64, device=world.device)
-    world.maximum(least)
-    return -int(least.item())
+    return -int(world.largest(-mine))
 
 
 def host_memory() -> int:
@@ -241,7 +239,7 @@ def _run(parts: Sequence[Part], sizes: Sequence[int], workload: Workload, world:
             optimizer.zero_grad(set_to_none=world.size == 1)  # DDP's buckets keep the gradients allocated
             del loss
             best = min(best or (9e9, 9e9), (middle - start, end - middle), key=sum)
-            if slowest(world, sum(best)) > SHORT or not times:
+            if world.largest(sum(best)) > SHORT or not times:
                 break
         assert best is not None
         times.append((n, *best))

@@ -19,7 +19,7 @@ from fleetx.measure import allocator
 from fleetx.measure.block_profile import now
 from fleetx.measure.tracker import bytes_of
 from fleetx.planner.candidates import Candidate, kept_bytes
-from fleetx.planner.children import on_all_ranks, slowest
+from fleetx.planner.children import on_all_ranks
 from fleetx.planner.workload import Workload
 from fleetx.strategy.stage import Stage
 
@@ -62,7 +62,7 @@ def _train(candidate: Candidate, peak: bool, workload: Workload, world: World) -
         start = now(world.device)
         for _ in range(cycle):
             update()
-        times.append(slowest(world, (now(world.device) - start) / cycle))
+        times.append(world.largest((now(world.device) - start) / cycle))
     most = _held(engine, (inputs, targets)) + allocator.peak(update, world.device) if peak else 0
     return {"seconds": sorted(times)[len(times) // 2], "peak": most}
 

@@ -248,10 +248,8 @@ class Checkpoints:
         """Is a background save still running on some rank, so that this one is skipped?"""
         if not self._skips:
             return False
-        busy = torch.tensor([self._saver.busy], dtype=torch.uint8, device=self._engine.world.device)
-        self._engine.world.maximum(busy)
-        if skip := bool(busy.item()):
-            self._due = False
+        skip = self._engine.world.largest(self._saver.busy) > 0
+        self._due = self._due and not skip
         return skip
 
     def _asked_to_stop(self) -> bool:
