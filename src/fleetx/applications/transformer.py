@@ -64,15 +64,13 @@ class Attention(nn.Module):
         self._heads, self._dropout = heads, dropout
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None, causal: bool = False) -> Tensor:
-        q, k, v = (self._split(t) for t in (self.query(x), self.key(memory), self.value(memory)))
+        given = self.query(x), self.key(memory), self.value(memory)
+        q, k, v = (t.unflatten(-1, (self._heads, -1)).transpose(1, 2) for t in given)
         dropout = self._dropout if self.training else 0.0
         bias = bias.to(q.dtype) if bias is not None else None
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal)
         result: Tensor = self.output(out.transpose(1, 2).flatten(2))
         return result
-
-    def _split(self, t: Tensor) -> Tensor:
-        return t.unflatten(-1, (self._heads, -1)).transpose(1, 2)
 
 
 class TransformerLayer(nn.Module):

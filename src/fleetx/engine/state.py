@@ -78,7 +78,8 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None, *, own: bool = True
     if saved["version"] > VERSION:
         raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")
     if lost := sorted({k for k, s in saved["parts"].items() if s} - {k for k, s in engine.state.items() if s}):
-        switches = " and ".join(f"`{_switch(key)}`" for key in lost)
+        switch_by_key = {part.__name__: switch for switch, part in every().items()}
+        switches = " and ".join(f"`{switch_by_key.get(key, key)}`" for key in lost)
         warn(f"the checkpoint has state of {switches} that this strategy does not use: it is ignored")
     engine.gradients.check(saved)
     if own:
@@ -97,11 +98,6 @@ def _check_rank(engine: Engine, saved: Mapping[str, Any]) -> None:
             f"state of {switches} in it, but this is rank {here[0]} of {here[1]}: save one checkpoint per rank, or "
             "delete its 'fleetx' entry to start without residuals"
         )
-
-
-def _switch(key: str) -> str:
-    """What turns on the part whose state has this key."""
-    return next((switch for switch, part in every().items() if part.__name__ == key), key)
 
 
 def load(engine: Engine, saved: Mapping[str, Any]) -> None:

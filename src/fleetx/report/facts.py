@@ -129,7 +129,8 @@ def summary(record: Record) -> dict[str, str]:
     if "loss" in drawn:
         found["last loss"] = f"{drawn['loss'][-1][1]:.4g}"
     if "throughput" in drawn:
-        found["samples per second"] = f"{amount(statistics.median(y for _, y in drawn['throughput']))} (median)"
+        speed = statistics.median(y for _, y in drawn["throughput"])
+        found["samples per second"] = f"{speed:,.0f} (median)" if speed >= 1000 else f"{speed:.4g} (median)"
     if rounds:
         usual = statistics.mode(r["samples"] for r in rounds)  # the last of an epoch may have fewer
         found["samples per update"] = f"{usual * replicas(record):,}"
@@ -164,10 +165,6 @@ def size(number_of_bytes: float) -> str:
             return f"{number_of_bytes:.4g} {unit}"
         number_of_bytes /= 1024
     raise AssertionError
-
-
-def amount(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:
