@@ -1,4 +1,4 @@
-"""Which room may import which, read from the source; and what importing costs."""
+"""Which package may import which, read from the source; and what importing costs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import fleetx
 SOURCE = Path(fleetx.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# A room imports only rooms to its left. docs/design/architecture.md draws the same list.
-ROOMS = [
+# A package imports only packages to its left. docs/design/architecture.md draws the same list.
+PACKAGES = [
     "errors", "base", "strategy", "comm", "optim", "engine", "record", "measure", "parts", "planner", "data", "fleet",
     "applications", "paddle", "integrations", "verify", "report", "launch", "cli",
 ]  # fmt: skip
-FRONT = {"__init__.py", "schedule.py", "static.py", "utils.py"}  # public names: they point at the rooms
+FRONT = {"__init__.py", "schedule.py", "static.py", "utils.py"}  # public names: they point at the packages
 
 ALLOWED = {
     # The worker process, not fleetrun itself, runs the user's script, which may be one for Paddle.
@@ -37,7 +37,7 @@ def place(path):
     return path.relative_to(SOURCE).as_posix()
 
 
-def room(path):
+def package(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -74,7 +74,7 @@ def imported_by(source, where, *, everywhere=True):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{where}: relative imports hide which room is meant"
+            assert not node.level, f"{where}: relative imports hide which package is meant"
             names = {f"{node.module}.{a.name}" for a in node.names}
             found |= {n if is_module(n) else node.module for n in names}
         elif everywhere and isinstance(node, ast.Constant):
@@ -107,24 +107,24 @@ def test_imports_for_type_checkers_only_do_not_count():
     assert not imported_by("if TYPE_CHECKING:\n    import fleetx.fleet", "here")
 
 
-def test_every_file_is_in_a_room():
-    assert {room(p) for p in FILES if place(p) not in FRONT} == set(ROOMS)
+def test_every_file_is_in_a_package():
+    assert {package(p) for p in FILES if place(p) not in FRONT} == set(PACKAGES)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if place(p) not in FRONT], ids=place)
-def test_a_room_imports_only_rooms_above_it(path):
+def test_a_package_imports_only_packages_above_it(path):
     ours = {i for i in imports(path) if i.startswith("fleetx.") and (place(path), i) not in ALLOWED}
-    below = [i for i in ours if ROOMS.index(i.split(".")[1]) > ROOMS.index(room(path))]
-    assert not below, f"{place(path)} imports {', '.join(below)}, which is below {room(path)}/"
+    below = [i for i in ours if PACKAGES.index(i.split(".")[1]) > PACKAGES.index(package(path))]
+    assert not below, f"{place(path)} imports {', '.join(below)}, which is below {package(path)}/"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) == "launch"], ids=place)
+@pytest.mark.parametrize("path", [p for p in FILES if package(p) == "launch"], ids=place)
 def test_the_launcher_imports_only_errors_and_base(path):
-    rooms = {i.split(".")[1] for i in imports(path) if i.startswith("fleetx.") and (place(path), i) not in ALLOWED}
-    assert rooms <= {"launch", "errors", "base"}
+    packages = {i.split(".")[1] for i in imports(path) if i.startswith("fleetx.") and (place(path), i) not in ALLOWED}
+    assert packages <= {"launch", "errors", "base"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) == "parts"], ids=place)
+@pytest.mark.parametrize("path", [p for p in FILES if package(p) == "parts"], ids=place)
 def test_parts_never_import_each_other(path):
     mine = path.relative_to(SOURCE).parts[1].removesuffix(".py")
     others = {i.split(".")[2] for i in imports(path) if i.startswith("fleetx.parts.")}
@@ -152,7 +152,7 @@ def test_declarations_and_the_launchers_front_do_not_import_torch(name):
 )  # fmt: skip
 def test_one_place_for_one_thing(word, homes):
     # `verify` looks on from outside: it starts ranks and watches them itself.
-    assert [place(p) for p in FILES if re.search(word, p.read_text()) and room(p) != "verify"] == homes
+    assert [place(p) for p in FILES if re.search(word, p.read_text()) and package(p) != "verify"] == homes
 
 
 def test_one_name_for_one_class():
@@ -167,7 +167,8 @@ def test_one_name_for_one_class():
 
 
 def test_files_are_small():
-    assert not {place(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 350}
+    long = {place(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 350}
+    assert not long, f"{long}: split it: the limit is 350 lines"
 
 
 def test_importing_fleetx_loads_nothing_heavy():

@@ -24,7 +24,7 @@ The list at GRADIENT holds this rank's local part of each gradient that is not N
 be changed in place. It can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
 
 Three questions, each with one answer, settle what crosses the network: *what* the ranks exchange (REDUCE), *how* it is
-encoded (WIRE), and *along which path* (the Network, which acts at MODEL configure).
+encoded (WIRE), and *along which path* (the Network, configured by acts at MODEL).
 """
 
 from __future__ import annotations
