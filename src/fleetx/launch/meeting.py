@@ -1,7 +1,7 @@
 """What the nodes of a job agree on: who takes part, when the next attempt starts, when and why everything stops.
 
 Node 0 keeps the Meeting. All nodes call the same methods: node 0 directly, the others over the network
-(meeting_server.py). There are no sockets here, and no method waits: a node that waits for something polls.
+(meeting_ends.py). There are no sockets here, and no method waits: a node that waits for something polls.
 """
 
 from __future__ import annotations
