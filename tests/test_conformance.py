@@ -26,6 +26,10 @@ each_part = pytest.mark.parametrize("part", PARTS, ids=name_of)
 each_built = pytest.mark.parametrize("part", BUILT, ids=name_of)
 
 
+def _file(part):
+    return Path(inspect.getfile(part)).relative_to(ROOT)
+
+
 @each_part
 def test_a_part_is_frozen_and_refuses_what_it_does_not_know(part):
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -44,7 +48,8 @@ def test_every_setting_has_a_sentence_in_the_source(part):
         for a, b in itertools.pairwise(ast.parse(inspect.getsource(cls)).body[0].body)
         if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant)
     }
-    assert set(defaults_of(part)) <= told
+    for field in sorted(set(defaults_of(part)) - told):
+        pytest.fail(f"add a docstring below `{field}` in {_file(part)}")
 
 
 @each_part
@@ -53,20 +58,21 @@ def test_every_setting_survives_the_strategy(part):
     for key, default in defaults_of(part).items():
         name = {v: k for k, v in part.flat.items()}.get(key)
         found = getattr(strategy, name) if name else getattr(strategy, switch_of(part) + "_configs")[key]
-        assert found == default
+        assert found == default, f"strategy.{switch_of(part)} loses {key} = {default!r}"
 
 
 @each_part
 def test_a_part_has_a_docstring_that_is_its_own(part):
-    assert part.__doc__ != Part.__doc__
-    assert len(part.__doc__.strip().splitlines()[0]) > 20
+    assert part.__doc__ != Part.__doc__, f"add a docstring to {part.__name__} in {_file(part)}"
+    first = part.__doc__.strip().splitlines()[0]
+    assert len(first) > 20, f"say what {part.__name__} does in the first line of its docstring, not just {first!r}"
 
 
 @each_part
 def test_a_part_says_what_it_costs_and_what_each_act_does(part):
-    assert part.costs
+    assert part.costs, f"set `costs` in {_file(part)}: one line, for `explain`"
     for method in claims(part):
-        assert (getattr(part, method).__doc__ or "").strip(), f"{part.__name__}.{method} needs a docstring"
+        assert (getattr(part, method).__doc__ or "").strip(), f"add a docstring to {part.__name__}.{method}"
 
 
 @each_built
@@ -82,23 +88,25 @@ def test_a_part_has_a_card_that_names_every_setting_and_default(part):
     card = path.read_text()
     for key, default in defaults_of(part).items():
         row = re.search(rf"^\| `{re.escape(key)}` \|(.*)$", card, re.M)
-        assert row, f"docs/parts/{name_of(part)}.md does not name {key}"
-        assert f"`{default!r}`" in row.group(1), f"the card of {key} does not give its default {default!r}"
+        assert row, f"add a row for `{key}` to the settings in docs/parts/{path.name}"
+        assert f"`{default!r}`" in row.group(1), f"give the default `{default!r}` of `{key}` in docs/parts/{path.name}"
     for heading in ("## What it does", "## Settings", "## Neutral setting", "## Shown by"):
-        assert heading in card
+        assert heading in card, f"add the heading {heading!r} to docs/parts/{path.name}"
 
 
 @each_part
 def test_a_part_has_tests_of_its_own(part):
-    assert (ROOT / "tests" / "parts" / f"test_{name_of(part)}.py").exists()
+    path = f"tests/parts/test_{name_of(part)}.py"
+    assert (ROOT / path).exists(), f"write {path}"
 
 
 @each_built
 def test_acts_take_what_their_stage_gives(part):
     for method, claim in claims(part).items():
         names = list(inspect.signature(getattr(part, method)).parameters)
-        assert names[-1] == "ctx"
-        assert len(names) == (2 if claim.stage in (Stage.FORWARD, Stage.LOSS) else 3)
+        takes = ["self", "ctx"] if claim.stage in (Stage.FORWARD, Stage.LOSS) else ["self", "a value", "ctx"]
+        told = f"{part.__name__}.{method} must take {', '.join(takes)}: see strategy/stage.py"
+        assert (names[-1], len(names)) == ("ctx", len(takes)), told
 
 
 def _declared(part, settings):
@@ -155,15 +163,18 @@ def test_an_error_says_not_built_yet_or_why_instead_of_not_supported(path):
     """What is merely missing must not read like a law of nature."""
     tree = ast.parse(path.read_text())
     said = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    assert not [text for text in said if re.search("n.t support|cannot be combined", text)]
+    vague = [text for text in said if re.search("n.t support|cannot be combined", text)]
+    assert not vague, f"say in {path.name} that it is not built yet, or why it can never work: {vague}"
 
 
-def test_cards_and_parts_are_the_same():
+def test_every_card_is_that_of_a_part():
     cards = {p.stem for p in (ROOT / "docs" / "parts").glob("*.md")} - {"README"}
-    assert cards == {name_of(p) for p in PARTS}
+    strays = cards - {name_of(p) for p in PARTS}
+    assert not strays, f"docs/parts has cards of parts that do not exist: {sorted(strays)}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/parts/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/parts/README.md"])
 def test_every_part_has_a_row_in_the_tables(page):
     text = (ROOT / page).read_text()
-    assert not [name_of(p) for p in PARTS if f"{name_of(p)}.md)" not in text]
+    missing = [name_of(p) for p in PARTS if f"{name_of(p)}.md)" not in text]
+    assert not missing, f"add a row with a link to the card to {page}: {', '.join(missing)}"

@@ -206,12 +206,13 @@ def test_every_page_is_in_the_contents_of_the_site():
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]
     flat = re.findall(r"[\w./]+\.md", json.dumps(nav))
-    assert len(flat) == len(set(flat))
+    assert len(flat) == len(set(flat)), "mkdocs.yml lists a page twice"
     sys.path.insert(0, str(ROOT / "docs"))
     import site_pages
 
     expected = {site_pages.place(page) for page in EVERY} | {f"api/{name}.md" for name in site_pages.API}
-    assert set(flat) == expected
+    assert not expected - set(flat), f"add to `nav` in mkdocs.yml: {sorted(expected - set(flat))}"
+    assert not set(flat) - expected, f"remove from `nav` in mkdocs.yml: {sorted(set(flat) - expected)}"
 
 
 def test_the_figures_of_the_decision_table_are_those_of_the_pages_it_links_to():
@@ -250,11 +251,11 @@ def test_the_tables_of_a_study_are_those_of_its_committed_results(study):
 
 def test_the_chinese_readme_has_the_code_of_the_english_one_and_links_to_the_same_cards():
     english, chinese = ([(b.kind, b.text) for b in blocks(page)] for page in ("README.md", "README.zh.md"))
-    assert chinese == english
+    assert chinese == english, "README.zh.md must have the same code blocks as README.md"
     cards = [
         set(re.findall(r"docs/parts/\w+\.md", (ROOT / page).read_text())) for page in ("README.md", "README.zh.md")
     ]
-    assert cards[0] == cards[1]
+    assert cards[0] == cards[1], f"linked in only one of README.md and README.zh.md: {sorted(cards[0] ^ cards[1])}"
 
 
 TIMED = (

@@ -19,7 +19,8 @@ def test_the_explanation_is_what_explain_prints(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     strategy = DistributedStrategy(amp={"dtype": "bfloat16"}, gradient_merge={"k_steps": 4}, clip=True)
     shown = re.search(r"```\n(requested: .*?)```", GUIDE, re.S).group(1)
-    assert shown.rstrip() == str(fleet.explain(strategy)).rstrip()
+    printed = str(fleet.explain(strategy)).rstrip()
+    assert shown.rstrip() == printed, "copy what fleet.explain now prints to docs/guide.md"
 
 
 def test_the_explanation_fits_a_narrow_terminal(monkeypatch):
@@ -28,7 +29,7 @@ def test_the_explanation_fits_a_narrow_terminal(monkeypatch):
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) < 200
+    assert len(README.splitlines()) < 200, "shorten README.md to less than 200 lines"
 
 
 def test_the_errors_are_those_of_the_strategy():
@@ -41,7 +42,8 @@ def test_the_errors_are_those_of_the_strategy():
             declare()
         problems += caught.value.problems
     shown = re.search(r"4 problems in the strategy:\n((?:  - .*\n)+)", README).group(1)
-    assert sorted(shown.splitlines()) == sorted(f"  - {p}" for p in problems)
+    now = sorted(f"  - {p}" for p in problems)
+    assert sorted(shown.splitlines()) == now, "copy the errors as they are now to README.md"
 
 
 def test_the_loop_runs_as_it_is_written():
