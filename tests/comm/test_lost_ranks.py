@@ -448,6 +448,20 @@ def test_a_hub_that_is_still_starting_is_not_silent():
     ours.close(), theirs.close()
 
 
+def test_a_watcher_that_connects_late_hears_which_ranks_have_left():
+    """On a busy machine a watcher may start after the first steps."""
+    sent = []
+    made = Hub(3, lambda rank, message: sent.append((rank, message)))
+    made.join(0, "a")
+    made.join(1, "b")
+    made.hear(1, {"left": 10} | BEAT)
+    made.hear(0, {"doubt": 1})
+    sent.clear()
+    made.join(2, "c")
+    made.hear(2, {"doubt": 1})
+    assert sent[:2] == [(2, {"left": 1, "updates": 10}), (2, {"answer": [0, 1]})]
+
+
 def test_a_kill_for_lack_of_memory_is_called_that():
     made = hub()
     made.hear(1, {"killed": "", "memory": True} | BEAT)

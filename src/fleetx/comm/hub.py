@@ -48,12 +48,15 @@ class Hub:
         self.size, self.send = size, send
         self.ranks: dict[int, Rank] = {}
         self.verdict: dict[str, Any] | None = None
+        self.left: list[dict[str, Any]] = []  # messages about ranks that ended normally
         self.noticed: dict[Any, float] = {}  # what was reported, and after how many seconds to report it again
         self.doubts: dict[int, tuple[int, set[int]]] = {}  # by asking rank: its question's number, who has yet to reply
         self.age = 0.0  # seconds
 
     def join(self, number: int, host: str) -> None:
         self.ranks[number] = Rank(host)
+        for message in self.left:
+            self.send(number, message)
         for who, (question, _) in self.doubts.items():
             self.send(number, {"answer": [who, question]})
         if self.verdict is not None:
@@ -79,7 +82,8 @@ class Hub:
             if self.doubts.get(who, (None,))[0] == question:
                 self._answered(who, number)
         elif "left" in message:
-            self.tell_all({"left": number, "updates": message["left"]})
+            self.left.append({"left": number, "updates": message["left"]})
+            self.tell_all(self.left[-1])
             self._end(number)
         elif "follows" in message:  # it ends because of another rank
             self._end(number)
