@@ -141,6 +141,7 @@ def test_commands_have_options_that_exist(block, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_shell_blocks_run_as_they_are_written(tmp_path):
     """One after the other in one folder, with the files that the pages tell the reader to save."""
     for block in BLOCKS:
@@ -153,7 +154,7 @@ def test_shell_blocks_run_as_they_are_written(tmp_path):
     ran = [b for b in SHELL if not b.not_run]
     for block in sorted(ran, key=lambda b: b.page != "docs/start.md"):  # others look at what its script has written
         done = subprocess.run(
-            ["bash", "-e", "-c", block.text], cwd=tmp_path, env=os.environ | {"PATH": paths}, text=True, timeout=120,
+            ["bash", "-e", "-c", block.text], cwd=tmp_path, env=os.environ | {"PATH": paths}, text=True, timeout=280,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0, f"{block}: {done.stdout}"
