@@ -196,10 +196,12 @@ def test_every_subset_of_the_built_parts_composes(n):
 
 
 class _Context:
-    def __init__(self, state):
-        self.state, self.divisor, self.device = state, 4.0, torch.device("cpu")
-        self.round, self.clock, self.notes, self.trained = 0, (0, 0), {}, {}
-        self.step_square, self.params, self.in_progress, self.parted = None, [], {}, False
+    def __init__(self, part, params):
+        self.names = {p: f"p{i}" for i, p in enumerate(params)}
+        self.params, self.trained = params, {name: p.detach() for p, name in self.names.items()}
+        self.state, self.notes, self.in_progress = part.init({name: p for p, name in self.names.items()}), {}, {}
+        self.divisor, self.device, self.parted = 4.0, torch.device("cpu"), False
+        self.round, self.clock, self.step_square = 0, (0, 1), torch.ones((), dtype=torch.float64)
 
     def withhold_if(self, found, then):
         assert not found
@@ -211,14 +213,27 @@ class _Context:
         return nn.utils.get_total_norm(grads)
 
 
-# Settings at which a part acts on the gradient, where its defaults do not.
-ACTING = {"gradient_merge": {"k_steps": 4}, "clip": {"clip_norm": 0.01}, "amp": {"init_loss_scaling": 1024.0}}
+def _at_gradient(part):
+    return any(act.stage is Stage.GRADIENT for act in part.acts())
+
+
+# Parts that act on whole gradients, at their examples.
+MADE = [
+    part(**part.example)
+    for part in every().values()
+    if not part.divides and any(claim.stage is Stage.GRADIENT for claim in claims(part).values())
+]
+
+
+@pytest.mark.parametrize("part", MADE, ids=lambda part: switch_of(type(part)))
+def test_a_part_acts_on_the_gradient_at_its_example(part):
+    """So that the next test sees it."""
+    assert _at_gradient(part), f"`example` of {type(part).__name__} leaves out its act at GRADIENT: change it"
 
 
 def _on_gradients():
-    """Every set of parts that act on whole gradients and compose."""
-    made = [part(**ACTING.get(name, {})) for name, part in every().items() if not part.divides]
-    made = [p for p in made if any(act.stage is Stage.GRADIENT for act in p.acts())]
+    """Every set of these parts that composes."""
+    made = [part for part in MADE if _at_gradient(part)]
     for n in range(2, len(made) + 1):
         for parts in itertools.combinations(made, n):
             with contextlib.suppress(StrategyError):
@@ -237,10 +252,13 @@ def test_acts_whose_order_the_facts_leave_open_commute(parts):
         if any(first(b, a, facts) for i, a in enumerate(order) for b in order[i + 1 :]):
             continue
         torch.manual_seed(0)
-        grads = [torch.randn(3) * 100 for _ in range(4)]
-        state = {type(p): p.init({"p": nn.Parameter(torch.zeros(1))}) for p in parts}
+        params = [nn.Parameter(torch.randn(3)) for _ in range(4)]
+        for p in params:
+            p.grad = torch.randn(3) * 100
+        contexts = {act.switch: _Context(act.part, params) for act in acts}
+        grads = [p.grad for p in params]
         for act in order:
-            act.call(grads, _Context(state[type(act.part)]))
-        results.append(torch.cat(grads))
+            act.call(grads, contexts[act.switch])
+        results.append((grads, [(ctx.state, ctx.in_progress) for ctx in contexts.values()]))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
