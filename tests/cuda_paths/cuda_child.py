@@ -83,7 +83,8 @@ def compare(fleet, scenario):
 def ranks_on_the_device():
     """gloo instead of NCCL; and DDP's buckets are filled after backward, because its C++ code needs addresses."""
     import fleetx.engine.engine as engine
-    from fleetx.engine.reducer import LateReducer, Reducer
+    from fleetx.engine.late_reducer import LateReducer
+    from fleetx.engine.reducer import Reducer
 
     class AfterBackward(LateReducer):
         ddp = None

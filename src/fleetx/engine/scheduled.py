@@ -17,7 +17,7 @@ from fleetx.base.trees import LossFn
 from fleetx.engine.context import StepInput
 from fleetx.engine.engine import Engine
 from fleetx.engine.hooks import Hook
-from fleetx.engine.reducer import LateReducer
+from fleetx.engine.late_reducer import LateReducer
 from fleetx.errors import UsageError
 from fleetx.strategy.stage import Stage
 

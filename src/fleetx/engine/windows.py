@@ -20,8 +20,9 @@ from fleetx.comm.world import World
 from fleetx.engine import taps
 from fleetx.engine.context import Bucket, Outgoing, SetupContext, StepContext
 from fleetx.engine.dtensors import WholeReader
+from fleetx.engine.late_reducer import LateReducer
 from fleetx.engine.numbers import Checks, check_finite, compare
-from fleetx.engine.reducer import LateReducer, Reducer
+from fleetx.engine.reducer import Reducer
 from fleetx.engine.run import Run, key_of
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
