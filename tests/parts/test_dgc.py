@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.parts.dgc import DGC, exchange
-from fleetx.verify import oracle
+from fleetx.verify import oracle, oracle_updates
 from training import Batch, assert_close, assert_equal, big, net, share, train, train_fleet, weights, zero_last
 
 
@@ -128,7 +128,7 @@ def nesterov(model):
 def without_correction(batches, make_optimizer, settings, sparsity=0.99):
     """In float64: every rank keeps a residual, and the update rule takes the mean of what is sent."""
     model = wide().double()
-    update = oracle._rule(model, make_optimizer(model), settings)
+    update = oracle_updates.rule_for(model, make_optimizer(model), settings)
     residuals = [{}, {}]
     for x, y in batches:
         sent = []

@@ -14,7 +14,21 @@ class Effect:
     """A quantity of a training run that the part changes.
 
     `acts` compares a run with the part to the same run without it, over the steps from the third on and over each half
-    of them. The quantities are those that `fleetx.verify.observe` counts per rank.
+    of them. `fleetx.verify.observe` counts these quantities in each step of each rank, and `fleetx.verify.judge` adds
+    them up, unless noted otherwise:
+
+        calls            calls of modules that have parameters and no children, recomputation included
+        half_outputs     those among them that return float16 or bfloat16
+        gradient_norm    norm of the gradients, read when the optimizer's own step begins: after all acts at GRADIENT,
+                         and 0 in a step without an update
+        bytes_sent       bytes that the rank sends
+        most_bytes_sent  the same for the rank that sends the most
+        updates          1 if the parameters changed in the step
+        distance         how far the parameters moved in the step
+        bytes_held       bytes of the parameters that the rank holds: the mean over the steps and ranks
+        ranks_apart      1 if ranks that should hold the same parameters differ after the step
+        behind           distance between the parameters and their moving average
+        measured         measurements of the gradient noise scale
     """
 
     quantity: str

@@ -80,7 +80,7 @@ class Judge:
             return verdict
         try:
             self._numbers(verdict)
-            if verdict.ran:
+            if verdict.ran and verdict.ok:
                 self._effects(verdict)
         except RankError as error:
             verdict.kind, verdict.reason = "failed", str(error)

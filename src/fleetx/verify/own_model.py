@@ -21,7 +21,7 @@ from fleetx.strategy.part import defaults_of, every, settings_of, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
 from fleetx.verify.judge import Results, distance, dtype_for, observed, rounding, state
-from fleetx.verify.oracle import Settings
+from fleetx.verify.oracle_updates import Settings
 from fleetx.verify.ranks import Ranks
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
