@@ -241,6 +241,9 @@ def _on_gradients():
                 yield parts
 
 
+COMMUTE = "acts do not commute: order them with a fact, see `How parts find their order` in docs/design/architecture.md"
+
+
 @pytest.mark.parametrize("parts", list(_on_gradients()), ids=lambda parts: "-".join(switch_of(type(p)) for p in parts))
 def test_acts_whose_order_the_facts_leave_open_commute(parts):
     """Run every legal order of the GRADIENT stage and compare."""
@@ -261,4 +264,4 @@ def test_acts_whose_order_the_facts_leave_open_commute(parts):
             act.call(grads, contexts[act.switch])
         results.append((grads, [(ctx.state, ctx.in_progress) for ctx in contexts.values()]))
     for result in results[1:]:
-        torch.testing.assert_close(result, results[0])
+        torch.testing.assert_close(result, results[0], msg=lambda why: f"{COMMUTE}\n{why}")

@@ -90,8 +90,9 @@ def test_in_triples(judge, chosen):
 
 
 def test_the_oracle_knows_every_strategy():
-    assert not set(switches()) - oracle.KNOWN, "add what they do to numbers to verify/oracle.py, and to READS there"
-    assert not oracle.KNOWN - set(switches()), "remove them from verify/oracle.py"
+    missing, strays = set(switches()) - oracle.KNOWN, oracle.KNOWN - set(switches())
+    assert not missing, f"add what they do to numbers, and their names, to verify/oracle.py: {sorted(missing)}"
+    assert not strays, f"remove from verify/oracle.py: {sorted(strays)}"
 
 
 def test_a_strategy_that_the_oracle_does_not_know_is_named(judge, monkeypatch):
@@ -168,7 +169,8 @@ def test_the_page_in_the_docs_lists_every_error_as_it_is_now():
     page = (Path(__file__).parent.parent.parent / "docs/results/verify.md").read_text()
     pairs = [f"{' + '.join(c)}: {'; '.join(refusals(declared(c)))}" for c in PAIRS if refusals(declared(c))]
     for text in (*pairs, *unbuilt_beside_others(), *unbuilt_messages()):
-        assert f"- {text}\n" in page, "run fleetx verify --all --output docs/results/verify.md"
+        told = f"run fleetx verify --all --output docs/results/verify.md, which does not list: {text}"
+        assert f"- {text}\n" in page, told
 
 
 def test_a_run_that_fails_without_a_strategy_is_a_failure(judge, monkeypatch):

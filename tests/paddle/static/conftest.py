@@ -8,8 +8,8 @@ import pytest
 
 from fleetx.paddle.static import programs
 
-# For small_applications and data_files, which the tests of those rooms use too.
-sys.path += [str(Path(__file__).parents[2] / room) for room in ("applications", "data")]
+# For small_applications and data_files, which the tests of those packages use too.
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("applications", "data")]
 
 
 @pytest.fixture(autouse=True)
