@@ -1,4 +1,4 @@
-"""A pool of ranks, because starting a rank takes seconds (it imports torch), and a job milliseconds."""
+"""A pool of ranks, because starting one takes a second or more, and a job milliseconds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Ranks:
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
             self._context.Process(
-                target=_serve, args=(rank, self.size, port, self._device, theirs, self._before), daemon=True
+                target=_serve,
+                args=(rank, self.size, port, self._device, theirs, self._before, dict(os.environ)),
+                daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -99,9 +101,19 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, size: int, port: int, device: str, pipe: Connection, before: Callable[[], Any] | None) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    device: str,
+    pipe: Connection,
+    before: Callable[[], Any] | None,
+    environ: dict[str, str],
+) -> None:
     import torch.distributed as dist
 
+    os.environ.clear()  # the server's is that of its start; what torch reads while it is imported stays so
+    os.environ.update(environ)
     os.environ["FLEETX_DEVICE"] = device
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
