@@ -49,7 +49,7 @@ class Path:
     ends = 1  # ranks that exchange coded values
     end = 0  # which of them this rank or its leader is
     leads = True  # is this rank one of them?
-    _between: Group = None  # their group
+    _between: Group  # their group
     _traffic: Traffic
 
     def inward(self, buffer: Tensor) -> None:

@@ -199,6 +199,7 @@ def run(kind: str, target: str) -> None:
         error = getattr(sys.excepthook, "leaving", lambda error: error)(error)  # set by fleetx.comm.peers, if loaded
         # As Python itself does, so that exit functions know that the script failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.last_exc = error  # type: ignore[attr-defined]  # since Python 3.12
         record(error, exit_code=1)  # before the excepthook tells the other ranks, whose errors follow this one
         sys.excepthook(type(error), error, error.__traceback__)
         end(1)
