@@ -50,10 +50,6 @@ def python(words: Sequence[Any], *, cwd: Path, env: Mapping[str, str] | None = N
     return run(_script, words, cwd=cwd, env=env, seconds=seconds)
 
 
-def start_python(words: list[str], *, cwd: Path, env: Mapping[str, str]) -> ForkedCommand:
-    return ForkedCommand(_script, words, cwd=cwd, env=env)
-
-
 def run(
     main: Main, words: Sequence[Any], *, cwd: Path, env: Mapping[str, str] | None = None, seconds: float = 280
 ) -> Done:
@@ -101,8 +97,10 @@ class ForkedCommand:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> int | None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return self.poll()
 
     @property
@@ -171,9 +169,9 @@ def show_environment() -> None:
     """Write os.environ where /proc shows that of a process: what finds processes by a mark must find forks, too."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = int(fields[47]), int(fields[48])  # env_start and env_end
-    by_mark = sorted(os.environb.items(), key=lambda item: not item[0].startswith((b"FLEETX_", b"TORCHELASTIC_")))
-    shown = b"\0".join(name + b"=" + value for name, value in by_mark)
-    ctypes.memmove(first, shown[: last - first - 1].ljust(last - first, b"\0"), last - first)
+    shown = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
+    assert len(shown) <= last - first, "give the fork server a larger environment"
+    ctypes.memmove(first, shown.ljust(last - first, b"\0"), last - first)
 
 
 def _fork_workers_of_fleetrun() -> None:

@@ -14,6 +14,7 @@ if first == str(Path(__file__).parent):
     if rest:
         os.environ["PYTHONPATH"] = rest
 
+os.environ.pop("FLEETX_TESTS_ROOM", None)
 atexit.register(gc.unfreeze)  # triton reports as leaks whatever is frozen at exit
 gc.collect()
 gc.freeze()  # or the first collection of each fork would write to, and so copy, every page with an imported object

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import warnings
+from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest import mock
@@ -42,13 +43,14 @@ def forks() -> str:
     that once for all pytest workers: the process that starts them starts it.
     """
     if ADDRESS in os.environ:
-        shared = _Shared(os.environ[ADDRESS])
+        shared = _shared(*os.environ[ADDRESS].split())
         forkserver.ensure_running = shared.ensure_running
         forkserver.connect_to_new_process = shared.connect_to_new_process
         return "forkserver"
     multiprocessing.set_forkserver_preload([*PRELOADED, *_modules(), "frozen_imports"])
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, PYTHONPATH=path):
+    room = "x" * 16384  # in which a fork can show its own environment (forked_command.show_environment)
+    with mock.patch.dict(os.environ, PYTHONPATH=path, FLEETX_TESTS_ROOM=room):
         forkserver.ensure_running()
     return "forkserver"
 
@@ -64,19 +66,24 @@ def _modules() -> list[str]:
 def share_forks() -> None:
     """Start the server, for the pytest workers that this process starts."""
     forks()
-    os.environ[ADDRESS] = forkserver._forkserver._forkserver_address
+    server = forkserver._forkserver
+    key = getattr(server, "_forkserver_authkey", None) or b""  # since Python 3.14
+    os.environ[ADDRESS] = f"{server._forkserver_address} {key.hex()}"
 
 
 class _Shared(forkserver.ForkServer):
     """A server that another process has started."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, key: str = ""):
         super().__init__()
-        self._forkserver_address = address
+        self._forkserver_address, self._forkserver_authkey = address, bytes.fromhex(key)
         self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # it is not this process that keeps it alive
 
     def ensure_running(self) -> None:
         resource_tracker.ensure_running()
+
+
+_shared = cache(_Shared)
 
 
 def forget() -> None:

@@ -12,6 +12,8 @@ import cuda_child  # first: it loads the device before torch
 import cuda_device
 import cuda_sharding
 
+from fleetx.launch.runner import die_with
+
 
 def main(folder):
     cuda_device.install()
@@ -30,12 +32,15 @@ def main(folder):
         fork(cuda_sharding.main, f"{folder}/sharding"),
         *(fork(cuda_child.main, "ranks", f"{folder}/rank {r}", **world, RANK=str(r)) for r in range(2)),
     ]
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        sys.exit(f"exit codes of alone, sharding, rank 0 and rank 1: {codes}")
 
 
 def fork(job, *args, **variables):
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        die_with(parent)
         os.environ |= variables
         try:
             job(*args)
@@ -46,4 +51,4 @@ def fork(job, *args, **variables):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1])

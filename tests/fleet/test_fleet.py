@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ print(fleet.worker_index(), fleet.worker_num(), fleet.worker_endpoints(to_string
 
 
 @pytest.mark.slow
-def test_processes_meet_by_role_maker_and_by_paddles_environment(tmp_path):
+def test_processes_meet_by_role_maker_and_by_paddles_environment():
     """Rank 0 is told by a role maker, rank 1 by what Paddle's launcher sets; both leave with exit code 0."""
     with socket.socket() as a, socket.socket() as b:
         a.bind(("127.0.0.1", 0))
@@ -61,10 +63,13 @@ def test_processes_meet_by_role_maker_and_by_paddles_environment(tmp_path):
         "PADDLE_TRAINER_ENDPOINTS": ends,
         "PADDLE_CURRENT_ENDPOINT": ends.split(",")[1],
     }
-    (tmp_path / "pair.py").write_text(PAIR)
-    workers = [
-        forked_command.start_python(
-            ["pair.py", str(rank), ends], cwd=tmp_path, env=os.environ | (paddle if rank else {})
+    workers = [  # not forked: gloo may abort while Python itself exits
+        subprocess.Popen(
+            [sys.executable, "-c", PAIR, str(rank), ends],
+            env=os.environ | (paddle if rank else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]

@@ -77,8 +77,7 @@ class Fleetrun:
 
     def survivors(self) -> list[int]:
         """Every process of this run."""
-        itself = [self.process.pid] if self.process.poll() is None else []  # a fork has its server's environment
-        return list(dict.fromkeys(itself + marked(self.mark)))
+        return marked(self.mark)
 
     def ended(self) -> dict[str, str | int | None]:
         """What JSON can hold of it."""

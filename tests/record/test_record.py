@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import subprocess
+import sys
 import weakref
 
 import psutil
@@ -419,13 +421,21 @@ def test_the_bytes_of_a_pipeline_are_those_of_the_stage(ranks, tmp_path):
     assert plan["bytes"]["parameters"] == plan["bytes"]["gradients"] == sum(p.nbytes for p in net()[:2].parameters())
 
 
-def test_a_script_that_fails_before_it_distributes_leaves_its_error(tmp_path):
+def under_python(script):
+    return subprocess.run([sys.executable, script], cwd=script.parent, capture_output=True, text=True, timeout=120)
+
+
+def under_fleetrun(script):
+    return forked_command.fleetrun(["--device", "cpu", script], cwd=script.parent)
+
+
+@pytest.mark.parametrize("run", [under_python, under_fleetrun])
+def test_a_script_that_fails_before_it_distributes_leaves_its_error(tmp_path, run):
     script = tmp_path / "fails.py"
     script.write_text(
         "from fleetx import fleet\nfleet.init()\nfleet.record('run')\nfleet.DistributedStrategy(amp={'dtyp': 'x'})\n"
     )
-    done = forked_command.python([script], cwd=tmp_path)
-    assert "did you mean 'dtype'?" in done.stderr
+    assert "did you mean 'dtype'?" in run(script).stderr
     (fault,) = read(tmp_path / "run").events
     assert fault["what"] == "fault"
     assert "did you mean 'dtype'?" in fault["text"]
