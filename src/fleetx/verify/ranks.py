@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from fleetx.base import seams
+
 # Imported once, in a server from which the ranks are forked. None of it touches a GPU.
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "fleetx.verify.runs"]
+PRELOADED = [seams.DYNAMO, "torch.distributed.fsdp", "fleetx.verify.runs"]
 START_SECONDS, JOB_SECONDS = 240, 240  # generous: a busy machine is not a failure
 
 
