@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SLOW = (
-    "launch/", "integrations/", "record/", "report/", "test_compile", "test_critical_batch",
+    "launch/", "integrations/", "record/", "report/", "parts/test_islands", "parts/test_wires", "test_compile",
+    "test_critical_batch",
     "test_examples", "test_subsets", "test_release", "test_agreement", "test_checkpoint", "test_auto",
     "test_export", "test_predicted_bytes", "test_budget", "test_odd_models", "test_transformers", "test_largest_batch",
     "test_child",
