@@ -52,7 +52,7 @@ def is_module(name):
 
 def type_checking(tree):
     """Imports under `if TYPE_CHECKING` are for type checkers only and never run."""
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
     return {id(n) for block in blocks for statement in block.body for n in ast.walk(statement)}
 
 
@@ -80,9 +80,17 @@ def imported_by(source, where, *, everywhere=True):
         elif everywhere and isinstance(node, ast.Constant):
             if DOTTED.fullmatch(str(node.value)) and is_module(node.value):
                 found.add(node.value)
-        elif everywhere and isinstance(node, ast.Attribute) and DOTTED.fullmatch(name := ast.unparse(node)):
+        elif everywhere and isinstance(node, ast.Attribute) and DOTTED.fullmatch(name := dotted(node)):
             found.add(name)
     return found
+
+
+def dotted(node):
+    """`a.b.c`; an empty string if it begins with anything but a name."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return before and f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 @pytest.mark.parametrize(

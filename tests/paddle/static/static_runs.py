@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import re
@@ -11,11 +10,10 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import fleetx
 import forked_command
-from fleetx.paddle.static import imports, programs
+from fleetx.paddle.static import imports
 
 PACKAGES = str(Path(fleetx.__file__).parents[1])
 
@@ -51,13 +49,11 @@ def _run(where: str, script: str) -> str:
 
 
 def uninstall() -> None:
-    """Leave the process as it was: without `paddle`, and with no model in use."""
+    """Leave the process as it was: without `paddle`."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, imports.Finder)]
     spawn.get_preparation_data = imports._get_preparation_data
     for name in [name for name in sys.modules if name.partition(".")[0] in ("paddle", "fleet_lightning")]:
         del sys.modules[name]
-    programs._last_minimized, programs._in_use = None, WeakValueDictionary()
-    gc.collect()
 
 
 def costs(text: str) -> list[float]:
