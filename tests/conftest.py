@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 
-from layers import NIGHTLY, is_long, is_nightly, is_slow
+from layers import NIGHTLY, PRODUCTS, is_long, is_nightly, is_slow, left_out
 from rank_pool import Ranks, forget, freeze_imports, share_forks
 
 TESTS = Path(__file__).parent
@@ -46,6 +46,7 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
     """Mark the layers, before `-m` is applied, and put what it leaves in order."""
+    products = {}
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         place = name.split("::")[0]
@@ -53,6 +54,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.nightly)
         if is_slow(place) or "four" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
+        if name.partition("[")[0] in PRODUCTS:
+            products.setdefault(name.partition("[")[0], {})[item] = tuple(item.callspec._idlist)
+    for item in (item for cases in products.values() for item in left_out(cases)):
+        item.add_marker(pytest.mark.nightly)
     yield
     items[:] = spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 

@@ -14,9 +14,9 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[Any]:
 
     Cases that are not needed to cover every combination of `strength` values are nightly.
     """
-    needed = set(rows(axes, strength))
+    kept = set(rows(axes, strength))
     cases = itertools.product(*(range(len(axis)) for axis in axes))
-    return [_param([axis[i] for axis, i in zip(axes, case, strict=True)], case in needed) for case in cases]
+    return [_param([axis[i] for axis, i in zip(axes, case, strict=True)], case in kept) for case in cases]
 
 
 def cases(*, indirect: Any = False, marks: Any = lambda value: (), **axes: Sequence[Any]) -> Any:
@@ -31,18 +31,22 @@ def cases(*, indirect: Any = False, marks: Any = lambda value: (), **axes: Seque
 
 def rows(axes: Collection[Sequence[Any]], strength: int = 2) -> list[tuple[int, ...]]:
     """The cases that are needed, as indices into the axes; chosen greedily."""
-    cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    covered = {case: set(itertools.combinations(enumerate(case), min(strength, len(axes)))) for case in cases}
-    needed, left = [], set().union(*covered.values())
+    return needed(list(itertools.product(*(range(len(axis)) for axis in axes))), strength)
+
+
+def needed(cases: Sequence[tuple[Any, ...]], strength: int = 2) -> list[tuple[Any, ...]]:
+    """Those of the cases that together have every combination of `strength` values; chosen greedily."""
+    covered = {case: set(itertools.combinations(enumerate(case), min(strength, len(case)))) for case in cases}
+    chosen, left = [], set().union(*covered.values())
     while left:
-        needed.append(max(cases, key=lambda case: len(covered[case] & left)))
-        left -= covered[needed[-1]]
-    return needed
+        chosen.append(max(cases, key=lambda case: len(covered[case] & left)))
+        left -= covered[chosen[-1]]
+    return chosen
 
 
-def _param(values: list[Any], needed: bool) -> Any:
+def _param(values: list[Any], kept: bool) -> Any:
     name = "-".join(getattr(v, "__name__", None) or str(v) for v in values)
-    return pytest.param(*values, id=name, marks=() if needed else pytest.mark.nightly)
+    return pytest.param(*values, id=name, marks=() if kept else pytest.mark.nightly)
 
 
 def _name(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from covering import needed
+
 SLOW = (
     "launch/", "integrations/", "record/", "report/", "parts/test_islands", "parts/test_wires", "test_compile",
     "test_critical_batch",
@@ -88,6 +90,38 @@ NIGHTLY_CASES = {
     "test_examples.py::test_an_example_without_its_extra_says_which_to_install": ["finetune", "resnet"],
     "test_examples.py::test_one_s_own_data_are_trained_on_resumed_and_reported": ["finetune"],
 }  # fmt: skip
+# Tests of which `make test` has every value of every parameter, and only `make nightly` every combination of them.
+# verify trains every pair of strategies in `make test`.
+PRODUCTS = (
+    "comm/test_paths.py::test_dgc_along_every_way",
+    "engine/test_guests_of_torch.py::test_compiled_models",
+    "engine/test_loops.py::test_one_rank_may_leave_out_the_last_batch_of_a_window",
+    "engine/test_loss_weights.py::test_a_run_resumed_anywhere_is_the_unbroken_run_bit_for_bit",
+    "engine/test_torch_checkpoint.py::test_an_optimizer_that_is_passed_itself_keeps_its_moments",
+    "engine/test_torch_checkpoint.py::test_one_process_resumes",
+    "integrations/test_transformers_trainer.py::test_two_ranks_equal_the_plain_trainer",
+    "parts/recompute/test_odd_models.py::test_odd_models_train_the_same",
+    "parts/test_batch_rampup.py::test_two_ranks_equal_one",
+    "parts/test_islands.py::test_two_islands_equal_a_simulation",
+    "parts/test_muon.py::test_ranks_that_divide_the_work_equal_one",
+    "parts/test_sharding_loops.py::test_a_checkpoint_after_an_evaluation",
+    "parts/test_sharding_loops.py::test_a_loop_equals_one_rank",
+    "parts/test_sharding_loops.py::test_weights_give_the_big_batch",
+    "parts/test_sharding_replicas.py::test_at_neutral_settings_it_is_data_parallelism",
+    "parts/test_sharding_replicas.py::test_local_updates_between_groups_equal_a_simulation",
+    "parts/test_sharding_replicas.py::test_other_ranks_take_over_the_mean_of_what_the_replicas_kept",
+    "parts/test_wires.py::test_a_run_resumed_between_fragments_is_bit_identical",
+    "parts/test_wires.py::test_a_run_resumed_in_the_middle_is_bit_identical",
+    "parts/test_wires.py::test_fragments_equal_a_simulation",
+    "parts/test_wires.py::test_the_exchange_of_local_updates_equals_a_simulation",
+    "report/test_browser.py::test_it_opens_without_a_complaint_and_fits",
+)
+
+
+def left_out(cases):
+    """The tests that only repeat values. cases: test -> values of its parameters, for one of PRODUCTS."""
+    kept = set(needed(list(cases.values()), strength=1))
+    return [test for test, values in cases.items() if values not in kept]
 
 
 def is_nightly(name):

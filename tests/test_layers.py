@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from layers import LONG, NIGHTLY, NIGHTLY_CASES, SLOW
+from layers import LONG, NIGHTLY, NIGHTLY_CASES, PRODUCTS, SLOW, left_out
 
 HERE = Path(__file__).parent
 FILES = [path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py")]
 
 
-@pytest.mark.parametrize("name", [*NIGHTLY, *NIGHTLY_CASES])
+@pytest.mark.parametrize("name", [*NIGHTLY, *NIGHTLY_CASES, *PRODUCTS])
 def test_what_is_nightly_exists(name):
     file, _, test = name.partition("::")
     found = [path for path in FILES if path.startswith(file)]
@@ -29,3 +29,10 @@ def test_what_is_slow_exists(name):
 @pytest.mark.parametrize("name", LONG)
 def test_what_is_long_exists(name):
     assert any(path.startswith(name) for path in FILES)
+
+
+def test_a_product_keeps_every_value_of_every_parameter():
+    cases = {f"{a}{b}": (a, b) for a in "abc" for b in "xy"}
+    kept = cases.keys() - left_out(cases)
+    assert len(kept) == 3
+    assert {letter for name in kept for letter in name} == set("abcxy")

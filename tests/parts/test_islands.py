@@ -27,6 +27,7 @@ def run(data, declared):
         ["localsgd", "adaptive_localsgd"],
         [2, 4, "host"],
         [{}, {"quantized_allreduce": {"bits": 32}}, {"dgc": {"sparsity": [0.0]}}],
+        strength=1,
     ),
 )
 def test_at_neutral_settings_islands_are_data_parallelism(four, switch, size, wire):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from wide_child import PER_HOST, STRATEGIES, model
 
+import forked_command
 from fleetx.strategy.part import every, switch_of
 
 HERE = Path(__file__).parent
@@ -26,10 +25,9 @@ def worlds(once):
 
 def _worlds(folder):
     """What one rank of each world saw."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    env |= {"FLEETX_WATCH": "0"}  # there is nobody to watch
-    command = [sys.executable, str(HERE / "wide_child.py"), str(folder), str(FEW), str(MANY)]
-    subprocess.run(command, env=env, check=True, timeout=400)
+    env = os.environ | {"FLEETX_WATCH": "0"}  # there is nobody to watch
+    done = forked_command.python([HERE / "wide_child.py", folder, FEW, MANY], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
     return {n: json.loads((folder / str(n)).read_text()) for n in (FEW, MANY)}
 
 
