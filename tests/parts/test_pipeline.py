@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import UsageError, fleet
-from fleetx.parts.pipeline import schedules
+from fleetx.parts.pipeline import runtime, schedules
 from training import adam, adamw, assert_close, assert_equal, sgd, train_fleet, weights
 
 
@@ -113,6 +114,20 @@ def test_gpipe_is_another_name_for_f_then_b():
 )
 def test_four_ranks_as_one_pipeline_or_as_two(four, declared):
     assert_near(four.run(piped, {"pipeline": declared}, data()), reference(data()))
+
+
+def traced(batches):
+    with patch.object(runtime, "trace", wraps=runtime.trace) as made:
+        results = piped({"pipeline": config(TWO, 2)}, batches)
+    return made.call_count, results
+
+
+def test_each_shape_of_batch_is_traced_once_and_its_trace_kept_longer_than_its_buffers(ranks):
+    sizes = [4 * n for n in range(1, runtime.MAX_RUNNERS + 3)]
+    batches = [batch for size in sizes * 2 for batch in data(1, size)]
+    found = ranks.run(traced, batches)
+    assert [number for number, _ in found] == [len(sizes)] * 2
+    assert_near([results for _, results in found], reference(batches))
 
 
 def test_a_single_rank_runs_the_micro_batches_itself():

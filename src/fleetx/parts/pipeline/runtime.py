@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -29,7 +29,9 @@ from fleetx.parts.pipeline.trace import Interceptor, StageMap, Trace, check_plac
 if TYPE_CHECKING:
     from fleetx.parts.pipeline import Pipeline
 
+Value = TypeVar("Value")
 MAX_RUNNERS = 8  # batch shapes whose schedules are kept, with their receive buffers
+MAX_TRACES = 512  # batch shapes whose traces are kept: they have no data, and making one takes as long as some steps
 
 
 class Runtime:
@@ -41,7 +43,8 @@ class Runtime:
         world.broadcast([p.detach() for p in ctx.model.parameters()])
         ModelBuffers(ctx.model).send(world)
         self._params: StageParams | None = None  # until the model is cut
-        self._runners: dict[Any, ScheduleRunner] = {}
+        self._runners = Recent[ScheduleRunner](MAX_RUNNERS)
+        self._traces = Recent[Trace](MAX_TRACES)
         self._last: ScheduleRunner | None = None
         self._look: Any = None  # shapes and constants of the last batch
         self._differ: Tensor | None = None  # did batches differ between ranks since the last update? Not read yet
@@ -55,7 +58,9 @@ class Runtime:
         """Give every rank the whole model and optimizer state again."""
         if self._params is not None:
             gather(self._ctx.model, self._ctx.optimizer, self.group, self._ctx.device, self._ctx.absent)
-        self._runners, self._last, self._params = {}, None, None
+        self._last = self._params = None
+        self._runners.clear()
+        self._traces.clear()
 
     # --- a step -----------------------------------------------------------------------------------
     def step(self, batch: StepInput) -> Tensor:
@@ -169,27 +174,31 @@ class Runtime:
 
     # --- one schedule per shape of batch ----------------------------------------------------------
     def _runner(self, params: StageParams, batch: StepInput, number: int) -> ScheduleRunner:
-        train, value = torch.is_grad_enabled(), (batch.inputs, batch.target)
-        modes = tuple(m.training for m in self._ctx.model.modules())
-        key = (*shapes_of(value), constants_of(value), number, train, modes)
-        runner = self._runners.pop(key, None)
-        if runner is None:
-            if len(self._runners) == MAX_RUNNERS:
-                self._runners.pop(next(iter(self._runners)))  # the least recently used
-            runner = ScheduleRunner(
+        train = torch.is_grad_enabled()
+        return self._runners.get(
+            (self._kind(batch), number, train),
+            lambda: ScheduleRunner(
                 params, self._trace(params, batch), self.group, self._part.schedule_mode, number,
                 partial(self._intercepted, params, StepInput.loss), self._random_seed, train=train,
-            )  # fmt: skip
-        self._runners[key] = runner
-        return runner
+            ),
+        )  # fmt: skip
+
+    def _kind(self, batch: StepInput) -> Any:
+        """What a trace depends on."""
+        value, model = (batch.inputs, batch.target), self._ctx.model
+        trained = tuple(p.requires_grad for p in model.parameters())
+        return *shapes_of(value), constants_of(value), tuple(m.training for m in model.modules()), trained
 
     def _random_seed(self, micro_batch: int) -> int:
         """The seed for code between modules: equal in all stages, different for each micro-batch."""
         return zlib.crc32(repr((self._seed, self._ctx.clock, micro_batch)).encode())
 
     def _trace(self, params: StageParams, batch: StepInput) -> Trace:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return trace(params.stage_map, self._ctx.device, partial(self._intercepted, params, _forward, batch))
+        def make() -> Trace:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                return trace(params.stage_map, self._ctx.device, partial(self._intercepted, params, _forward, batch))
+
+        return self._traces.get(self._kind(batch), make)
 
     def _intercepted(self, params: StageParams, call: Any, batch: StepInput, interceptor: Interceptor) -> Any:
         params.interceptor = interceptor
@@ -221,6 +230,23 @@ class Runtime:
             yield f"{', '.join(names)} is held by {group.size} ranks, which add up its gradients"
         if self._last is not None:
             yield from timeline.draw(self._last.schedule, self.group.size)
+
+
+class Recent(Generic[Value]):
+    """Values by key. Those that were used longest ago are dropped."""
+
+    def __init__(self, most: int):
+        self._most, self._values = most, dict[Any, Value]()
+
+    def get(self, key: Any, make: Callable[[], Value]) -> Value:
+        value = self._values.pop(key) if key in self._values else make()
+        self._values[key] = value  # as the last
+        if len(self._values) > self._most:
+            del self._values[next(iter(self._values))]
+        return value
+
+    def clear(self) -> None:
+        self._values.clear()
 
 
 def _not_timed(error: Exception) -> str:
