@@ -228,7 +228,7 @@ def test_a_lossy_strategy_is_compared_where_it_loses_nothing(judge):
     assert amp.kind == sent.kind == "lossy"
     assert amp.error < amp.bound == 2e-5 < amp.acting_error < amp.acting_bound
     assert sent.error < sent.bound == 1e-11
-    assert "as it acts by" in report.details(amp)[0]
+    assert "at lossy settings by" in report.details(amp)[0]
 
 
 def test_another_cast_is_noticed(judge, monkeypatch):

@@ -61,7 +61,7 @@ def page(records: Sequence[Record], *, refresh: int | None = None) -> str:
     body = [f"<h1>{escape(names)}</h1><p>fleetx, begun {begun}</p>", sections.overview(records)]
     body += [
         f"<p>Lines of {escape(record.name)} that cannot be read are left out ({record.unreadable}): they were cut off "
-        "when a process was killed, or fleetx has not written them.</p>"
+        "when a process was killed, or another program wrote them.</p>"
         for record in records
         if record.unreadable
     ]

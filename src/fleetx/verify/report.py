@@ -16,7 +16,7 @@ from fleetx.verify.judge import Verdict
 SIGNS = {"equal": "=", "lossy": "~", "refused": "x", "unbuilt": "o", "failed": "!"}
 LEGEND = [
     "= equal to one plain float64 process, up to rounding",
-    "~ lossy: equal up to rounding where it loses nothing, and within its bound as it acts",
+    "~ lossy: equal up to rounding at lossless settings, and within its bound at lossy ones",
     "x raises an error: a contradiction",
     "o raises an error: not built yet",
     "! failed",
@@ -61,7 +61,7 @@ def details(verdict: Verdict) -> list[str]:
         return [f"{_name(verdict)}: raises an error: {verdict.reason}"]
     how = f"off by {verdict.error:.1e} of the distance trained (bound {verdict.bound:.0e}, {verdict.dtype})"
     if verdict.acting_bound:
-        how += f", as it acts by {verdict.acting_error:.1e} (bound {verdict.acting_bound:.0e})"
+        how += f", at lossy settings by {verdict.acting_error:.1e} (bound {verdict.acting_bound:.0e})"
     lines = [f"{_name(verdict)}: {verdict.kind}: {how}, on {verdict.ranks} ranks"]
     for switch, seen in verdict.effects.items():
         acts = {True: seen.sentence, False: "DOES NOT ACT", None: "cannot be seen with so few replicas"}[seen.acts]
@@ -113,9 +113,9 @@ def _exactness(verdicts: Sequence[Verdict]) -> list[str]:
     lines = [
         "## How near",
         "",
-        "Distance to one plain float64 process, as a share of the distance trained. A lossy strategy is compared where "
-        "it loses nothing: `amp` scales and unscales but runs products in float32, `dgc` has a sparsity of 0, and for "
-        "`fp16_allreduce` the plain process casts too. `amp` is also compared as it acts, `dgc` is not: what it "
+        "Distance to one plain float64 process, as a share of the distance trained. A lossy strategy is compared at "
+        "lossless settings: `amp` scales and unscales but runs products in float32, `dgc` has a sparsity of 0, and for "
+        "`fp16_allreduce` the plain process casts too. `amp` is also compared at lossy settings. `dgc` is not: what it "
         "does not send now it sends later, so it has no bound after a few steps (`tests/parts/test_dgc.py` has its "
         "formula). Where float32 rounds differently, `fp16_allreduce` casts differently, which `muon` amplifies.",
         "",
@@ -129,7 +129,7 @@ def _exactness(verdicts: Sequence[Verdict]) -> list[str]:
         for v in ran
     ]
     for v in (v for v in ran if v.acting_bound):
-        rows.append((f"as it acts{', beside `muon`' * ('muon' in v.switches)}", v.acting_error, v.acting_bound))
+        rows.append((f"at lossy settings{', beside `muon`' * ('muon' in v.switches)}", v.acting_error, v.acting_bound))
     for what in dict.fromkeys(sorted(what for what, *_ in rows)):
         same = [(error, bound) for name, error, bound in rows if name == what]
         lines.append(f"| {what} | {len(same)} | {max(same)[0]:.1e} | {max(bound for _, bound in same):.0e} |")
