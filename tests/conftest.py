@@ -5,7 +5,6 @@ import fcntl
 import gc
 import json
 import os
-import time
 from pathlib import Path
 
 os.environ["FLEETX_DEVICE"] = "cpu"
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from layers import NIGHTLY, PRODUCTS, is_long, is_nightly, is_slow, left_out
-from rank_pool import Ranks, forget, freeze_imports, share_forks
+from rank_pool import Ranks, forget, freeze_imports, imported_since_freeze, share_forks
 
 TESTS = Path(__file__).parent
 UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # timings are not tests
@@ -39,8 +38,8 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path.suffix != ".py" or not collection_path.is_relative_to(TESTS):
         return None
     place, wanted = collection_path.relative_to(TESTS).as_posix(), config.option.markexpr
-    left_out = ("not slow" in wanted and is_slow(place)) or ("not nightly" in wanted and place.startswith(NIGHTLY))
-    return True if left_out else None
+    skipped = ("not slow" in wanted and is_slow(place)) or ("not nightly" in wanted and place.startswith(NIGHTLY))
+    return True if skipped else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,33 +83,8 @@ def spread(items, workers):
 def pytest_collection_finish():
     atexit.register(gc.unfreeze)  # triton reports as leaks whatever is frozen at exit
     gc.collect()
-    gc.freeze()  # keeps collections short, which some tests ask for
+    freeze_imports()  # keeps collections short, which some tests ask for
     gc.set_threshold(10_000)  # and this makes them rarer
-    gc.callbacks.append(_watch_collections)
-
-
-class Collections:
-    """The full collections of this process: their length, while one runs and at most since the last freeze."""
-
-    started = longest = 0.0
-
-
-def _watch_collections(phase, info):
-    if info["generation"] < 2:
-        return
-    now = time.process_time()
-    if phase == "start":
-        Collections.started = now
-    else:
-        Collections.longest = max(Collections.longest, now - Collections.started)
-
-
-def _keep_collections_short():
-    """Exclude what tests have imported, once that is so much that it shows."""
-    if Collections.longest > 0.03:
-        gc.collect()
-        freeze_imports()
-        Collections.longest = 0.0
 
 
 @pytest.fixture(scope="session")
@@ -161,7 +135,9 @@ def examples(request):
 @pytest.fixture(autouse=True)
 def _fresh():
     forget()
-    _keep_collections_short()
+    if imported_since_freeze() > 200:
+        gc.collect()
+        freeze_imports()
     torch.default_generator.manual_seed(0)  # torch.manual_seed also formats the stack, for a GPU that may come later
     torch.set_num_threads(1)
 

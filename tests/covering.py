@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -41,6 +42,18 @@ def needed(cases: Sequence[tuple[Any, ...]], strength: int = 2) -> list[tuple[An
     while left:
         chosen.append(max(cases, key=lambda case: len(covered[case] & left)))
         left -= covered[chosen[-1]]
+    return chosen
+
+
+def every_value(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Those of the cases that together have every value, each about as often as the others of its axis."""
+    chosen, used = [], Counter[tuple[int, Any]]()
+    left = {value for case in cases for value in enumerate(case)}
+    while left:
+        new = {case: len(left & set(enumerate(case))) for case in cases}
+        chosen.append(max(cases, key=lambda case: (new[case], -sum(used[value] for value in enumerate(case)))))
+        used.update(enumerate(chosen[-1]))
+        left -= set(enumerate(chosen[-1]))
     return chosen
 
 

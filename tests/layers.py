@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covering import needed
+from covering import every_value
 
 SLOW = (
     "launch/", "integrations/", "record/", "report/", "parts/test_islands", "parts/test_wires", "test_compile",
@@ -91,7 +91,7 @@ NIGHTLY_CASES = {
     "test_examples.py::test_one_s_own_data_are_trained_on_resumed_and_reported": ["finetune"],
 }  # fmt: skip
 # Tests of which `make test` has every value of every parameter, and only `make nightly` every combination of them.
-# verify trains every pair of strategies in `make test`.
+# That is enough, because verify trains every pair of strategies.
 PRODUCTS = (
     "comm/test_paths.py::test_dgc_along_every_way",
     "engine/test_guests_of_torch.py::test_compiled_models",
@@ -120,7 +120,7 @@ PRODUCTS = (
 
 def left_out(cases):
     """The tests that only repeat values. cases: test -> values of its parameters, for one of PRODUCTS."""
-    kept = set(needed(list(cases.values()), strength=1))
+    kept = set(every_value(list(cases.values())))
     return [test for test, values in cases.items() if values not in kept]
 
 

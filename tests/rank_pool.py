@@ -22,7 +22,7 @@ from fleetx.comm import session, world
 from fleetx.verify.ranks import RankError
 from fleetx.verify.ranks import Ranks as Pool
 
-__all__ = ["RankError", "Ranks", "forget", "forks", "freeze_imports"]
+__all__ = ["RankError", "Ranks", "forget", "forks", "freeze_imports", "imported_since_freeze"]
 
 
 class Ranks(Pool):
@@ -97,6 +97,7 @@ def forget() -> None:
     programs: Any = sys.modules.get("fleetx.paddle.static.programs")
     if programs is not None:
         programs._last_minimized, programs._in_use = None, WeakValueDictionary()
+        programs.Application.last = None
 
 
 def _destroy_groups() -> None:
@@ -117,12 +118,17 @@ def freeze_imports() -> None:
     Only imports are worth it, because nothing that is frozen is ever collected, not even a model.
     """
     global _modules_frozen
-    if _modules_frozen != len(sys.modules):
+    if imported_since_freeze():
         gc.freeze()
         _modules_frozen = len(sys.modules)
 
 
 _modules_frozen = 0
+
+
+def imported_since_freeze() -> int:
+    """How many modules."""
+    return len(sys.modules) - _modules_frozen
 
 
 def _fresh() -> None:

@@ -36,3 +36,5 @@ def test_a_product_keeps_every_value_of_every_parameter():
     kept = cases.keys() - left_out(cases)
     assert len(kept) == 3
     assert {letter for name in kept for letter in name} == set("abcxy")
+    many = {f"{a}{b}": (a, b) for a in "abcd" for b in "xy"}
+    assert sorted(name[1] for name in many.keys() - left_out(many)) == list("xxyy")

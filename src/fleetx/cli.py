@@ -148,7 +148,9 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
     show_default=True,
     help="How many times as many steps a larger batch may take.",
 )
-@click.option("--minutes", type=click.FloatRange(min=0), help="Start no new branch after that. Run again to continue.")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0), help="Start no new branch after this long. Run again to continue."
+)
 @click.option("--output", type=_output_file, default="batch.json", show_default=True, help="Where to keep the losses.")
 @click.option("--plot", type=_output_file, help="Plot updates and samples against the batch to this PNG file.")
 @click.argument("script")

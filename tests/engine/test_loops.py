@@ -403,9 +403,9 @@ def _skip_the_last():
     [
         {},
         {"clip": {"clip_norm": 0.1}},
+        {"dgc": True},
         {"fp16_allreduce": {"dtype": "bfloat16"}},
         {"localsgd": {"k_steps": 1}},
-        {"dgc": True},
     ],
     ids=lambda m: "+".join(m),
 )

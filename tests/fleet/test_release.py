@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import fleet
-from fleetx.comm import world
 from fleetx.comm.session import current
 from fleetx.errors import UsageError
 from training import adam, sgd
@@ -68,7 +67,6 @@ def job(settings):
     fleet.init()
     model = make()
     optimizer = (adam if "lamb" in settings else sgd)(model)
-    world._destroy_abandoned()  # groups of earlier tests
     before, groups = look(model, optimizer), held()
     armed = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**copy.deepcopy(settings)))
     engine = weakref.ref(fleet._engine(None))

@@ -26,7 +26,7 @@ def worlds(once):
 def _worlds(folder):
     """What one rank of each world saw."""
     env = os.environ | {"FLEETX_WATCH": "0"}  # there is nobody to watch
-    done = forked_command.python([HERE / "wide_child.py", folder, FEW, MANY], cwd=folder, env=env)
+    done = forked_command.python([HERE / "wide_child.py", folder, FEW, MANY], cwd=folder, env=env, seconds=400)
     assert done.returncode == 0, done.stderr
     return {n: json.loads((folder / str(n)).read_text()) for n in (FEW, MANY)}
 

@@ -129,9 +129,9 @@ def _serve(
     gc.freeze()  # excludes what torch imported, so that collections stay short
     while True:
         message = pipe.recv_bytes()
-        if before is not None:
-            before()
         try:
+            if before is not None:
+                before()
             job, args = _unpack(message)
             pipe.send((False, _pack(job(*args))))
         except BaseException:

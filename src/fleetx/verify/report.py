@@ -114,10 +114,11 @@ def _exactness(verdicts: Sequence[Verdict]) -> list[str]:
         "## How near",
         "",
         "Distance to one plain float64 process, as a share of the distance trained. A lossy strategy is compared at "
-        "lossless settings: `amp` scales and unscales but runs products in float32, `dgc` has a sparsity of 0, and for "
-        "`fp16_allreduce` the plain process casts too. `amp` is also compared at lossy settings. `dgc` is not: what it "
-        "does not send now it sends later, so it has no bound after a few steps (`tests/parts/test_dgc.py` has its "
-        "formula). Where float32 rounds differently, `fp16_allreduce` casts differently, which `muon` amplifies.",
+        "lossless settings: `amp` scales and unscales but runs products in float32, `dgc` has a sparsity of 0. "
+        "`fp16_allreduce` stays on, and the plain process casts too. `amp` is also compared at lossy settings. `dgc` "
+        "is not: what it does not send now it sends later, so it has no bound after a few steps "
+        "(`tests/parts/test_dgc.py` has its formula). Where float32 rounds differently, `fp16_allreduce` casts "
+        "differently, which `muon` amplifies.",
         "",
         "| compared | combinations | largest distance | bound |",
         "| --- | ---: | ---: | ---: |",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 MAX_RUNNERS = 8  # batch shapes whose schedules are kept, with their receive buffers
-MAX_TRACES = 512  # batch shapes whose traces are kept: they have no data, and making one takes as long as some steps
+MAX_TRACES = 512  # batch shapes whose traces are kept: they have no data, and making one takes as long as several steps
 
 
 class Runtime:
@@ -153,6 +153,7 @@ class Runtime:
             return schedules.rank_of(stage, self.group.size, self._stages, self._part.schedule_mode)
 
         params = StageParams(model, stage_map, rank_of, self.group)
+        self._traces.clear()  # an earlier cut may have failed after its trace
         self._trace(params, batch)  # raises before anything is dropped
         params.drop_others(self._ctx.optimizer)
         self._ctx.hold(params.counts, list(absent_names(model, stage_map, self._mine)))
@@ -184,10 +185,11 @@ class Runtime:
         )  # fmt: skip
 
     def _kind(self, batch: StepInput) -> Any:
-        """What a trace depends on."""
-        value, model = (batch.inputs, batch.target), self._ctx.model
-        trained = tuple(p.requires_grad for p in model.parameters())
-        return *shapes_of(value), constants_of(value), tuple(m.training for m in model.modules()), trained
+        """Batches of the same kind have the same trace."""
+        value, model, device = (batch.inputs, batch.target), self._ctx.model, self._ctx.device.type
+        modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return *shapes_of(value), constants_of(value), modes, autocast
 
     def _random_seed(self, micro_batch: int) -> int:
         """The seed for code between modules: equal in all stages, different for each micro-batch."""
@@ -239,11 +241,11 @@ class Recent(Generic[Value]):
         self._most, self._values = most, dict[Any, Value]()
 
     def get(self, key: Any, make: Callable[[], Value]) -> Value:
-        value = self._values.pop(key) if key in self._values else make()
-        self._values[key] = value  # as the last
-        if len(self._values) > self._most:
-            del self._values[next(iter(self._values))]
-        return value
+        value = self._values.pop(key, None)
+        if len(self._values) == self._most:
+            del self._values[next(iter(self._values))]  # before a new one takes memory
+        self._values[key] = made = make() if value is None else value
+        return made
 
     def clear(self) -> None:
         self._values.clear()
