@@ -506,6 +506,28 @@ def doorway():
             one.socket.close()
 
 
+def test_the_table_of_connections_is_read_only_after_a_change_of_the_rank_s_sockets(doorway, monkeypatch):
+    read, real = [], watcher.kernel.listening
+    monkeypatch.setattr(watcher.kernel, "listening", lambda pid: read.append(pid) or real(pid))
+    doorway.pid = os.getpid()
+    for _ in range(4):
+        doorway.ports = doorway.scan()
+    assert len(read) == 2
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        port = late.getsockname()[1]
+        assert port not in doorway.scan()
+        late.listen()
+        for _ in range(3):
+            doorway.ports = doorway.scan()
+            assert port in doorway.ports
+    assert len(read) == 4
+    for _ in range(3):
+        doorway.ports = doorway.scan()
+    assert port not in doorway.ports
+    assert len(read) == 6
+
+
 def closed(connection):
     try:
         return connection.recv(1) == b""

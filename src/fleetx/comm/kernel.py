@@ -74,7 +74,7 @@ def connections() -> list[tuple[int, int, int]]:
 def tcp_files() -> dict[int, int]:
     """The file descriptors of the TCP connections of this process, by inode."""
     found: dict[int, int] = {}
-    for inode, file in _socket_files(os.getpid()).items():
+    for inode, file in socket_files(os.getpid()).items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:  # it may be closed by now
             if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                 found[inode] = file
@@ -103,20 +103,7 @@ def bytes_sent(files: Mapping[int, int] | None = None) -> dict[int, int]:
     return found
 
 
-def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
-    """(file descriptor, state, local host, local port, remote port, "tx:rx" queues) of a process's TCP sockets."""
-    files, found = _socket_files(pid), []
-    for table in ("tcp", "tcp6"):
-        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
-            fields = line.split()
-            inode = int(fields[9])
-            if inode in files:
-                (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
-                found.append((files[inode], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
-    return found
-
-
-def _socket_files(pid: int) -> dict[int, int]:
+def socket_files(pid: int) -> dict[int, int]:
     """The file descriptors of a process that are sockets, by inode."""
     files = {}
     with contextlib.suppress(OSError):
@@ -126,6 +113,19 @@ def _socket_files(pid: int) -> dict[int, int]:
                 if target.startswith("socket:["):
                     files[int(target[8:-1])] = int(name)
     return files
+
+
+def _sockets(pid: int) -> list[tuple[int, str, str, int, int, str]]:
+    """(file descriptor, state, local host, local port, remote port, "tx:rx" queues) of a process's TCP sockets."""
+    files, found = socket_files(pid), []
+    for table in ("tcp", "tcp6"):
+        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+            fields = line.split()
+            inode = int(fields[9])
+            if inode in files:
+                (host, _, local), remote = fields[1].rpartition(":"), fields[2].rpartition(":")[2]
+                found.append((files[inode], fields[3], host, int(local, 16), int(remote, 16), fields[4]))
+    return found
 
 
 def _stat(pid: int) -> list[str]:

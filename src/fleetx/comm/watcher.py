@@ -62,6 +62,7 @@ class Watcher:
         self.hub_host, self.hub_left = start["hub_host"], False
         self.memory_kills = kernel.memory_kills()
         self.ports, self.beats = [], 0
+        self.sockets: Any = (None, None)  # those of the rank at the last two scans
         self.at, self.asked = None, None  # the user's line that the rank stays in, and its progress there
         self.waits = False  # is that a call that communicates?
         self.idle: Any = None  # since when; when that was last checked, and the CPU seconds used by then
@@ -151,7 +152,7 @@ class Watcher:
 
     def beat(self):
         message = {"beat": self.rank, **self.place()}
-        if self.beats % SCAN == 0 and (ports := kernel.listening(self.pid)) != self.ports:
+        if self.beats % SCAN == 0 and (ports := self.scan()) != self.ports:
             self.ports = message["ports"] = ports
         self.beats += 1
         if self.still() and self.asked != message["progress"]:
@@ -162,6 +163,16 @@ class Watcher:
             message["at"] = self.at
             message["idle"] = self.idle_for()
         self.tell_hub(message)
+
+    def scan(self):
+        """The ports of the rank. Finding them takes 10 ms if the kernel's table of all connections has room for many.
+
+        So it is left out while the rank opens and closes no sockets. Twice, because a new one may not listen yet.
+        """
+        before, last = self.sockets
+        now = set(kernel.socket_files(self.pid))
+        self.sockets = last, now
+        return self.ports if before == last == now else kernel.listening(self.pid)
 
     def idle_for(self):
         """For how many seconds has the rank neither computed nor had anything on the network?"""
