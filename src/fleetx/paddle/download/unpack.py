@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fleetx.errors import DownloadError
 from fleetx.paddle.download.fetch import AbortedError, check_disk
@@ -28,11 +29,12 @@ Members = dict[str, Member]
 # A damaged archive with a correct md5 raises any of these, depending on where the damage is.
 _DAMAGED = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, OverflowError)
 
+# Python 3.11.4 and newer want to be told; older ones, such as that of Debian 12, have no filters.
+_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+
 
 def unpack(tar: Path, temporary: Path, *, display: str, stop: threading.Event) -> Members:
     """Unpack into the new folder `temporary`. If one member leaves the folder, the whole tar is an error."""
-    if not hasattr(tarfile, "data_filter"):
-        raise DownloadError("unpacking needs tarfile's data filter: use Python 3.11.4 or newer")
     temporary.mkdir(parents=True)
     members: Members = {}
     try:
@@ -46,7 +48,8 @@ def unpack(tar: Path, temporary: Path, *, display: str, stop: threading.Event) -
                 if member.isreg():
                     (temporary / name).unlink(missing_ok=True)  # in the tar twice: the later one wins
                     check_disk(temporary, member.size, f"{display}: {member.name!r} needs")
-                archive.extract(member, temporary, filter="data")
+                _disarm(member)
+                archive.extract(member, temporary, **_FILTER)
                 members[name] = _on_disk(temporary / name)
     except _DAMAGED as error:
         raise DownloadError(f"{display}: cannot be unpacked: {type(error).__name__}: {error}") from error
@@ -84,6 +87,8 @@ def _check(member: tarfile.TarInfo, members: Members, *, display: str) -> str:
     at = f"{display}: the member {member.name!r}"
     path = PurePosixPath(check_inside(member.name, where=display))
     name = str(path)
+    if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+        raise DownloadError(f"{at} is a special file, which is not allowed")
     if any(isinstance(members.get(str(parent)), str) for parent in path.parents):
         raise DownloadError(f"{at} is behind a link, which is not allowed")
     if name in members:
@@ -100,6 +105,13 @@ def _check(member: tarfile.TarInfo, members: Members, *, display: str) -> str:
     if member.islnk() and not isinstance(members.get(check_inside(member.linkname, where=at)), int):
         raise DownloadError(f"{at} is a hard link to {member.linkname!r}, which is not an earlier file of the tar")
     return name
+
+
+def _disarm(member: tarfile.TarInfo) -> None:
+    """Leave nothing of its owner, of the bits that set a user or group, and of the right of others to write."""
+    kept = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+    member.mode = (0o755 if member.isdir() else member.mode | 0o600) & kept
+    member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
 
 
 def _on_disk(path: Path) -> Member:
