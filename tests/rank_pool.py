@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -26,9 +30,24 @@ __all__ = ["RankError", "Ranks", "forget", "forks", "freeze_imports", "imported_
 
 
 class Ranks(Pool):
+    """Stopped while they have no job, because the threads of a group wake a hundred times a second, and so do watchers."""
+
     def __init__(self, size: int):
         forks()
         super().__init__(size, before=_fresh)
+        atexit.register(self._signal, signal.SIGCONT)  # or multiprocessing would wait for them
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        self._signal(signal.SIGCONT)
+        try:
+            return super().run(job, *args)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):  # it has had no job yet
+                os.killpg(process.pid, number)
 
 
 # What the processes of the tests import sooner or later. Lightning and its kind are left to the few that need them.
@@ -132,6 +151,8 @@ def imported_since_freeze() -> int:
 
 
 def _fresh() -> None:
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)  # with its watcher. If pytest is killed, the kernel continues stopped groups, and they end
     forget()
     _destroy_groups()
     torch.default_generator.manual_seed(0)  # torch.manual_seed also formats the stack, for a GPU that may come later
