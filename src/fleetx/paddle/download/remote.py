@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib import request
 from urllib.parse import quote, unquote, urljoin, urlunsplit
@@ -75,6 +76,20 @@ class _AnyStatus(request.HTTPErrorProcessor):
     https_response = http_response
 
 
+class _Https(request.HTTPSHandler):
+    """Loads the trusted certificates at the first https address, once for all files, because it takes a tenth of a second."""
+
+    def __init__(self) -> None:
+        super().__init__(context=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # not used; by default it would load them, too
+
+    @cached_property
+    def _trusted(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    def https_open(self, req: request.Request) -> Any:
+        return self.do_open(http.client.HTTPSConnection, req, context=self._trusted)
+
+
 class Web:
     """A folder on a web server. The query of its address (such as a signature) is sent with every file."""
 
@@ -85,8 +100,7 @@ class Web:
         self._timeout, self._headers = timeout, {"User-Agent": "fleetx"}
         if credentials:
             self._headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
-        https = request.HTTPSHandler(context=ssl.create_default_context())  # one for all files: it is slow to create
-        self._opener = request.build_opener(https, _AnyStatus())
+        self._opener = request.build_opener(_Https(), _AnyStatus())
 
     def display(self, name: str) -> str:
         """Return the address of a file without secrets."""
