@@ -5,6 +5,8 @@ import fcntl
 import gc
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 
 os.environ["FLEETX_DEVICE"] = "cpu"
@@ -16,8 +18,9 @@ import hypothesis
 import pytest
 import torch
 
+from forking import share_forks
 from layers import NIGHTLY, PRODUCTS, is_long, is_nightly, is_slow, left_out
-from rank_pool import Ranks, forget, freeze_imports, imported_since_freeze, share_forks
+from rank_pool import Ranks, forget, freeze_imports, imported_since_freeze
 
 TESTS = Path(__file__).parent
 UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # timings are not tests
@@ -31,6 +34,7 @@ def pytest_configure(config):
     workers = getattr(config.option, "numprocesses", None)  # of xdist
     if workers and not config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
         share_forks()
+        config.option.tx = ["popen//python=" + shlex.join([sys.executable, str(TESTS / "forked_worker.py")])] * workers
 
 
 def pytest_ignore_collect(collection_path, config):

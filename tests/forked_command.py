@@ -30,7 +30,7 @@ import torch
 import fleetx.launch
 from fleetx import cli
 from fleetx.launch import fork_server, runner, start, warm, workers
-from rank_pool import forks
+from forking import forks
 
 TESTS = str(Path(__file__).parent)
 Main = Callable[[list[str]], Any]
@@ -72,7 +72,7 @@ def _fleetx(words: list[str]) -> None:
 
 
 def _script(words: list[str]) -> None:
-    _forget_multiprocessing()
+    forget_multiprocessing()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.argv = words
     runner.run("script", words[0])
@@ -133,19 +133,24 @@ class ForkedCommand:
 
 def _run(main: Main, words: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
     """As Python runs a command."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for i, fd in enumerate((nothing, out.fileno(), err.fileno())):
-        os.dup2(fd, i)
-    for passed in (out, err):
-        passed.close()
-    os.close(nothing)
+    os.chdir(cwd)
+    sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
+    as_python(main, words, env, (open(os.devnull), out, err), before=_fork_workers_of_fleetrun)
+
+
+def as_python(
+    main: Main, words: list[str], env: Mapping[str, str], files: Sequence[Any], before: Callable[[], None]
+) -> None:
+    """main(words) with these standard files, as the first and last that a process does."""
+    for fd, file in enumerate(files):
+        os.dup2(file.fileno(), fd)
+    for file in files:
+        file.close()
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
     os.environ.clear()
     os.environ.update(env)
     show_environment()
-    os.chdir(cwd)
-    sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
-    _fork_workers_of_fleetrun()
+    before()
     code: object = 1
     try:
         code = main(words)
@@ -229,7 +234,7 @@ def _work(command: list[str]) -> None:
     show_environment()
     sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(fd, "wb", 0), write_through=True) for fd in (1, 2))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    _forget_multiprocessing()
+    forget_multiprocessing()
     code = 0
     try:
         runner.main(command)
@@ -240,7 +245,7 @@ def _work(command: list[str]) -> None:
     runner.end(code)
 
 
-def _forget_multiprocessing() -> None:
+def forget_multiprocessing() -> None:
     """A worker is not a process of multiprocessing, and has its own server and tracker if it starts such processes."""
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from fleetx.data.sharding_plan import MaxSamples
 from fleetx.engine.checkpoint import folders
 from fleetx.engine.checkpoint.background import NICE
 from fleetx.engine.dtensors import local
-from rank_pool import forks
+from forking import forks
 from training import net
 
 STEPS = 12

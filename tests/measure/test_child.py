@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fleetx import fleet
 from fleetx.measure.child import forked
-from rank_pool import forks
+from forking import forks
 
 
 def trains_after_fake_tensors():

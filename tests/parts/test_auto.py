@@ -22,7 +22,7 @@ from fleetx.comm.session import current
 from fleetx.planner import choose, search
 from fleetx.planner.report import table
 from fleetx.planner.trial import Trial
-from rank_pool import forks
+from forking import forks
 
 QUICK = {"cache": False, "trials": 0, "max_seconds": 600.0}
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fleetx import WorldError, fleet
-from rank_pool import forks
+from forking import forks
 
 SECONDS = 150  # limit for what takes one second on an idle machine
 
