@@ -135,7 +135,8 @@ def _run(main: Main, words: list[str], cwd: str, env: dict[str, str], out: Conne
     """As Python runs a command."""
     os.chdir(cwd)
     sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
-    as_python(main, words, env, (open(os.devnull), out, err), before=_fork_workers_of_fleetrun)
+    with open(os.devnull) as nothing:
+        as_python(main, words, env, (nothing, out, err), before=_fork_workers_of_fleetrun)
 
 
 def as_python(

@@ -1,4 +1,4 @@
-"""One server for a whole test run: every process of the tests is its fork. No torch here, so that a process can ask for one."""
+"""One server for a whole test run: the processes of the tests are its forks. No torch here: asking for one is cheap."""
 
 from __future__ import annotations
 

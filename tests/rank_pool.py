@@ -25,7 +25,7 @@ __all__ = ["RankError", "Ranks", "forget", "freeze_imports", "imported_since_fre
 
 
 class Ranks(Pool):
-    """Stopped while they have no job, because the threads of a group wake a hundred times a second, and so do watchers."""
+    """Stopped while they have no job: the threads of a group wake a hundred times a second, and watchers wake, too."""
 
     def __init__(self, size: int):
         forks()

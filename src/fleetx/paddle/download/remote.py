@@ -77,10 +77,10 @@ class _AnyStatus(request.HTTPErrorProcessor):
 
 
 class _Https(request.HTTPSHandler):
-    """Loads the trusted certificates at the first https address, once for all files, because it takes a tenth of a second."""
+    """Loads the trusted certificates at the first https address, once for all files: it takes a tenth of a second."""
 
     def __init__(self) -> None:
-        super().__init__(context=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # not used; by default it would load them, too
+        super().__init__(context=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # unused, but without one it would load them
 
     @cached_property
     def _trusted(self) -> ssl.SSLContext:
