@@ -180,29 +180,41 @@ class FakeStep:
         self.step.loss(out, self.targets).backward()
 
 
-def estimate(step: TrainingStep, install: Install | None = None) -> Estimate:
-    """Predict the memory of a step, with the segments that `install` puts into the model."""
+def estimate(step: TrainingStep, install: Install | None = None, *, plain: Estimate | None = None) -> Estimate:
+    """Predict the memory of a step, with the segments that `install` puts into the model.
+
+    plain: what was predicted without segments; they do not change the update, so it is not predicted again.
+    """
     with preserve_rng(), torch.enable_grad():
-        return with_scratch(step.device, partial(_estimate, step, install))
+        return with_scratch(step.device, partial(_estimate, step, install, plain))
 
 
-def _estimate(step: TrainingStep, install: Install | None, scratch: OpScratch) -> Estimate:
+def _estimate(step: TrainingStep, install: Install | None, plain: Estimate | None, scratch: OpScratch) -> Estimate:
     fake = FakeStep(step)
     with fake.mode, Tracker(scratch) as tracker:
         parameters, buffers = list(fake.model.parameters()), list(fake.model.buffers())
         batch = tensors_of((fake.args, fake.kwargs, fake.targets))
         for t in (*parameters, *buffers, *batch):
             tracker.see(t)
-        optimizer = fake.optimizer()
-        state, gradients = _first_update(optimizer, parameters, tracker, keep=step.kept_gradients)
+        if plain is None:
+            optimizer = fake.optimizer()
+            state, gradients = _first_update(optimizer, parameters, tracker, keep=step.kept_gradients)
+        else:
+            state, gradients = plain.optimizer, plain.gradients
+            tracker.live += state
+            if step.kept_gradients:
+                _make_gradients(parameters)
         forward_context = fake.engine.forward_context  # creating the engine also installs its hooks
         forward = install(fake.model, forward_context) if install is not None else nullcontext
         tracker.reset()
         fake.run(forward)
         running = tracker.peak + step.extra_bytes
-        tracker.reset()
-        _update(optimizer)
-        updating = tracker.peak + step.extra_bytes
+        if plain is None:
+            tracker.reset()
+            _update(optimizer)
+            updating = tracker.peak + step.extra_bytes
+        else:
+            updating = plain.updating
     return Estimate(max(running, updating), bytes_of(parameters), bytes_of(buffers), gradients, state, step.extra_bytes,
                     bytes_of(batch), running, updating)  # fmt: skip
 
@@ -227,9 +239,7 @@ def _first_update(
 ) -> tuple[int, int]:
     """Create the optimizer's state. Returns the bytes of the state and of the gradients."""
     before = tracker.live
-    for p in parameters:
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p)
+    _make_gradients(parameters)
     gradients = tracker.live - before
     if _update(optimizer):
         state = tracker.live - before - gradients
@@ -241,6 +251,12 @@ def _first_update(
     if not keep:
         optimizer.zero_grad(set_to_none=True)
     return state, gradients
+
+
+def _make_gradients(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
 
 
 def _update(optimizer: Optimizer) -> bool:

@@ -157,7 +157,7 @@ class Planner:
         )
         key = f"{len(profile.names)} {tree}"
         if key not in self._peaks:
-            self._peaks[key] = estimate(self._step, plan.install).peak
+            self._peaks[key] = estimate(self._step, plan.install, plain=self.plain).peak
         return replace(plan, limit=limit or self._peaks[key], peak=self._peaks[key])
 
     def _impossible(self, limit: int, least: int) -> str:
