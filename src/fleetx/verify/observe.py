@@ -23,9 +23,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sent_since(before: dict[int, int]) -> int:
-    """Count by connection, because those of an earlier run may have been closed since."""
-    return sum(sent - before.get(inode, 0) for inode, sent in kernel.bytes_sent().items())
+def sent_since(before: dict[int, int], files: dict[int, int] | None = None) -> int:
+    """Count by connection, because those of an earlier run may have closed since. files: for `kernel.bytes_sent`."""
+    return sum(sent - before.get(inode, 0) for inode, sent in kernel.bytes_sent(files).items())
 
 
 class _Collectives(TorchDispatchMode):
@@ -56,6 +56,7 @@ class Observer:
         """averaged: a context with averaged parameters. measured: returns how often norms have been measured."""
         self._model, self._device, self._averaged, self._measured = model, device, averaged, measured
         self._number = 0
+        self._files: dict[int, int] | None = None  # of the connections that the last step left
         self._collectives = _Collectives()
         self._counts = dict.fromkeys(_COUNTED, 0.0)
         self.steps: list[dict[str, float]] = []  # what was counted in each step from FIRST on
@@ -89,12 +90,17 @@ class Observer:
     def before(self) -> None:
         self._old = [local(p.detach()).clone() for p in self._params()]
         self._counts = dict.fromkeys(_COUNTED, 0.0)
-        self._before = kernel.bytes_sent() if self._device.type == "cpu" else {}
+        # Connections that are made from now on have sent nothing before, so those that `after` found are enough.
+        self._before = kernel.bytes_sent(self._files) if self._device.type == "cpu" else {}
         self._collectives.total = 0
         self._before_it = self._measurements()
 
     def after(self) -> None:
-        sent = sent_since(self._before) if self._device.type == "cpu" else self._collectives.total
+        if self._device.type == "cpu":
+            self._files = kernel.tcp_files()
+            sent = sent_since(self._before, self._files)
+        else:
+            sent = self._collectives.total
         self._number += 1
         if self._number < FIRST:
             return
