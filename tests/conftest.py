@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 
 os.environ["FLEETX_DEVICE"] = "cpu"
@@ -18,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 
-from forking import share_forks
+import forked_python
 from layers import NIGHTLY, PRODUCTS, is_long, is_nightly, is_slow, left_out
 from rank_pool import Ranks, forget, freeze_imports, imported_since_freeze
 
@@ -33,8 +32,7 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("repeat" if "not nightly" in config.option.markexpr else "explore")
     workers = getattr(config.option, "numprocesses", None)  # of xdist
     if workers and not config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
-        share_forks()
-        config.option.tx = ["popen//python=" + shlex.join([sys.executable, str(TESTS / "forked_worker.py")])] * workers
+        config.option.tx = [f"popen//python={shlex.join(forked_python.command())}"] * workers
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -47,7 +47,7 @@ def fleetx_(words: Sequence[Any], *, cwd: Path, env: Mapping[str, str] | None = 
 
 def python(words: Sequence[Any], *, cwd: Path, env: Mapping[str, str] | None = None, seconds: float = 280) -> Done:
     """`python script.py ARGUMENTS`."""
-    return run(_script, words, cwd=cwd, env=env, seconds=seconds)
+    return run(script, words, cwd=cwd, env=env, seconds=seconds)
 
 
 def run(
@@ -71,7 +71,7 @@ def _fleetx(words: list[str]) -> None:
     cli.main(words)
 
 
-def _script(words: list[str]) -> None:
+def script(words: list[str]) -> None:
     forget_multiprocessing()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.argv = words

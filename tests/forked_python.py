@@ -1,35 +1,47 @@
-"""`python forked_worker.py -u -c COMMAND`, for xdist: the same as `python -u -c COMMAND`, in a fork of the server.
+"""`python forked_python.py WORDS` is `python WORDS` in a fork of the server, for programs that start Python themselves.
 
-A worker of pytest would import for ten seconds what the server has imported. No torch here: this process only waits.
+Only waits for the fork, and passes on its exit code but no signals. Without torch, this takes a tenth of a second.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import ModuleType
 
-from forking import forks
+from forking import forks, share_forks
 
 
-def work(command: str, stdin: Connection, stdout: Connection, environ: dict[str, str]) -> None:
-    from forked_command import as_python, forget_multiprocessing
+def command() -> list[str]:
+    """What to start instead of `python`."""
+    share_forks()
+    return [sys.executable, __file__]
 
-    sys.argv = ["-c"]
+
+def work(words: list[str], files: list[Connection], environ: Mapping[str, str]) -> None:
+    from forked_command import as_python, forget_multiprocessing, script
+
+    as_python(_code if "-c" in words else script, words, environ, files, before=forget_multiprocessing)
+
+
+def _code(words: list[str]) -> None:
+    at = words.index("-c")
+    sys.argv = ["-c", *words[at + 2 :]]
     sys.modules["__main__"] = main = ModuleType("__main__")
-    as_python(lambda _: exec(command, vars(main)), [], environ, (stdin, stdout), before=forget_multiprocessing)
+    exec(words[at + 1], vars(main))
 
 
 def start() -> int:
-    files = Connection(os.dup(0)), Connection(os.dup(1))
-    process = get_context(forks()).Process(target=work, args=(sys.argv[-1], *files, dict(os.environ)))
+    files = [Connection(os.dup(number)) for number in range(3)]
+    process = get_context(forks()).Process(target=work, args=(sys.argv[1:], files, dict(os.environ)))
     process.start()
-    for file in (0, 1):  # so that the worker has the only ones, and its end is seen
-        os.dup2(os.open(os.devnull, os.O_RDWR), file)
-    for connection in files:
-        connection.close()
+    for file in files:
+        file.close()
+    for number in range(3):  # so that only the fork keeps them open, and others see when it ends
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
     process.join()
     return process.exitcode or 0
 

@@ -50,11 +50,12 @@ def _modules() -> list[str]:
 
 
 def share_forks() -> None:
-    """Start the server, for the pytest workers that this process starts."""
-    forks()
-    server: Any = forkserver._forkserver
-    key = getattr(server, "_forkserver_authkey", None) or b""  # since Python 3.14
-    os.environ[ADDRESS] = f"{server._forkserver_address} {key.hex()}"
+    """Start the server, for the processes that this one starts, too."""
+    if ADDRESS not in os.environ:
+        forks()
+        server: Any = forkserver._forkserver
+        key = getattr(server, "_forkserver_authkey", None) or b""  # since Python 3.14
+        os.environ[ADDRESS] = f"{server._forkserver_address} {key.hex()}"
 
 
 class _Shared(forkserver.ForkServer):

@@ -184,7 +184,7 @@ def test_restarts_become_warm_as_soon_as_the_fork_server_is_ready(fleetrun):
         import os, sys, time
         if not sys.orig_argv[2].endswith("fork_server.py"):
             print("cold", flush=True)
-            time.sleep(0.5)
+            time.sleep(3)  # a cold start costs more than waiting, and the server becomes ready meanwhile
             os._exit(3)
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")

@@ -18,6 +18,7 @@ import torch
 from launching import PACKAGES, SECONDS, free_port, until
 from torch import nn
 
+import forked_python
 from fleetx.errors import LaunchError
 from fleetx.launch.options import parse
 
@@ -80,8 +81,8 @@ def installed(*programs):
 
 @installed("mpirun.openmpi")
 def test_open_mpi(tmp_path):
-    command = f"mpirun.openmpi --allow-run-as-root --oversubscribe -np 2 {sys.executable} train.py"
-    run(command.split(), tmp_path)
+    mpirun = "mpirun.openmpi --allow-run-as-root --oversubscribe -np 2"
+    run([*mpirun.split(), *forked_python.command(), "train.py"], tmp_path)
 
 
 @installed("mpirun.mpich")
@@ -140,7 +141,7 @@ def slurm(tmp_path):
 @installed("munged", "slurmctld", "slurmd", "srun")
 @pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm need root")
 def test_slurm(slurm, tmp_path):
-    run(["srun", "--overcommit", "-n", "2", sys.executable, "train.py"], tmp_path, **slurm)
+    run(["srun", "--overcommit", "-n", "2", *forked_python.command(), "train.py"], tmp_path, **slurm)
 
 
 @pytest.mark.nightly  # tests/comm/test_roles.py has the variables
