@@ -16,7 +16,7 @@ from fleetx import CheckpointError, UsageError, fleet
 from fleetx.comm.session import current
 from training import adamw
 
-STEPS = 8
+STEPS = 6
 
 
 def deep():
