@@ -86,7 +86,7 @@ def pytest_collection_finish():
     atexit.register(gc.unfreeze)  # triton reports as leaks whatever is frozen at exit
     gc.collect()
     freeze_imports()  # keeps collections short, which some tests ask for
-    gc.set_threshold(50_000)  # and this makes them rarer
+    gc.set_threshold(10_000)  # and this makes them rarer
 
 
 @pytest.fixture(scope="session")

@@ -18,4 +18,4 @@ os.environ.pop("FLEETX_TESTS_ROOM", None)
 atexit.register(gc.unfreeze)  # triton reports as leaks whatever is frozen at exit
 gc.collect()
 gc.freeze()  # or the first collection of each fork would write to, and so copy, every page with an imported object
-gc.set_threshold(50_000)  # makes collections rarer, too
+gc.set_threshold(10_000)  # makes collections rarer, too

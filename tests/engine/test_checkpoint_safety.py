@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import itertools
 import json
@@ -443,9 +444,19 @@ class Countdown:
         return counted
 
 
+@contextlib.contextmanager
+def countdown(n, error, *, dead=False):
+    """Without garbage collections, because what they finalize makes such calls, too, and waits for ever if one fails."""
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            yield Countdown(patch, n, error, dead)
+    finally:
+        gc.enable()
+
+
 def calls_of_a_save(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        counted = Countdown(patch, 10**9, OSError, dead=False)
+    with countdown(10**9, OSError) as counted:
         fleet.save(folder)
     return counted.made
 
@@ -466,10 +477,8 @@ def test_a_kill_between_any_two_operations_leaves_a_whole_checkpoint(saved, tmp_
     shutil.rmtree(tmp_path / "probe")
     before = {p.name: p.read_bytes() for p in good.iterdir()}
     for n in range(1, count):
-        with pytest.MonkeyPatch.context() as patch:
-            Countdown(patch, n, Killed, dead=True)
-            with contextlib.suppress(Killed):
-                fleet.save(target, step=9)
+        with countdown(n, Killed, dead=True), contextlib.suppress(Killed):
+            fleet.save(target, step=9)
         found = fleet.load(target)["step"] if replaces or target.exists() else None
         assert found in ((7, 9) if replaces else (9, None)), n
         newest = fleet.latest(tmp_path)
@@ -495,8 +504,7 @@ def test_a_full_or_broken_disk_is_said_and_leaves_the_last_checkpoint(saved, tmp
     whole = {p.name: p.read_bytes() for p in good.iterdir()}
     said = []
     for n in range(1, count + 1):
-        with pytest.MonkeyPatch.context() as patch:
-            Countdown(patch, n, lambda: OSError(code, os.strerror(code)), dead=False)
+        with countdown(n, lambda: OSError(code, os.strerror(code))):
             try:
                 fleet.save(tmp_path / "new")
             except CheckpointError as error:
