@@ -446,7 +446,7 @@ class Countdown:
 
 @contextlib.contextmanager
 def countdown(n, error, *, dead=False):
-    """Without garbage collections, because what they finalize makes such calls, too, and waits for ever if one fails."""
+    """Without garbage collections, because what they finalize makes such calls, too, and hangs if one fails."""
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
