@@ -1,11 +1,13 @@
 # Everything runs in .venv, which the first command makes. `make help` lists the commands.
 # `make test TORCH=2.15.0` does the same with another torch, in .venv-2.15.0; the rest stays as in constraints.txt.
-# python3, unless the system's is a quarter faster: half of the time of the tests passes in Python itself, and one that was
-# built without optimizations, as pyenv builds it, is nearly half as fast. `make PYTHON=python3.12 install` takes another.
-SPEED := import ensurepip, sys, timeit; assert sys.version_info >= (3, 11); \
+# python3, unless the system's is a quarter faster: half of the tests' time is spent in Python itself, and one that was built
+# without optimizations, as pyenv builds it, is not much more than half as fast. `make PYTHON=python3.12 install` takes another.
+SPEED := import ensurepip, os, sys, sysconfig, timeit; \
+	assert sys.version_info >= (3, 11) and os.path.exists(sysconfig.get_path("include") + "/Python.h"); \
 	print(float(sys.argv[1]) * min(timeit.repeat("[str(i) for i in range(1000)]", number=100)), sys.executable)
-PYTHON ?= $(or $(shell { python3 -c '$(SPEED)' 0.8; /usr/bin/python3 -c '$(SPEED)' 1; } 2>/dev/null | \
+FASTER = $(or $(shell { python3 -c '$(SPEED)' 0.8; /usr/bin/python3 -c '$(SPEED)' 1; } 2>/dev/null | \
 	sort -g | head -n 1 | cut -d ' ' -f 2-),python3)
+PYTHON ?= $(eval PYTHON := $(FASTER))$(PYTHON)
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin

@@ -53,7 +53,7 @@ def main() -> None:
             step += 1
             if fleet.is_first_worker() and step == 1:
                 print(fleet.explain(), flush=True)
-            if fleet.is_first_worker() and step % 10 == 0:
+            if fleet.is_first_worker() and (step == 1 or step % 10 == 0):
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
             if step == args.steps:
                 break

@@ -32,7 +32,8 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("repeat" if "not nightly" in config.option.markexpr else "explore")
     workers = getattr(config.option, "numprocesses", None)  # of xdist
     if workers and not config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
-        config.option.tx = [f"popen//python={shlex.join(forked_python.command())}"] * workers
+        fork = f"popen//python={shlex.join(forked_python.command())}"
+        config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
 
 
 def pytest_ignore_collect(collection_path, config):

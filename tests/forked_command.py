@@ -173,6 +173,8 @@ def as_python(
 
 def show_environment() -> None:
     """Write os.environ where /proc shows that of a process: what finds processes by a mark must find forks, too."""
+    if not os.path.exists("/proc/self/stat"):
+        return
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = int(fields[47]), int(fields[48])  # env_start and env_end
     shown = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())

@@ -1,14 +1,16 @@
 """`python forked_python.py WORDS` is `python WORDS` in a fork of the server, for programs that start Python themselves.
 
-Only waits for the fork, and passes on its exit code but no signals. Without torch, this takes a tenth of a second.
+This process only waits: it passes on the exit code, and if it is killed, the fork ends. Without torch, it takes a tenth
+of a second.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from multiprocessing import get_context
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from types import ModuleType
 
@@ -21,10 +23,18 @@ def command() -> list[str]:
     return [sys.executable, __file__]
 
 
-def work(words: list[str], files: list[Connection], environ: Mapping[str, str]) -> None:
-    from forked_command import as_python, forget_multiprocessing, script
+def work(words: list[str], alive: Connection, files: Sequence[Connection], environ: Mapping[str, str]) -> None:
+    from forked_command import TESTS, as_python, forget_multiprocessing, script
 
-    as_python(_code if "-c" in words else script, words, environ, files, before=forget_multiprocessing)
+    def end_together() -> None:
+        alive.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=end_together, daemon=True).start()
+    code = words[0].startswith("-")
+    if not code:
+        sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
+    as_python(_code if code else script, words, environ, files, before=forget_multiprocessing)
 
 
 def _code(words: list[str]) -> None:
@@ -36,12 +46,13 @@ def _code(words: list[str]) -> None:
 
 def start() -> int:
     files = [Connection(os.dup(number)) for number in range(3)]
-    process = get_context(forks()).Process(target=work, args=(sys.argv[1:], files, dict(os.environ)))
-    process.start()
-    for file in files:
-        file.close()
-    for number in range(3):  # so that only the fork keeps them open, and others see when it ends
+    for number in range(3):  # so that the fork alone keeps them open, and not even multiprocessing's own helper
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    theirs, _ours = Pipe(duplex=False)
+    process = get_context(forks()).Process(target=work, args=(sys.argv[1:], theirs, files, dict(os.environ)))
+    process.start()
+    for file in (*files, theirs):
+        file.close()
     process.join()
     return process.exitcode or 0
 

@@ -1,4 +1,4 @@
-"""One server for a whole test run: the processes of the tests are its forks. No torch here: asking for one is cheap."""
+"""One server for a test run: the processes of the tests are its forks. No torch here, so that a fork starts quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last import of the server that test processes are forked from (`rank_pool.forks`)."""
+"""The last import of the server that test processes are forked from (`forking.forks`)."""
 
 from __future__ import annotations
 

@@ -19,25 +19,33 @@ import torch.distributed as dist
 from fleetx.comm import session, world
 from fleetx.verify.ranks import RankError
 from fleetx.verify.ranks import Ranks as Pool
-from forking import forks
+from forking import ADDRESS, forks
 
 __all__ = ["RankError", "Ranks", "forget", "freeze_imports", "imported_since_freeze"]
 
 
 class Ranks(Pool):
-    """Stopped while they have no job: the threads of a group wake a hundred times a second, and watchers wake, too."""
+    """Stopped while they have no job: the threads of a group wake a hundred times a second, and watchers wake, too.
+
+    Not without xdist: if pytest is killed, they would stay, because they would keep their server alive.
+    """
 
     def __init__(self, size: int):
         forks()
         super().__init__(size, before=_fresh)
-        atexit.register(self._signal, signal.SIGCONT)  # or multiprocessing would wait for them
+        atexit.register(self._signal, signal.SIGCONT)  # or multiprocessing would wait for ever: SIGTERM stays pending
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         self._signal(signal.SIGCONT)
         try:
             return super().run(job, *args)
         finally:
-            self._signal(signal.SIGSTOP)
+            if ADDRESS in os.environ:
+                self._signal(signal.SIGSTOP)
+
+    def stop(self) -> None:
+        super().stop()
+        self._signal(signal.SIGCONT)  # what is left are watchers, which end with their ranks
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -81,13 +89,13 @@ _modules_frozen = 0
 
 
 def imported_since_freeze() -> int:
-    """How many modules."""
+    """The number of modules that were imported since then."""
     return len(sys.modules) - _modules_frozen
 
 
 def _fresh() -> None:
     if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)  # with its watcher. If pytest is killed, the kernel continues stopped groups, and they end
+        os.setpgid(0, 0)  # with its watcher. If the server ends, the kernel continues its stopped groups
     forget()
     _destroy_groups()
     torch.default_generator.manual_seed(0)  # torch.manual_seed also formats the stack, for a GPU that may come later

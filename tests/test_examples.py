@@ -142,7 +142,7 @@ def test_the_static_style(tmp_path):
 
 
 def test_a_pipeline_of_two_workers(ranks, tmp_path):
-    check_pipeline(in_ranks(ranks, "pipeline", "--steps", 20, "--batch", 8, cwd=tmp_path))
+    check_pipeline(in_ranks(ranks, "pipeline", "--steps", 10, "--batch", 8, cwd=tmp_path))
 
 
 @pytest.mark.nightly

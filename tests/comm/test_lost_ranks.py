@@ -349,8 +349,12 @@ def test_a_rank_that_computes_or_sends_is_not_idle():
     assert one.idle_for() == 0.0
     one.waits = True
     assert one.idle_for() == 0.0
-    time.sleep(0.2)
-    assert one.idle_for() > 0.1
+    for _ in range(50):  # a thread that another test left may compute now and then
+        time.sleep(0.2)
+        if one.idle_for() > 0.1:
+            break
+    else:
+        pytest.fail("it is never idle")
     end = time.process_time() + 0.3
     while time.process_time() < end:
         pass

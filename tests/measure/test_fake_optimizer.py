@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from fleetx import fleet
 from fleetx.measure.fake_step import TrainingStep, estimate
+from fleetx.parts.recompute import budget
 from training import adam, assert_equal, batches, net, sgd, weights, zero_last
 
 SCHEDULERS = {
@@ -101,3 +104,18 @@ def test_the_prediction_changes_neither_an_inner_optimizer_nor_a_patched_one(mak
     assert not optimizer.state
     assert not getattr(optimizer, "inner", optimizer).state
     assert found.optimizer == sum(p.nbytes for p in model.parameters())
+
+
+class Unpredictable(SGD):
+    def step(self, closure=None):
+        raise RuntimeError("reads values")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", [adam, sgd, lambda model: Unpredictable(model.parameters(), lr=0.1)])
+def test_segments_are_predicted_the_same_with_and_without_predicting_the_update_again(kind, kept):
+    model = net()
+    step = TrainingStep(model, kind(model), (torch.randn(64, 6),), kept_gradients=kept)
+    install = partial(budget._install_named, ["0", "2"])
+    plain = estimate(step)
+    assert estimate(step, install, plain=plain) == estimate(step, install) != plain

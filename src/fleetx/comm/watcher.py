@@ -167,7 +167,8 @@ class Watcher:
     def scan(self):
         """The ports of the rank. Finding them takes 10 ms if the kernel's table of all connections has room for many.
 
-        So it is left out while the rank opens and closes no sockets. Twice, because a new one may not listen yet.
+        So this is skipped while the rank's sockets stay the same. It is done once more after a change, because a new
+        socket may not listen yet.
         """
         before, last = self.sockets
         now = set(kernel.socket_files(self.pid))

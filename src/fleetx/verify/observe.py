@@ -90,7 +90,7 @@ class Observer:
     def before(self) -> None:
         self._old = [local(p.detach()).clone() for p in self._params()]
         self._counts = dict.fromkeys(_COUNTED, 0.0)
-        # Connections that are made from now on have sent nothing before, so those that `after` found are enough.
+        # No connections are made between two steps, so those that `after` found are enough.
         self._before = kernel.bytes_sent(self._files) if self._device.type == "cpu" else {}
         self._collectives.total = 0
         self._before_it = self._measurements()

@@ -53,6 +53,15 @@ EVIL = {
 }
 
 
+@pytest.fixture(params=["filters", "none"])
+def tarfile_with(request, monkeypatch):
+    """Python 3.11.3 and older have no filters."""
+    if request.param == "none":
+        trusting = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+        monkeypatch.setattr(unpack, "_FILTER", trusting)
+
+
+@pytest.mark.usefixtures("tarfile_with")
 @pytest.mark.parametrize("case", EVIL)
 def test_an_evil_tar_is_refused_whole(server, bring, tmp_path, case):
     members, sentence = EVIL[case]
@@ -145,14 +154,17 @@ def test_an_interrupted_unpacking_is_done_again(server, bring, monkeypatch, tmp_
     assert not list((tmp_path / "data/.fleetx-download/unpacking").iterdir())
 
 
+@pytest.mark.usefixtures("tarfile_with")
 def test_owners_and_set_id_bits_of_a_tar_are_not_taken_over(server, bring):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         info = tarfile.TarInfo("run.sh")
-        info.mode, info.size = 0o6777, 4
+        info.mode, info.size, info.uid, info.gid = 0o6777, 4, 12345, 12345
         archive.addfile(info, io.BytesIO(b"true"))
     where = bring(server.publish({"a.tar": out.getvalue()}))
-    assert (where / "run.sh").stat().st_mode & 0o7022 == 0
+    found = (where / "run.sh").stat()
+    assert found.st_mode & 0o7777 == 0o755
+    assert (found.st_uid, found.st_gid) == (os.geteuid(), os.getegid())
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w:bz2"])

@@ -29,7 +29,7 @@ Members = dict[str, Member]
 # A damaged archive with a correct md5 raises any of these, depending on where the damage is.
 _DAMAGED = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, OverflowError)
 
-# Python 3.11.4 and newer want to be told; older ones, such as that of Debian 12, have no filters.
+# Python 3.11.4 and newer want to be told which filter to use; older ones, such as Debian 12's, have none.
 _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
@@ -108,7 +108,7 @@ def _check(member: tarfile.TarInfo, members: Members, *, display: str) -> str:
 
 
 def _disarm(member: tarfile.TarInfo) -> None:
-    """Leave nothing of its owner, of the bits that set a user or group, and of the right of others to write."""
+    """Drop the owner, the setuid and setgid bits, and write permission for others."""
     kept = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
     member.mode = (0o755 if member.isdir() else member.mode | 0o600) & kept
     member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""

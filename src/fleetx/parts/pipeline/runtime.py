@@ -235,7 +235,7 @@ class Runtime:
 
 
 class Recent(Generic[Value]):
-    """Values by key. Those that were used longest ago are dropped."""
+    """Values by key. The least recently used are dropped."""
 
     def __init__(self, most: int):
         self._most, self._values = most, dict[Any, Value]()
