@@ -58,7 +58,7 @@ lint: $(STAMP)  ## ruff and mypy
 SITE := .venv-site
 
 $(SITE)/.installed: pyproject.toml constraints.txt
-	test -x $(SITE)/bin/python || $(PYTHON) -m venv --upgrade-deps $(SITE)
+	test -x $(SITE)/bin/python || python3 -m venv $(SITE)
 	$(SITE)/bin/python -c 'import tomllib; \
 		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"], sep="\n")' \
 		> $(SITE)/requirements.txt
