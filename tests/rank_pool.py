@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fleetx.comm import session, world
 from fleetx.verify.ranks import RankError
 from fleetx.verify.ranks import Ranks as Pool
-from forking import ADDRESS, forks
+from forking import forks
 
 __all__ = ["RankError", "Ranks", "forget", "freeze_imports", "imported_since_freeze"]
 
@@ -40,7 +40,7 @@ class Ranks(Pool):
         try:
             return super().run(job, *args)
         finally:
-            if ADDRESS in os.environ:
+            if "PYTEST_XDIST_WORKER" in os.environ:
                 self._signal(signal.SIGSTOP)
 
     def stop(self) -> None:
