@@ -38,7 +38,7 @@ class AdaptiveLocalSGD(LocalUpdates, _Period):
 
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True, "max_k_steps": 1}
     effect: ClassVar[Effect] = more("ranks_apart", "ranks differ between averages")
-    example: ClassVar[dict[str, int]] = {"init_k_steps": 3}
+    example: ClassVar[dict[str, int]] = {"init_k_steps": 2}
     costs: ClassVar[str] = "network: per period, the size of the parameters and one number"
 
     def problems(self) -> Iterator[str]:

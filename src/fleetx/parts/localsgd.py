@@ -33,7 +33,7 @@ class LocalSGD(LocalUpdates, _Period):
 
     neutral: ClassVar[dict[str, Any]] = {"allow_single": True}
     effect: ClassVar[Effect] = more("ranks_apart", "ranks differ between averages")
-    example: ClassVar[dict[str, int]] = {"k_steps": 3}
+    example: ClassVar[dict[str, int]] = {"k_steps": 2}
     costs: ClassVar[str] = "network: the size of the parameters every k_steps rounds, none during backward"
 
     @classmethod

@@ -18,7 +18,7 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.verify import oracle
 from fleetx.verify.observe import Observer
 
-STEPS, SAMPLES, WIDTH = 8, 16, 128  # a weight of 128 * 128 elements is large enough for dgc
+STEPS, SAMPLES, WIDTH = 6, 16, 128  # a weight of 128 * 128 elements is large enough for dgc
 LossFn = Callable[[Tensor, Tensor], Tensor]
 LR = 0.05
 
@@ -31,7 +31,7 @@ class Stack(nn.Sequential):
         torch.manual_seed(0)
         self.first = nn.Linear(8, WIDTH, bias=False)  # the norm would cancel a bias, whose gradient would be noise
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
         self.head = nn.Linear(WIDTH, 4)
 
 
