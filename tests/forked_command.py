@@ -78,6 +78,9 @@ def script(words: list[str]) -> None:
     runner.run("script", words[0])
 
 
+MODULES: dict[str, Main] = {"fleetx.launch": fleetx.launch.main, "fleetx.cli": _fleetx}
+
+
 class ForkedCommand:
     def __init__(self, main: Main, words: list[str], *, cwd: Path, env: Mapping[str, str]):
         out, their_out = Pipe(duplex=False)
@@ -136,7 +139,7 @@ def _run(main: Main, words: list[str], cwd: str, env: dict[str, str], out: Conne
     os.chdir(cwd)
     sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
     with open(os.devnull) as nothing:
-        as_python(main, words, env, (nothing, out, err), before=_fork_workers_of_fleetrun)
+        as_python(main, words, env, (nothing, out, err), before=fork_workers_of_fleetrun)
 
 
 def as_python(
@@ -182,7 +185,7 @@ def show_environment() -> None:
     ctypes.memmove(first, shown.ljust(last - first, b"\0"), last - first)
 
 
-def _fork_workers_of_fleetrun() -> None:
+def fork_workers_of_fleetrun() -> None:
     """Also those of the first attempt: they need not wait for the server, which has imported everything already."""
     server = _Server()
 

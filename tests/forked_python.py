@@ -1,5 +1,7 @@
 """`python forked_python.py WORDS` is `python WORDS` in a fork of the server, for programs that start Python themselves.
 
+WORDS are a script, `-c` and code, or one of our commands: `-m fleetx.launch` (fleetrun) or `-m fleetx.cli` (fleetx).
+
 This process only waits: it passes on the exit code, and if it is killed, the fork ends. Without torch, it takes a tenth
 of a second.
 """
@@ -24,17 +26,19 @@ def command() -> list[str]:
 
 
 def work(words: list[str], alive: Connection, files: Sequence[Connection], environ: Mapping[str, str]) -> None:
-    from forked_command import TESTS, as_python, forget_multiprocessing, script
+    from forked_command import MODULES, TESTS, as_python, forget_multiprocessing, fork_workers_of_fleetrun, script
 
     def end_together() -> None:
         alive.poll(None)
         os._exit(1)
 
     threading.Thread(target=end_together, daemon=True).start()
-    code = words[0].startswith("-")
-    if not code:
-        sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
-    as_python(_code if code else script, words, environ, files, before=forget_multiprocessing)
+    if "-c" in words[:-1] and words[0].startswith("-"):
+        as_python(_code, words, environ, files, before=forget_multiprocessing)
+    sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
+    if words[0] == "-m":
+        as_python(MODULES[words[1]], words[2:], environ, files, before=fork_workers_of_fleetrun)
+    as_python(script, words, environ, files, before=forget_multiprocessing)
 
 
 def _code(words: list[str]) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,13 +16,21 @@ from torch import nn
 from fleetx import StrategyError, UsageError, fleet
 from training import sgd
 
-pytest.importorskip("lightning", reason="lightning is not installed")
-
-from lightning.fabric import Fabric
-
-from fleetx.integrations.fabric import FleetStrategy
-
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 STEPS = 6
+
+
+# Lightning's import takes seconds, so only tests import it: every pytest worker imports this file.
+def fleet_strategy(*args):
+    from fleetx.integrations.fabric import FleetStrategy
+
+    return FleetStrategy(*args)
+
+
+def fabric_of(strategy, devices=2, **options):
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=devices, strategy=strategy, **options)
 
 
 def plain(k=1, clip=None, value=None):
@@ -39,8 +48,7 @@ def plain(k=1, clip=None, value=None):
 
 
 def started(declared, **options):
-    strategy = FleetStrategy(fleet.DistributedStrategy(**declared))
-    made = Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
+    made = fabric_of(fleet_strategy(fleet.DistributedStrategy(**declared)), **options)
     made.launch()
     return made
 
@@ -250,19 +258,19 @@ def test_clipping_by_hand_inside_a_merge_window_is_an_error(ranks):
 def test_mixed_precision_of_fabric_is_an_error():
     warnings.simplefilter("ignore")  # pytest restores them
     with pytest.raises(UsageError, match=r'precision=.bf16-mixed. would run beside the strategy.*amp={"dtype"'):
-        Fabric(accelerator="cpu", devices=1, precision="bf16-mixed", strategy=FleetStrategy())
+        fabric_of(fleet_strategy(), devices=1, precision="bf16-mixed")
 
 
 @pytest.mark.parametrize("switch", ["auto", "pipeline"])
 def test_strategies_that_need_their_own_loop_are_an_error(switch):
     settings = {"pipeline": {"micro_batch_size": 1}, "auto": True}[switch]
     with pytest.raises(StrategyError, match=f"{switch} in Fabric is not built yet"):
-        FleetStrategy(fleet.DistributedStrategy(**{switch: settings}))
+        fleet_strategy(fleet.DistributedStrategy(**{switch: settings}))
 
 
 def test_a_dict_is_no_strategy():
     with pytest.raises(TypeError, match=r"strategy must be a fleet\.DistributedStrategy, not dict"):
-        FleetStrategy({"amp": True})
+        fleet_strategy({"amp": True})
 
 
 # --- Fabric's own launcher -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,28 @@ from torch.utils.data import DataLoader, DistributedSampler
 from fleetx import fleet
 from training import sgd
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-
-SingleDeviceStrategy = lightning.pytorch.strategies.SingleDeviceStrategy
-
-
-class Module(lightning.LightningModule):
-    def __init__(self, declared):
-        super().__init__()
-        self.inner, self.declared = Model(), declared
-
-    def forward(self, x, labels):
-        return self.inner(x, labels)
-
-    def training_step(self, batch, number):
-        return self(**batch)["loss"]
-
-    def configure_optimizers(self):
-        strategy = fleet.DistributedStrategy(**self.declared)
-        return fleet.distribute(self, sgd(self), strategy)[1]
+# Its import takes seconds, so only tests import it: every pytest worker imports this file.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
 
 def trained(declared):
+    import lightning
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, x, labels):
+            return self.inner(x, labels)
+
+        def training_step(self, batch, number):
+            return self(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return fleet.distribute(self, sgd(self), fleet.DistributedStrategy(**declared))[1]
+
     fleet.init()
     data = Samples(24)
     sampler = DistributedSampler(data, fleet.worker_num(), fleet.worker_index(), shuffle=False)
@@ -43,7 +44,7 @@ def trained(declared):
         strategy=SingleDeviceStrategy(fleet.device()), max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, barebones=False,
     )  # fmt: skip
-    module = Module(declared)
+    module = Module()
     trainer.fit(module, DataLoader(data, batch_size=2, sampler=sampler))
     return whole(module.inner)
 
@@ -66,6 +67,8 @@ def test_a_trainer_of_one_device_per_worker_equals_one_process(ranks, declared):
 
 def test_the_script_of_the_page_trains(tmp_path, monkeypatch):
     """docs/coming_from_lightning.md, in one process."""
+    import lightning
+
     page = Path(__file__).parents[2] / "docs" / "coming_from_lightning.md"
     (text,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))

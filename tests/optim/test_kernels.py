@@ -17,6 +17,7 @@ from reference import lamb_step, lars_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import forked_command
 from covering import cases
 from fleetx.optim import foreach, native
 from fleetx.optim.dispatch import gpu
@@ -420,14 +421,14 @@ def test_the_environment_chooses_the_kernels(monkeypatch):
 def test_without_the_library_the_reason_says_how_to_get_it(tmp_path):
     """native.py by itself, as an installation without a compiler leaves it."""
     (tmp_path / "alone.py").write_text(Path(native.__file__).read_text())
-    code = (
+    (tmp_path / "script.py").write_text(
         "import alone, os\n"
         "assert not alone.available()\n"
         "print(alone.reason())\n"
         "os.environ['FLEETX_KERNELS'] = 'compiled'\n"
         "alone.available()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = forked_command.python(["script.py"], cwd=tmp_path)
     assert "no working C compiler" in done.stdout
     assert "reinstall" in done.stdout
     assert "RuntimeError: FLEETX_KERNELS=compiled: the compiled kernels are not installed" in done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import subprocess
-import sys
 import weakref
 
 import psutil
@@ -422,7 +420,7 @@ def test_the_bytes_of_a_pipeline_are_those_of_the_stage(ranks, tmp_path):
 
 
 def under_python(script):
-    return subprocess.run([sys.executable, script], cwd=script.parent, capture_output=True, text=True, timeout=120)
+    return forked_command.python([script], cwd=script.parent)
 
 
 def under_fleetrun(script):
