@@ -24,8 +24,6 @@ class Tracker(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # the device of a fake tensor, which is asked for more often than anything is computed
-            return func(*args, **(kwargs or {}))
         before = self.live
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
