@@ -43,17 +43,17 @@ NIGHTLY_CASES = {
     "applications/test_application_training.py::test_a_pipeline_is_cut_automatically": ["bert]"],
     "applications/test_application_training.py::test_two_ranks_equal_one": ["bert]"],
     "engine/test_checkpoint.py::test_from_four_ranks_to_two_and_back": [
-        "four stages-two stages]",
+        "four shards-two stages]", "four stages-two stages]",
     ],
     "engine/test_compile.py::test_a_compiled_model_trains_the_same_in_as_many_graphs_as_the_page_says": [
-        "`adaptive", "`amp`, float16", "`clip", "`ema", "`fp16", "`lamb", "`localsgd", "`muon", "`noise",
-        "`quantized", "`sharding`, stage 2", "`use_hier",
+        "`adaptive", "`amp`, float16", "`clip", "`dgc", "`ema", "`fp16", "`lamb", "`lars", "`localsgd", "`muon",
+        "`noise", "`quantized", "`sharding`, stage 2", "`sync_batch_norm", "`use_hier",
     ],
     "engine/test_compiled_examples.py::test_a_compiled_example_trains_in_graphs": [
-        "bert]", "digits]", "finetune]", "image_folder]", "language_model]", "resnet]",
+        "bert]", "digits]", "finetune]", "image_folder]", "language_model]", "resnet]", "slow_network]",
     ],
     "integrations/test_transformers_trainer.py::test_a_resumed_run_equals_the_unbroken_one_bit_for_bit": [
-        "amp]", "localsgd]",
+        "amp]", "dgc]", "localsgd]",
     ],
     "launch/test_launch_elastic.py::test_sigterm_on_one_node_lets_all_save_together": ["True]"],
     "launch/test_launch_preempted.py::test_a_job_whose_processes_all_get_sigterm_saves_and_ends_with_143": ["True]"],
@@ -61,9 +61,12 @@ NIGHTLY_CASES = {
         "cosine]", "lambda]",
     ],
     "paddle/static/test_static_equals_eager.py::test_both_forms_give_the_same_losses_and_weights_bit_for_bit": [
-        "amp + lamb]", "amp + lars]", "amp + recompute]", "lamb + recompute]", "lars + recompute]",
+        "amp + lamb]", "amp + lars]", "amp + recompute + lamb]", "amp + recompute]",
+        "lamb + recompute]", "lars + recompute]",
     ],
-    "parts/pipeline/test_cut_points.py::test_a_stage_can_begin_wherever_the_graph_allows": ["llama]", "t5]", "vit]"],
+    "parts/pipeline/test_cut_points.py::test_a_stage_can_begin_wherever_the_graph_allows": [
+        "bert]", "llama]", "t5]", "vit]",
+    ],
     "parts/recompute/test_budget.py::test_the_peak_is_as_predicted_and_within_the_budget": ["convolutions-adam]"],
     "parts/recompute/test_budget.py::test_training_under_a_budget_is_the_same_bit_for_bit": [
         "convolutions-min-", "transformer-0.8-{'amp'",
@@ -77,18 +80,18 @@ NIGHTLY_CASES = {
     "parts/test_pipeline.py::test_replicas_reduce_as_the_strategy_says": ["dgc]", "sync_batch_norm]"],
     "parts/test_sharding.py::test_four_ranks": ["declared0]"],
     "parts/test_sharding_replicas.py::test_a_run_resumed_in_the_middle_is_bit_identical": [
-        "{'dgc': {'sparsity': [0.9]}}]", "{'fp16_allreduce'",
+        "{'adaptive_localsgd'", "{'dgc': {'sparsity': [0.9]}}]", "{'fp16_allreduce'",
         "{'localsgd': {'k_steps': 3, 'overlap': True, 'fragments'", "{'localsgd': {'k_steps': 4}}]",
         "{'quantized_allreduce': {'bits': 8, 'block': 8}", "{'localsgd': {'k_steps': 4}, 'dgc'",
     ],
     "planner/test_predicted_bytes.py::test_the_peak_of_an_update_on_two_ranks_is_within_two_percent_and_not_low": [
-        "amp]", "fp16", "plain]",
+        "amp]", "fp16", "localsgd]", "plain]",
     ],
     "record/test_predicted_memory.py::test_each_rank_of_a_pipeline_predicts_its_own_peak_within_6_percent": [
         "1F1B", "GPipe",
     ],
     "record/test_predicted_memory.py::test_the_predicted_peak_is_at_most_3_percent_low_and_20_percent_high": [
-        "sharding-2", "sharding-bits]", "sharding-merged]", "sharding-one-segment", "sharding-recompute]",
+        "merged]", "sharding-2", "sharding-bits]", "sharding-merged]", "sharding-one-segment", "sharding-recompute]",
     ],
     "test_examples.py::test_an_example_without_its_extra_says_which_to_install": ["finetune", "resnet"],
     "test_examples.py::test_one_s_own_data_are_trained_on_resumed_and_reported": ["finetune"],

@@ -163,7 +163,7 @@ def bytes_sent():
 
 
 def test_the_slow_network_sends_less(ranks, tmp_path):
-    check_bytes(in_ranks(ranks, "slow_network", "--epochs", 4, cwd=tmp_path, loopback_bytes=bytes_sent), accuracy=70)
+    check_bytes(in_ranks(ranks, "slow_network", "--epochs", 3, cwd=tmp_path, loopback_bytes=bytes_sent), accuracy=70)
 
 
 @pytest.mark.nightly

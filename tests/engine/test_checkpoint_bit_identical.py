@@ -124,14 +124,14 @@ def test_alone(tmp_path):
 
 
 def test_on_two_ranks(ranks, tmp_path):
-    assert ranks.run(differing, range(100, 108), tmp_path) == [[]] * 2
+    assert ranks.run(differing, range(100, 106), tmp_path) == [[]] * 2
 
 
 def test_on_three_ranks(three, tmp_path):
     assert three.run(differing, range(200, 216), tmp_path) == [[]] * 3
 
 
-@pytest.mark.parametrize("cases", [range(300, 304), pytest.param(range(304, 312), marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("cases", [range(300, 302), pytest.param(range(302, 312), marks=pytest.mark.nightly)], ids=len)
 def test_on_four_ranks(four, tmp_path, cases):
     assert four.run(differing, cases, tmp_path) == [[]] * 4
 
