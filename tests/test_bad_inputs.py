@@ -24,7 +24,7 @@ TABLE = [
         INPUTS + "test_a_link_in_the_folder_does_not_lead_a_file_out",
         INPUTS + "test_a_link_in_the_folder_does_not_lead_a_member_out",
     ]),
-    ("two entries with one path, or that differ in case or Unicode form", [
+    ("two entries whose paths are equal, or differ only in case or Unicode form", [
         LISTS, INPUTS + "test_names_that_many_file_systems_hold_to_be_one_are_refused",
     ]),
     ("names: empty, NUL, 300 bytes, `-rf`, `CON`, newline", [
@@ -55,7 +55,7 @@ TABLE = [
         FAULTS + "test_https_is_not_left_for_http",
         "paddle/download/test_download_layout::test_secrets_in_addresses_are_not_shown",
     ]),
-    ("servers: short, long, endless and stalled bodies, no ranges, 416, 429 and 503 for ever", [
+    ("servers: short, long, endless and stalled bodies, no ranges, 416, 429 and 503 forever", [
         FAULTS + "test_a_server_that_drops_always_is_given_up_with_the_part_kept_for_the_next_run",
         FAULTS + "test_a_stalled_server_counts_as_a_dropped_connection",
         FAULTS + "test_a_server_without_ranges_starts_again", FAULTS + "test_a_busy_server_is_asked_again",
@@ -63,7 +63,7 @@ TABLE = [
         INPUTS + "test_ranges_that_are_never_satisfiable_end",
     ]),
     ("a file that changes between two ranges", [FAULTS + "test_a_part_of_another_version_is_not_continued"]),
-    ("a length that is not that of the file", [FAULTS + "test_a_wrong_sum_is_fetched_again_once"]),
+    ("a length that does not match the file", [FAULTS + "test_a_wrong_sum_is_fetched_again_once"]),
     ("tars: `..`, absolute, links, devices, setuid, huge; a zip", [
         TARS + "test_an_evil_tar_is_refused_whole", TARS + "test_owners_and_set_id_bits_of_a_tar_are_not_taken_over",
         INPUTS + "test_a_member_that_says_it_has_a_petabyte_is_refused",
@@ -78,7 +78,7 @@ TABLE = [
         SAFETY + "test_every_flipped_bit_is_found_before_the_model_is_touched",
         "test_chaos::test_a_training_survives_kills_and_damage_bit_for_bit",
     ]),
-    ("a file cut off by a byte, or to nothing", [SAFETY + "test_every_missing_or_shortened_file_is_named"]),
+    ("a file shortened by a byte, or to nothing", [SAFETY + "test_every_missing_or_shortened_file_is_named"]),
     ("a missing file", [SAFETY + "test_every_missing_or_shortened_file_is_named"]),
     ("files swapped between ranks or steps", [
         SAFETY + "test_files_swapped_between_two_ranks_are_found_on_both",
@@ -95,8 +95,10 @@ TABLE = [
         "engine/test_checkpoint_objects::test_the_state_of_another_optimizer_is_refused_and_nothing_changes",
         "engine/test_checkpoint_objects::test_the_state_of_another_scheduler_is_refused_and_the_model_stays",
     ]),
-    ("saved by four ranks, loaded by another number", ["engine/test_checkpoint::test_from_four_ranks_to_two_and_back"]),
-    ("folders of others, writable by all, links that lead outside", [
+    ("a checkpoint saved by four ranks, loaded by another number", [
+        "engine/test_checkpoint::test_from_four_ranks_to_two_and_back",
+    ]),
+    ("folders that belong to others, world-writable folders, links that lead outside", [
         SAFETY + "test_links_and_folders_that_anyone_can_write_are_refused",
         "engine/test_checkpoints_kept::test_strange_things_in_the_root_are_left_alone",
     ]),
@@ -111,7 +113,7 @@ TABLE = [
         "fleet/test_agreement::test_ranks_that_build_different_models_or_optimizers_are_named",
         NUMBERS + "test_another_version_of_torch_is_named",
     ]),
-    ("WORLD_SIZE, RANK, ports and addresses that cannot be", [
+    ("impossible values of WORLD_SIZE, RANK, ports and addresses", [
         "comm/test_roles::test_a_broken_environment_is_refused_by_variable_and_value",
         "comm/test_world::test_an_address_that_does_not_resolve_is_named",
         "launch/test_launch_options::test_any_command_line_gives_a_job_or_a_one_line_error",
@@ -151,8 +153,10 @@ def page() -> str:
     for number, (what, tests) in enumerate(TABLE, 1):
         rows.append(f"| {number} | {what} | {'<br>'.join(f'`{test}`' for test in tests)} |")
     return (
-        "# Thirty bad inputs\n\nEach is refused in one clear message, or harmless, and nothing is written elsewhere. "
-        "Tests are in `tests/`.\n`tests/test_bad_inputs.py` writes and checks this page.\n\n" + "\n".join(rows) + "\n"
+        "# Thirty bad inputs\n\nEach is either refused with one clear message or harmless, and nothing is written "
+        "elsewhere. The tests are in `tests/`.\n`tests/test_bad_inputs.py` writes and checks this page.\n\n"
+        + "\n".join(rows)
+        + "\n"
     )
 
 

@@ -23,9 +23,9 @@ def page(results: dict[str, Any]) -> str:
 
 _HEAD = """# Chaos
 
-We do everything that can break a training to a real one: two ranks under `fleetrun` with `fleet.checkpoints`, in turn
-with `gradient_merge` and `clip`, with `localsgd`, and with checkpoints written in the background. Every step of every
-rank is logged with its loss and a digest of parameters, optimizer and random numbers, and compared with an
+We subject a real training run to everything that can break it: two ranks under `fleetrun` with `fleet.checkpoints`,
+in turn with `gradient_merge` and `clip`, with `localsgd`, and with checkpoints written in the background. Every step of
+every rank is logged with its loss and a digest of parameters, optimizer and random numbers, and compared with an
 uninterrupted run.
 This page is generated: `{command}`."""
 
@@ -87,10 +87,10 @@ def _kills(kills: list[dict[str, Any]], runs: list[dict[str, Any]]) -> str:
         steps = [k["to_step"] for k in mine if k["to_step"] is not None]
         rows.append([victim, *(found[victim, phase] for phase in PHASES), _median(k["to_message"] for k in mine),
                      _median(steps), f"{max(steps):.2f} s" if steps else "-"])  # fmt: skip
-    text = f"{len(runs)} trainings, {sum(run['resumed'] for run in runs)} resumes, "
+    text = f"{len(runs)} training runs, {sum(run['resumed'] for run in runs)} resumes, "
     text += f"{sum(run['lines'] for run in runs)} logged lines compared. A node is fleetrun with all its ranks. "
-    text += "Nodes and fleetrun are restarted from outside, without a warm process. Times are medians; if the next "
-    text += "kill comes before a step, there is no time to the next step."
+    text += "Nodes and fleetrun are restarted from outside, without a warm process. Times are medians; the time "
+    text += "to the next step is missing if another kill comes first."
     return f"## Kills\n\n{_table(rows)}\n\n{text}"
 
 
@@ -152,7 +152,7 @@ def _end(results: dict[str, Any]) -> str:
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in results["seconds"].items())
     machine = results["machine"]
     text = f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB, torch {machine['torch']}, load "
-    text += f"before {machine['load_before'][0]}, commit {machine['commit']}, {results['date']}. It took {seconds}."
+    text += f"before {machine['load_before'][0]}, commit {machine['commit']}, {results['date']}. Time taken: {seconds}."
     return f"## Where\n\n{text}"
 
 

@@ -111,7 +111,7 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
 def _exactness(verdicts: Sequence[Verdict]) -> list[str]:
     """How close the runs came to the oracle, by kind of comparison."""
     lines = [
-        "## How near",
+        "## How close",
         "",
         "Distance to one plain float64 process, as a share of the distance trained. A lossy strategy is compared at "
         "lossless settings: `amp` scales and unscales but runs products in float32, `dgc` has a sparsity of 0. "
