@@ -147,7 +147,10 @@ class Agent(LocalElasticAgent):
 
     def _record_failures(self, workers: LocalWorkers) -> None:
         failures = failures_of(workers, job=self._job, logs=self._logs)
-        if all(failure.secondary for failure in failures) and self._rendezvous_.members_change():
+        secondary = all(failure.secondary for failure in failures)
+        # Training ends with 143 on all ranks once any of them was asked to stop, perhaps before this node hears of it.
+        saved = all(failure.secondary or failure.exit_code == 128 + signal.SIGTERM for failure in failures)
+        if saved and self._rendezvous_.members_change(wait=secondary):
             self._remaining_restarts += 1  # torchelastic will count this restart, but it is not a failure
             return
         self.failures += failures

@@ -161,10 +161,10 @@ class MultiNodeRendezvous(FleetrunRendezvous):
     def _say_change(self, why: str) -> None:
         self._print_status("a node was lost" if why == "loss" else "a node joins or leaves")
 
-    def members_change(self) -> bool:
-        """Whether the workers lost their peers because a node came or went. Waits until that can be known.
+    def members_change(self, *, wait: bool) -> bool:
+        """Whether the workers ended because a node comes or goes; with `wait`, until a lost node can be known.
 
-        Without --elastic, a lost node stops the job, and this raises NodeFailedError.
+        Without --elastic, that stops the job, and this raises NodeFailedError.
         """
 
         def restart() -> str | None:
@@ -172,7 +172,7 @@ class MultiNodeRendezvous(FleetrunRendezvous):
             self._raise_if_stopped(state)
             return state["restart"]
 
-        why = self._poll(restart, seconds=LOST_AFTER + GONE_AFTER)
+        why = self._poll(restart, seconds=LOST_AFTER + GONE_AFTER) if wait else restart()
         if why is None or why == "failure":
             return False
         self._say_change(why)

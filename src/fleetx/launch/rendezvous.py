@@ -45,8 +45,8 @@ class FleetrunRendezvous(RendezvousHandler):
     def add_failures(self, failures: Sequence[Failure]) -> None:
         """Keep failures of this node to report them to the other nodes."""
 
-    def members_change(self) -> bool:
-        """Whether the workers lost their peers because nodes came or went, which is not a failure of their own."""
+    def members_change(self, *, wait: bool) -> bool:
+        """Whether the workers ended because nodes come or go, which is not a failure of their own."""
         return False
 
     def tick(self) -> None:
