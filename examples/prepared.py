@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
-_EXTRA = "this example needs {}: pip install fleetx[applications], or in a clone, pip install .[applications]"
+_EXTRA = "this example needs {}: pip install 'fleetx[applications]', or in a clone, pip install '.[applications]'"
 WORDS = 2000  # vocabulary size
 PACKAGES = (
     "asyncio",

@@ -93,7 +93,7 @@ def test_an_example_without_its_extra_says_which_to_install(tmp_path, name, pack
     )
     done = forked_command.python(["without.py"], cwd=tmp_path)
     assert done.returncode == 1
-    assert "pip install fleetx[applications]" in done.stderr.splitlines()[-1]
+    assert "pip install 'fleetx[applications]'" in done.stderr.splitlines()[-1]
 
 
 def test_digits_trains_with_two_workers_and_reports_its_accuracy(ranks, tmp_path):

@@ -86,7 +86,7 @@ def import_(path: Path, output: Path, ranks: int | None) -> None:
 @click.option("--nodes", type=_positive, help="Prediction: number of machines.")
 @click.option("--gpus_per_node", type=_positive, default=1, show_default=True, help="Prediction: ranks per machine.")
 @click.option("--link", metavar="SPEED", help="Prediction: bandwidth between machines, such as 25GB/s or 100Mbit/s.")
-@click.option("--inner_link", metavar="SPEED", help="Prediction: bandwidth inside a machine. [default: as --link]")
+@click.option("--inner_link", metavar="SPEED", help="Prediction: bandwidth inside a machine. [default: same as --link]")
 @click.option("--latency", type=float, default=2e-5, show_default=True, help="Prediction: seconds per message.")
 @click.option(
     "--speed",
@@ -131,36 +131,36 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
     "--merges", default="1,2,4,8", show_default=True, help="Batches to try, as multiples of the script's own."
 )
 @click.option(
-    "--rates", default="1", show_default=True, help="Rates to try for each batch, as multiples of the rule's."
+    "--rates", default="1", show_default=True, help="Learning rates to try for each batch, as multiples of --rule's."
 )
 @click.option(
     "--rule",
     type=click.Choice(["none", "linear", "sqrt"]),
     default="sqrt",
     show_default=True,
-    help="How the rate follows the batch.",
+    help="How to scale the learning rate with the batch.",
 )
-@click.option("--steps", type=_positive, default=200, show_default=True, help="Steps of the smallest batch.")
+@click.option("--steps", type=_positive, default=200, show_default=True, help="Steps with the script's own batch.")
 @click.option(
     "--limit",
     type=click.FloatRange(min=1),
     default=3.0,
     show_default=True,
-    help="How many times as many steps a larger batch may take.",
+    help="How many times --steps a larger batch may take.",
 )
 @click.option(
-    "--minutes", type=click.FloatRange(min=0), help="Start no new branch after this long. Run again to continue."
+    "--minutes", type=click.FloatRange(min=0), help="Start no new run after this time. Repeat the command to continue."
 )
 @click.option("--output", type=_output_file, default="batch.json", show_default=True, help="Where to keep the losses.")
 @click.option("--plot", type=_output_file, help="Plot updates and samples against the batch to this PNG file.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
-    """Measure how large the batch of SCRIPT should be, and recommend batch, merge and rate.
+    """Measure how large the batch of SCRIPT should be, and recommend a batch, merged steps and a learning rate.
 
     Runs SCRIPT several times for a few steps, each time from the newest checkpoint of its fleet.checkpoints, with more
-    and more merged steps. The target is the loss that the script's own batch reaches after --steps. Only
-    the losses are saved, in --output; run the same command again to continue. Put the script's own options after `--`.
+    and more merged steps. The target is the loss that the script's own batch reaches after --steps. Only the losses are
+    saved, in --output; run the same command again to continue. Put the script's own options after `--`.
     """
     import subprocess
     import sys
@@ -177,9 +177,9 @@ def batch(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 @main.command()
 @click.option(
     "--output", "-o", type=_output_file,
-    help="The file to write. [default: in the first RUN: report.html, or compared.html of several]",
+    help="The file to write. [default: report.html, or compared.html for several runs, in the first RUN]",
 )  # fmt: skip
-@click.option("--live", is_flag=True, help="Write it again every few seconds, until the runs have ended.")
+@click.option("--live", is_flag=True, help="Rewrite the report every few seconds until the runs have ended.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN]...", type=click.Path(path_type=Path))
 def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
     """Write the report of a run: one HTML file with its curves, times, memory, events and plan.
@@ -205,7 +205,7 @@ def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
 @click.option("--nproc_per_node", type=_positive, help="With --model: number of ranks. [default: 2]")
 @click.argument("switches", nargs=-1)
 def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None:
-    """Verify that strategies do what they promise, alone and combined, or only those named by SWITCHES.
+    """Verify that strategies do what they promise, alone and combined: all of them, or those named by SWITCHES.
 
     Every combination either raises an error, or trains a small model on two ranks (four for pipelines and hierarchies).
     Its result is compared with one plain float64 process, and each strategy must be observed to act. With --model,
@@ -223,11 +223,11 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
 @click.option(
     "--port", type=click.IntRange(1, 65535), default=8617, show_default=True, help="Port to answer or ask on."
 )
-@click.option("--folder", type=click.Path(path_type=Path), help="Also check this shared folder, as for checkpoints.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Also check this folder, which all machines share.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("hosts", nargs=-1)
 def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path | None, as_json: bool) -> None:
-    """Check this machine before a run, and the machines HOSTS: names, ports, memory, files, links and versions.
+    """Check this machine, and the machines HOSTS, before a run: names, ports, memory, files, links and versions.
 
     First run `fleetx doctor --listen ADDRESS` on each of HOSTS, with the address that the others should use. Reports
     what to fix. The exit code is 1 if a run could not work.
@@ -235,7 +235,7 @@ def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path |
     from fleetx.launch import doctor as checks
 
     if listen and hosts:
-        raise click.UsageError("--listen answers other machines: give HOSTS in another call")
+        raise click.UsageError("--listen only answers other machines: pass HOSTS in a separate call")
     try:
         if listen:
             with checks.serve(listen, port, folder):

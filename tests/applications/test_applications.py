@@ -308,6 +308,6 @@ def test_a_part_of_a_model_cannot_be_saved_or_loaded(tmp_path):
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match=r"Resnet50 needs transformers: pip install fleetx\[applications\]"):
+    with pytest.raises(UsageError, match=r"Resnet50 needs transformers: pip install 'fleetx\[applications\]'"):
         make("resnet")
     make("vgg")  # needs torch alone

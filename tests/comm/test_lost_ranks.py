@@ -220,7 +220,7 @@ def wait_for_each_other():
 def test_ranks_that_wait_for_each_other_are_named(tmp_path):
     with forked(tmp_path, 2, wait_for_each_other) as ranks:
         for rank in (0, 1):
-            ranks.wait_for("so they wait for each other", rank)
+            ranks.wait_for("so they are waiting for each other", rank)
             for other in (0, 1):
                 where = rf"rank {other} on {HERE} is after step 10 \(test_lost_ranks.py:\d+ in wait_for_each_other\)"
                 assert re.search(where, ranks.log(rank)), ranks.log(rank)

@@ -99,7 +99,7 @@ def test_a_state_of_other_lines_or_samples_is_an_error(tmp_path, change):
     if change == "labels":
         data, _ = in_folder(tmp_path, "b", [*LINES[:-1], LINES[-1][:-1] + "0"])
     loader = load_digital_dataset_from_file(data, vocabulary, 4, **options)
-    with pytest.raises(UsageError, match="other data: another dataset or length, other files"):
+    with pytest.raises(UsageError, match="other data: a different dataset or length, or different files"):
         loader.load_state_dict(state)
 
 

@@ -84,7 +84,8 @@ class TupleKeys(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [(Shared, "under 'all', which is no parameter"), (TupleKeys, r"under \(1, 2\) per parameter")]
+    ("kind", "message"),
+    [(Shared, "under 'all', which is not a parameter"), (TupleKeys, r"under \(1, 2\) per parameter")],
 )
 def test_state_that_would_be_lost_is_refused(tmp_path, kind, message):
     build(optimizer=lambda model: kind(model.parameters(), lr=0.1))

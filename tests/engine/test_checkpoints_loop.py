@@ -170,7 +170,7 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(tm
     assert ready.wait(60)
     monkeypatch.setattr(folders, "PATIENCE", 0.2)
     build({})
-    with pytest.raises(UsageError, match="another run uses the checkpoints in"):
+    with pytest.raises(UsageError, match="another run is using the checkpoints in"):
         fleet.checkpoints(tmp_path, every=1)
     assert names(tmp_path) == []
     monkeypatch.setattr(folders, "PATIENCE", 60)
@@ -394,8 +394,8 @@ def test_where_ranks_update_on_their_own_all_of_them_go_back(ranks, tmp_path):
     ("bad", "message"),
     [
         ([1, 2], "there is no checkpoint to restore yet"),
-        ([4, 5, 6, 7], "step-0000000004 was restored, and the training fails from there on"),
-        ([5, 6, 7, 8], "step-0000000004 was restored, and the training fails from there on"),  # although 8 is saved
+        ([4, 5, 6, 7], "step-0000000004 was restored, but training fails again from there"),
+        ([5, 6, 7, 8], "step-0000000004 was restored, but training fails again from there"),  # although 8 is saved
     ],
 )
 def test_what_cannot_be_restored_stops_the_training(tmp_path, bad, message):

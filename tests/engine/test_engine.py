@@ -198,7 +198,7 @@ def test_a_plain_checkpoint_loads_and_a_fleetx_checkpoint_loads_into_plain_pytor
         zero_last(model, optimizer, x, y)
         zero_last(other, plain, x, y)
     plain.load_state_dict(optimizer.state_dict())
-    with pytest.warns(UserWarning, match="has no state of fleetx: strategies start from the beginning"):
+    with pytest.warns(UserWarning, match="has no fleetx state: strategies start from the beginning"):
         optimizer.load_state_dict(plain.state_dict())
     assert optimizer.state_dict()["fleetx"]["merged"] == 0
 
@@ -467,7 +467,7 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("declared", [{"clip": True}, {"amp": True}, MERGE], ids=str)
 def test_sparse_gradients_are_refused_where_they_cannot_be_taken(declared):
-    with pytest.raises(StrategyError, match="with the sparse gradients of table is not built yet"):
+    with pytest.raises(StrategyError, match="with the sparse gradients of 'table' is not built yet"):
         armed(declared, make=Sparse)
 
 

@@ -972,7 +972,7 @@ def test_a_second_backward_that_is_not_reduced_is_found_in_the_first_update(rank
             assert "a gradient was changed between backward() and step()" in message
         else:
             assert "differ from the others, first in '0.weight', after 1 update. The script may have changed" in message
-            assert "a backward() does that does not go through what model(x) returned" in message
+            assert "with a backward() that does not go through what model(x) returned" in message
 
 
 def backward_to_the_last_layer(declared):

@@ -28,8 +28,10 @@ def test_different_strategies_name_ranks_and_keys(ranks):
     first, second = ranks.run(_differ, declared)
     assert first == second
     assert first == [
-        "the ranks declare different strategies: gradient_merge_configs['k_steps'] = 2 on rank 0, 4 on rank 1",
-        "the ranks declare different strategies: sync_batch_norm = False on rank 0, True on rank 1",
+        "the ranks declare different strategies (gradient_merge_configs['k_steps'] = 2 on rank 0, 4 on rank 1): "
+        "declare the same one on every rank",
+        "the ranks declare different strategies (sync_batch_norm = False on rank 0, True on rank 1): "
+        "declare the same one on every rank",
     ]
 
 

@@ -185,11 +185,11 @@ def test_a_node_with_the_secret_takes_part(server):
 def test_a_node_with_another_secret_is_told_so_and_so_is_node_0(server):
     for secret in (b"another secret of a job", b""):
         with pytest.raises(
-            LaunchError, match=r"node 0 at 127.0.0.1:\d+ has another job secret: give all nodes the same"
+            LaunchError, match=r"node 0 at 127.0.0.1:\d+ has a different job secret: give all nodes the same"
         ):
             MeetingClient("127.0.0.1", server.port, secret=secret)
     until(lambda: server.said, what="node 0 to be told")
-    assert server.said == ["refused a connection from 127.0.0.1: it has another job secret"]  # once
+    assert server.said == ["refused a connection from 127.0.0.1: it has a different job secret"]  # once
     join(server).close()
 
 

@@ -90,7 +90,7 @@ def test_merge_makes_up_for_a_small_batch():
 
 
 def test_not_even_one_sample():
-    with pytest.raises(StrategyError, match=r"a single sample needs .*, but only 1.0 KiB are allowed"):
+    with pytest.raises(StrategyError, match=r"a single sample needs .*, but only 1.0 KiB is allowed"):
         fleet.largest_batch(mlp(), sample(), memory="1KiB", loss_fn=mse_loss)
 
 

@@ -99,7 +99,7 @@ def test_a_selection_that_differs_is_not_used(interpreted, monkeypatch):
     wrong = TritonKernels("fleetx.parts.dgc.triton_kernels", selection._check)
     right = wrong.loaded().select
     monkeypatch.setattr(wrong.loaded(), "select", lambda update: (right(update)[0].flip(0), right(update)[1]))
-    with pytest.raises(RuntimeError, match="the Triton kernel of dgc selects other values than torch on cpu"):
+    with pytest.raises(RuntimeError, match="the Triton kernel of dgc and torch select different values on cpu"):
         wrong.available(CPU)
 
 

@@ -242,7 +242,7 @@ def test_a_name_that_is_neither_module_nor_operation_is_an_error():
     fleet.init()
     model = Probe()
     strategy = fleet.DistributedStrategy(amp={"custom_black_list": ["softmx"]})
-    with pytest.raises(StrategyError, match=r"custom_black_list.*'softmx' is not a module.*did you mean .*softmax"):
+    with pytest.raises(StrategyError, match=r"custom_black_list.*'softmx' is neither a module.*did you mean .*softmax"):
         fleet.distribute(model, sgd(model), strategy)
 
 
@@ -300,8 +300,8 @@ def test_ordinary_operations_can_be_listed():
         ("mul", "use 'linear' or 'multiply'"),
         ("add_", "changes its arguments"),
         ("batch_norm", "changes its arguments"),
-        ("__class__", "not an operation of torch"),
-        ("name", "not an operation of torch"),
+        ("__class__", "nor an operation of torch"),
+        ("name", "nor an operation of torch"),
     ],
 )
 def test_operations_that_cannot_be_listed_are_errors_with_a_reason(name, message):

@@ -70,7 +70,7 @@ def test_a_split_that_does_not_match_the_strategy_or_the_world_is_an_error():
         distributed(batch={"feed": 16, "merged": 3, "replicas": 2}, gradient_merge={"k_steps": 2})
     merged, replicas = caught.value.problems
     assert "batch_configs['merged'] = 3, but the strategy merges 2 steps" in merged
-    assert "batch_configs['replicas'] = 2, but 1 ranks make 1: start as many ranks" in replicas
+    assert "batch_configs['replicas'] = 2, but this run has 1: start as many ranks" in replicas
     with pytest.raises(StrategyError, match=r"batch_configs: feed is not set"):
         distributed(batch=True)
 
@@ -88,4 +88,4 @@ def test_the_stages_of_a_pipeline_are_one_replica(ranks):
     assert ranks.run(_replicas, {"batch": {"feed": 8, "replicas": 2}}) == [2, 2]
     assert ranks.run(_replicas, {"batch": {"feed": 8, "replicas": 1}} | pipeline) == [1, 1]
     for error in ranks.run(_replicas, {"batch": {"feed": 8, "replicas": 2}} | pipeline):
-        assert "batch_configs['replicas'] = 2, but 2 ranks make 1" in error
+        assert "batch_configs['replicas'] = 2, but this run has 1" in error

@@ -175,7 +175,7 @@ def test_explain_shows_the_ramp_and_where_it_is():
     for x, y in batches(3):
         with_fleet_backward(model, o, x, y)
     text = str(fleet.explain())
-    assert "grows: 1 until round 2, 2 until round 4, then 4; now 2. The rate follows by the rule 'sqrt'" in text
+    assert "merged steps: 1 until round 2, 2 until round 4, then 4; now 2. The learning rate follows the rule" in text
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def refused(declared):
 
 def test_islands_of_unequal_size_are_an_error(four):
     for message in four.run(refused, {"localsgd": {"group_size": 3}}):
-        assert "localsgd_configs['group_size'] = 3 does not divide 4 ranks: use 1 or 2 or 4" in message
+        assert "localsgd_configs['group_size'] = 3 does not divide 4 ranks: use 1, 2 or 4" in message
 
 
 def merged(data):

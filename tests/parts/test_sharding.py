@@ -185,7 +185,7 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2, gradient_merge_acc_step=2)}, "use strategy.gradient_merge"),
         ({"sharding": config(2, optimize_offload=True)}, "use offload"),
         ({"sharding": config(2, sharding_group_size=4)}, "are the same setting: remove one"),
-        ({"sharding": config(2, segment_anchors=["0"])}, "only acts with"),
+        ({"sharding": config(2, segment_anchors=["0"])}, "has no effect without sharding_segment"),
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
         (
             {"sharding": config(2), "dgc": True},

@@ -160,7 +160,7 @@ def test_the_same_command_continues_where_it_ended(tmp_path):
     assert len(script.runs) == 3
     assert len(said) == 1
     assert measured(script, tmp_path, merges="1,2,4") == (text, [])
-    with pytest.raises(UsageError, match="was measured with another --rule"):
+    with pytest.raises(UsageError, match="was measured with a different --rule"):
         measured(script, tmp_path, rule="sqrt")
 
 
@@ -169,7 +169,7 @@ def test_a_time_limit_ends_between_branches(tmp_path):
     measured(script, tmp_path, merges="1,2")
     _, said = measured(script, tmp_path, minutes=0)
     assert len(script.runs) == 2
-    assert "1 branches are left" in said[-1]
+    assert "1 branch left: repeat the command" in said[-1]
 
 
 def test_a_picture_can_be_made(tmp_path):
@@ -183,7 +183,7 @@ def test_a_picture_can_be_made(tmp_path):
     [
         ({"sees_loss": False}, {}, "fleetx batch follows the loss"),
         ({"ends": 5}, {}, "ended before 40 steps"),
-        ({}, {"merges": "2,4"}, "must have 1"),
+        ({}, {"merges": "2,4"}, "must include 1"),
         ({}, {"merges": "1,x"}, "numbers above 0"),
     ],
 )

@@ -112,13 +112,13 @@ def test_several_runs_are_side_by_side_with_the_numbers_of_their_records(browser
         per_update = [(t["time"][key] - t["first"][key]) / (t["rounds"] - 1) for run in totals for t in run]
         means = (per_update[0] + per_update[1]) / 2, (per_update[2] + per_update[3]) / 2
         assert shown[name] == [f"{1000 * mean:.3g} ms" for mean in means]
-    assert shown["longest work of its own"] == ["100 ms (rank 1)", "70 ms (rank 0)"]
+    assert shown["own work of the slowest rank"] == ["100 ms (rank 1)", "70 ms (rank 0)"]
     shown = cells(browser, "memory")
     assert shown["peak of a step, as predicted"] == ["3 MiB", "3 MiB"]
     assert shown["peak of the fullest rank"] == ["300 MiB (rank 0)"] * 2
     assert shown["rank 0: optimizer"] == ["2 MiB"] * 2
     shown = cells(browser, "network")
-    assert shown["bytes of all ranks, in all"] == [f"{sum(t['sent'] for t in run):,}" for run in totals]
+    assert shown["bytes of all ranks, in total"] == [f"{sum(t['sent'] for t in run):,}" for run in totals]
     assert shown["most of any rank, per update"] == ["1000 B"] * 2
 
 

@@ -133,7 +133,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path):
     first = (tmp_path / "run" / "rank0.jsonl").read_text().splitlines()[0]
     (tmp_path / "run" / "rank0.jsonl").write_text(first + "\n")
     text = page.page([read(tmp_path / "run")])
-    assert "No update is done yet" in text
+    assert "No updates yet" in text
     assert "Nothing is distributed yet" in text
 
 
@@ -206,7 +206,7 @@ def test_the_command_writes_one_file_and_says_what_is_wrong(tmp_path):
     ("given", "answer"),
     [
         ("nothing", "nothing does not exist: call fleet.record("),
-        ("rum", "rum does not exist: did you mean run? Else call fleet.record("),
+        ("rum", "rum does not exist: did you mean run? Otherwise, call fleet.record("),
         ("empty", "empty has no rank0.jsonl: call fleet.record("),
         (".", "{0} is not a run, but has some in it: give one or more of {0}/run"),
         ("run/rank0.jsonl", "rank0.jsonl is a file: give the folder of a run: {0}/run"),

@@ -315,7 +315,7 @@ def test_the_command(tmp_path):
         (["--model", "mine:broken"], "broken() raised KeyError: 'train.csv' ("),
         (["--model", "mine:shapes"], "loss_fn(model(x), y) and its backward raised RuntimeError: "),
         (["--model", "mine:few"], "x has 1 samples and y has 1: they need equally many, at least one per rank"),
-        (["--model", "mine:dropout"], "dropout (0) draws other random numbers on each rank"),
+        (["--model", "mine:dropout"], "dropout (0) draws different random numbers on each rank"),
         (["--output", "no/such/x.html"], "there is no folder"),
         (["--model", "json:dumps", "--output", "x.html"], "--output is for the matrix of all strategies: remove it"),
         (["--output", "x.txt"], "--output x.txt: the name must end in .html, .json, .md"),

@@ -153,7 +153,9 @@ class Application(nn.Module, metaclass=_RemembersLast):
         saved: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
         expected, model = self.state_dict(), f"{type(self).__name__} with these options"
         if missing := [name for name in expected if name not in saved]:
-            raise UsageError(f"{file} has no {missing[0]!r}: another application wrote it, or one with other options")
+            raise UsageError(
+                f"{file} has no {missing[0]!r}: it was written by another application, or with different options"
+            )
         if unexpected := [name for name in saved if name not in expected]:
             raise UsageError(f"{file} has {unexpected[0]!r}, which {model} does not have")
         for name, tensor in expected.items():
@@ -179,7 +181,9 @@ def model_options(options: Mapping[str, Any], **required: Any) -> dict[str, Any]
     """Add the loader options that the model determines; raise an error if `options` contradicts them."""
     for name, value in required.items():
         if options.get(name, value) != value:
-            raise UsageError(f"{name} = {options[name]!r}: this model was created with {name} = {value!r}")
+            raise UsageError(
+                f"{name} = {options[name]!r}: this model was created with {name} = {value!r}, so leave it out"
+            )
     return {**options, **required}
 
 

@@ -117,11 +117,13 @@ class Bert(Application):
         batch, length = src_ids.shape[:2]
         if length > self.max_seq_len:
             raise UsageError(
-                f"src_ids has {length} words per row, but this BERT was created with max_seq_len={self.max_seq_len}"
+                f"src_ids has {length} words per row, but this BERT was created with max_seq_len={self.max_seq_len}: "
+                "pass shorter rows, or create it with a larger one"
             )
         if mask_label.numel() != mask_pos.numel():
             raise UsageError(
-                f"mask_label has {mask_label.numel()} entries, but mask_pos has {mask_pos.numel()}: must be equal"
+                f"mask_label has {mask_label.numel()} entries, but mask_pos has {mask_pos.numel()}: pass one for each "
+                "position"
             )
         out = self.bert(
             src_ids.reshape(batch, length),
@@ -188,7 +190,9 @@ class Bert(Application):
 
     def _loader_options(self, length: int | None, default: int, options: BertOptions) -> tuple[int, BertOptions]:
         if length is not None and length > self.max_seq_len:
-            raise UsageError(f"max_seq_len = {length}: this model was created with max_seq_len = {self.max_seq_len}")
+            raise UsageError(
+                f"max_seq_len = {length}: this model was created with max_seq_len = {self.max_seq_len}, so pass no more"
+            )
         length = min(default, self.max_seq_len) if length is None else length
         return length, cast(BertOptions, model_options(options, vocab_size=self.vocab_size))
 

@@ -35,7 +35,10 @@ class WordEmbedding(nn.Module):
     def forward(self, words: Tensor, positions: Tensor | None) -> Tensor:
         batch, length = words.shape[:2]
         if length > (longest := len(self.encoding)):
-            raise UsageError(f"{length} words per row, but this Transformer was created with max_seq_len={longest}")
+            raise UsageError(
+                f"{length} words per row, but this Transformer was created with max_seq_len={longest}: pass shorter "
+                "rows, or create it with a larger one"
+            )
         encoding = self.encoding[:length] if positions is None else self.encoding[positions.reshape(batch, length)]
         result: Tensor = self.dropout(self.table(words.reshape(batch, length)) * self._scale + encoding)
         return result
@@ -220,7 +223,8 @@ class Transformer(Application):
     def _options(self, options: TranslationOptions) -> TranslationOptions:
         if options.get("max_seq_len", 0) > self.max_seq_len:
             raise UsageError(
-                f"max_seq_len = {options['max_seq_len']}: this model was created with max_seq_len = {self.max_seq_len}"
+                f"max_seq_len = {options['max_seq_len']}: this model was created with max_seq_len = "
+                f"{self.max_seq_len}, so pass no more"
             )
         return cast(
             TranslationOptions, model_options({"max_seq_len": self.max_seq_len} | options, vocab_size=self.vocab_size)

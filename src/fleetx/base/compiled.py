@@ -11,8 +11,9 @@ from typing import Any
 _KINDS: dict[str, Any] = {"n": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double, "i": ctypes.c_int}
 VERSION = 2  # of the functions and their arguments, in all libraries; fleetx_version() in C
 _MISSING = (
-    "the compiled kernels are not installed, as there was no working C compiler with OpenMP when fleetx was installed: "
-    "reinstall it where there is one (pip install --no-cache-dir --force-reinstall --no-deps, and where fleetx is)"
+    "the compiled kernels are not installed, because there was no working C compiler with OpenMP when fleetx was "
+    "installed: install one, then fleetx again (pip install --no-cache-dir --force-reinstall --no-deps SOURCE, where "
+    "SOURCE is what you installed it from)"
 )
 
 
@@ -68,7 +69,7 @@ class Library:
         except OSError as error:
             return f"the compiled kernels are installed but cannot be loaded: {error}"
         if not hasattr(library, "fleetx_version") or library.fleetx_version() != VERSION:
-            return f"{path.name} was built from another version of fleetx: install it again"
+            return f"{path.name} was built for a different version of fleetx: reinstall fleetx"
         for name, letters in self._functions.items():
             arguments, _, result = letters.partition(":")
             function = getattr(library, name)

@@ -27,7 +27,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def sparse_modules(model: nn.Module) -> str:
     """Names of modules with sparse gradients, which most strategies cannot handle."""
-    return ", ".join(name for name, module in named_modules(model) if getattr(module, "sparse", False) is True)
+    return ", ".join(repr(name) for name, module in named_modules(model) if getattr(module, "sparse", False) is True)
 
 
 def sparse_problem(switch: str, model: nn.Module) -> Iterator[str]:

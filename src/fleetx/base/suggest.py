@@ -17,6 +17,12 @@ def did_you_mean(
     return f"did you mean {' or '.join(names)}?" if near else otherwise
 
 
+def either(choices: Iterable[object]) -> str:
+    """`1, 2 or 4`."""
+    *rest, last = map(str, choices)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:

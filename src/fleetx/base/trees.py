@@ -156,5 +156,5 @@ def _no_cache(value: Any) -> Any:
     if not any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__):
         return value
     if value.get_seq_length() > 0:
-        raise UsageError("recompute cannot run again what reads a filled cache: pass no past_key_values while training")
+        raise UsageError("recompute cannot rerun a forward with a filled cache: pass no past_key_values while training")
     return None

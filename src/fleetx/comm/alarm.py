@@ -35,28 +35,29 @@ def lost(verdict: dict[str, Any], here: int) -> str:
     """Why this rank cannot continue. `verdict` comes from the watcher of rank 0."""
     who = f"rank {verdict['rank']} on {verdict['host']}"
     doing = place(verdict)
+    then = f" {doing}" if doing else ""
     seconds = f"{verdict['for']:.1f} s"
     text = {
         "killed": (
-            f"{who} was killed or crashed {doing}. "
+            f"{who} was killed or crashed{then}. "
             + (
                 "The kernel has just killed a process for lack of memory: use smaller batches, or fewer ranks per host"
                 if verdict.get("memory")
                 else "Look at the end of its log, and at `dmesg` on that host: it may have run out of memory"
             )
         ),
-        "raised": f"{who} raised {verdict.get('text')} {doing}. Its log has the traceback: solve that first",
-        "gave up": f"{who} gave up {doing}: {verdict.get('text')}",
+        "raised": f"{who} raised {verdict.get('text')}{then}. Its log has the traceback: fix that first",
+        "gave up": f"{who} gave up{then}: {verdict.get('text')}",
         "stopped": (
-            f"{who} was stopped by a signal (SIGSTOP, Ctrl-Z or a debugger) {doing}, and stood still for {seconds}. "
-            "The job must be started again; if you stop a rank, resume it within 4 s (`kill -CONT`)"
+            f"{who} was stopped by a signal (SIGSTOP, Ctrl-Z or a debugger){then}, and stood still for {seconds}. "
+            "Start the job again; if you have to stop a rank, resume it within 4 s (`kill -CONT`)"
         ),
         "silent": (
             f"{who} has not answered for {verdict.get('silent', SILENT):.1f} s; it was {doing or 'not heard of before'}"
             f". Its machine is frozen or down, or the network is cut: try `ping {verdict['host']}` and `fleetx doctor`"
         ),
         "vanished": (
-            f"{who} and its watcher ended together {doing}. Was the job cancelled there, or the machine switched off? "
+            f"{who} and its watcher ended together{then}. Was the job cancelled there, or the machine switched off? "
             "Look at the end of its log"
         ),
     }[verdict["how"]]
@@ -78,15 +79,17 @@ def late(waiting: dict[str, Any], *, here: int, doing: str) -> str:
     seconds, where = f"{waiting['seconds']:.0f} s", place(waiting)
     if here in waiting["late"]:
         return f"the other ranks have been waiting {seconds} for {who}, which is {where}"
-    return f"rank {here} has been waiting {seconds} {doing} for {who}, which is alive, {where}"
+    during = f" {doing}" if doing else ""
+    return f"rank {here} has been waiting {seconds}{during} for {who}, which is alive, {where}"
 
 
 def standstill(places: list[dict[str, Any]], seconds: float) -> str:
     """All ranks are alive, but none makes progress."""
     who = "; ".join(f"rank {found['rank']} on {found['host']} is {place(found)}" for found in places)
     return (
-        f"no rank has moved for {seconds:.0f} s: {who}. None computes, and nothing is on the network, so they wait for "
-        "each other. Do all ranks make the same calls in the same order? FLEETX_DEBUG=collectives compares them"
+        f"no rank has moved for {seconds:.0f} s: {who}. None is computing, and nothing is on the network, so they are "
+        "waiting for each other. Do all ranks make the same calls in the same order? FLEETX_DEBUG=collectives compares "
+        "them"
     )
 
 

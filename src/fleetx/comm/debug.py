@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fleetx.base import seams
 from fleetx.base.user_line import is_users
+from fleetx.comm.world import listed
 from fleetx.errors import UsageError, WorldError
 
 SWITCH = "FLEETX_DEBUG"
@@ -81,7 +82,10 @@ def _compare(mine: str, group: Any, seconds: float) -> None:
     while not store.check(keys):
         if time.monotonic() > end:
             absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-            raise WorldError(f"rank {dist.get_rank()} is in {mine}, but ranks {absent} did not come within {seconds} s")
+            raise WorldError(
+                f"rank {dist.get_rank()} is in {mine}, but {listed(absent)} did not join within {seconds:g} s: every "
+                "rank must make the same calls in order"
+            )
         time.sleep(POLL)
     told = [json.loads(store.get(key)) for key in keys]
     if len(set(told)) > 1:

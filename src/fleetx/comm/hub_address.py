@@ -64,7 +64,7 @@ def _listen(addresses: list[str], size: int) -> socket.socket:
             return socket.create_server((address, 0), backlog=size)
     raise WorldError(
         f"the watcher of rank 0 cannot listen on {' or '.join(addresses)}: is that an address of this machine? Correct "
-        "/etc/hosts or MASTER_ADDR, or set FLEETX_WATCH=0 to train without"
+        "/etc/hosts or MASTER_ADDR, or set FLEETX_WATCH=0 to train without it"
     )
 
 

@@ -50,7 +50,7 @@ def _from_torch(env: Mapping[str, str]) -> Place:
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
     if missing:
         raise WorldError(
-            f"the variables of torchrun are incomplete, without {' and '.join(missing)}: start the script with fleetrun"
+            f"torchrun's variables are incomplete, without {' and '.join(missing)}: start the script with fleetrun"
         )
     if not 0 < _number(env, "MASTER_PORT", 0) < 65536:
         raise WorldError(f"MASTER_PORT={env['MASTER_PORT']}: must be a port from 1 to 65535")
@@ -76,7 +76,8 @@ def _from_paddle(env: Mapping[str, str]) -> Place:
     current = env.get("PADDLE_CURRENT_ENDPOINT", endpoints[rank])
     if current != endpoints[rank]:
         raise WorldError(
-            f"PADDLE_CURRENT_ENDPOINT={current} is not number {rank} of PADDLE_TRAINER_ENDPOINTS, {endpoints[rank]}"
+            f"PADDLE_CURRENT_ENDPOINT={current} is not number {rank} of PADDLE_TRAINER_ENDPOINTS, {endpoints[rank]}: "
+            "start the script with fleetrun"
         )
     host = current.rpartition(":")[0]
     local = [e for e in endpoints if e.rpartition(":")[0] == host].index(current)
@@ -189,14 +190,16 @@ class UserDefinedRoleMaker:
 
     def place(self) -> Place:
         if self.role is not Role.WORKER:
-            raise WorldError(f"role={self.role!r}: collective training has only Role.WORKER")
+            raise WorldError(f"role={self.role!r}: must be Role.WORKER, the only role in collective training")
         if not 0 <= self.current_id < self.worker_num:
             raise WorldError(f"current_id={self.current_id}: must be from 0 to {self.worker_num - 1} (worker_num - 1)")
         if self.worker_num == 1:
             return Place()
         ends = tuple(self.worker_endpoints)
         if len(ends) != self.worker_num:
-            raise WorldError(f"worker_endpoints lists {len(ends)} addresses for worker_num={self.worker_num}")
+            raise WorldError(
+                f"worker_endpoints lists {len(ends)} addresses for worker_num={self.worker_num}: list one per worker"
+            )
         host = ends[self.current_id].rpartition(":")[0]
         local = [e for e in ends if e.rpartition(":")[0] == host].index(ends[self.current_id])
         return Place(self.current_id, self.worker_num, local, ends, ends[0], launched=True)

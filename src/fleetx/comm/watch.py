@@ -146,8 +146,8 @@ class Watch:
             self._lines.send({"at": _line(frame), "waits": _place(frame) is not None})
         elif "failed" in message:
             raise WorldError(
-                f"the watcher of rank {self.rank} does not run: {message['failed']}. Open the network between the "
-                f"hosts (`fleetx doctor`), or set {SWITCH}=0 to train without"
+                f"the watcher of rank {self.rank} is not running: {message['failed']}. Open the network between the "
+                f"hosts (`fleetx doctor` checks it), or set {SWITCH}=0 to train without it"
             )
 
     def _frame(self) -> FrameType | None:

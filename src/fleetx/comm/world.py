@@ -223,7 +223,7 @@ def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] 
         if place.launched and (place.rank, place.size) != (dist.get_rank(), dist.get_world_size()):
             raise WorldError(
                 f"the script's own process group says rank {dist.get_rank()} of {dist.get_world_size()}, but the "
-                f"launcher says {place.rank} of {place.size}: call fleet.init() without making a group first"
+                f"launcher says {place.rank} of {place.size}: do not make a group before fleet.init()"
             )
         place = Place(dist.get_rank(), dist.get_world_size(), place.local_rank, place.endpoints)
     elif place.launched:

@@ -136,4 +136,6 @@ def _file(folder: Path, name: str) -> Path:
 def _check(options: LoaderOptions) -> None:
     check_names("an array loader", options, ("batch_size", "shuffle", *LoaderOptions.__annotations__))
     if options.get("on_error", "raise") == "skip":
-        raise UsageError('on_error="skip" is not supported here: an array file is valid as a whole, or not at all')
+        raise UsageError(
+            'on_error="skip" is not supported here, because an array file is valid as a whole or not at all: remove it'
+        )

@@ -69,4 +69,4 @@ def optional(module: str, who_needs_what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"{who_needs_what}: pip install fleetx[applications]") from error
+        raise UsageError(f"{who_needs_what}: pip install 'fleetx[applications]'") from error

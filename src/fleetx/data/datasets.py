@@ -61,7 +61,10 @@ def _check(dataset: Any, options: LoaderOptions) -> None:
         )
     check_names("a loader of a dataset", options, ("batch_size", "shuffle", *LoaderOptions.__annotations__))
     if options.get("on_error", "raise") == "skip":
-        raise UsageError('on_error="skip" is not supported here: an error of a dataset does not say what is invalid')
+        raise UsageError(
+            'on_error="skip" is not supported here, because the error of a dataset does not say what is invalid: '
+            "remove it"
+        )
 
 
 class DatasetSource(RecordSource):

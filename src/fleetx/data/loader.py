@@ -214,7 +214,10 @@ class Loader:
             self._compared = rank_share.check_same_data(self._fingerprint, fingerprint(*order))
         this = self._next()
         if len(this) == 0:
-            raise UsageError("drop_last leaves no batch: there are too few samples for one full batch per rank")
+            raise UsageError(
+                "drop_last leaves no batch, because there are too few samples for one full batch per rank: turn it "
+                "off, or use a smaller batch_size"
+            )
         self._epoch, self._position = this.epoch, int(this.bounds[0])
         self.skipped, self._pending, self._running = len(self._source.invalid), False, this
         self._passes += 1
@@ -280,7 +283,8 @@ class Loader:
     def _check_latest(self, number: int) -> None:
         if number != self._passes:
             raise UsageError(
-                "this `for` over the loader cannot continue: another one was started, or the epoch or state was set"
+                "this `for` over the loader cannot continue: another one was started, or the epoch or state was set. "
+                "Iterate over the loader once at a time"
             )
 
     # --- resuming ---------------------------------------------------------------------------------
@@ -301,14 +305,14 @@ class Loader:
         """Resume after the last batch that was returned, with any number of ranks."""
         mine = self.state_dict()
         if state.keys() != mine.keys() or state["version"] != _VERSION:
-            raise UsageError("not the state of a fleetx loader, or of another version")
+            raise UsageError("this is not the state of a fleetx loader, or it is from a different version of fleetx")
         differs = [f"{n} = {state[n]}, but this one has {mine[n]}" for n in ("seed", "shuffle") if state[n] != mine[n]]
         if state["data"] != mine["data"]:
-            differs.append("other data: another dataset or length, other files, vocabulary or options of samples")
+            differs.append("other data: a different dataset or length, or different files, vocabulary or options")
         if differs:
             raise UsageError(
                 f"the state belongs to a loader with {differs[0]}. The order would differ, so samples would be lost or "
-                "repeated"
+                "repeated: create the loader as in the saved run"
             )
         self._move(int(state["epoch"]), int(state["position"]))
 

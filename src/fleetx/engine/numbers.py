@@ -113,16 +113,16 @@ class Numbers:
             if self._world.rank == 0 or not self._shared:
                 warn(f"{text}. The update is skipped ({self._bad} in a row)")
             return
-        times = f"{self._bad} times in a row" if self._bad > 1 else "once"
+        times = f", {self._bad} times in a row" if self._bad > 1 else ""
         if checks.on_nonfinite == "restore":
-            again = f"{text}, {times}"
+            again = f"{text}{times}"
             if run.restore is None:
                 raise NumbersError(f"{again}, and there is no checkpoint to restore: use fleet.checkpoints")
             self._bad = 0
             run.restore(again)
             return
         raise NumbersError(
-            f"{text}, {times}. Lower the learning rate, look at the data of that rank, or turn on strategy.clip"
+            f"{text}{times}. Lower the learning rate, look at the data of that rank, or turn on strategy.clip"
         )
 
     def _told(self, run: Any, params: list[nn.Parameter]) -> str:
@@ -231,10 +231,10 @@ def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], g
 
 
 _PARTED = (
-    "The script may have changed parameters or gradients on some ranks only, as a backward() does that does not go "
-    "through what model(x) returned: its gradients are not reduced, so add its loss to that of model(x). Or a bit has "
-    "flipped in memory: load the last checkpoint, and test that host. If the ranks have different processors, whose "
-    "roundings differ, turn this off with fleet.Checks(same_parameters=0)"
+    "The script may have changed parameters or gradients on some ranks only, for example with a backward() that does "
+    "not go through what model(x) returned: its gradients are not reduced, so add its loss to that of model(x). Or a "
+    "bit has flipped in memory: load the last checkpoint, and test that host. If the ranks have different processors, "
+    "which round differently, turn this check off with fleet.Checks(same_parameters=0)"
 )
 
 

@@ -73,7 +73,7 @@ def checked(engine: Engine, saved: Mapping[str, Any] | None, *, own: bool = True
     engine.check_not_lent()
     if saved is None:
         if any(engine.state.values()) or engine.plan.at(Stage.GATE):
-            warn("the checkpoint has no state of fleetx: strategies start from the beginning")
+            warn("the checkpoint has no fleetx state: strategies start from the beginning")
         return {"round": 0, "merged": 0, "withheld": {}, "parts": engine.initial_state()}
     if saved["version"] > VERSION:
         raise UsageError(f"this checkpoint was written by a newer fleetx (format {saved['version']}): upgrade fleetx")

@@ -119,12 +119,12 @@ def init(
     """
     session = current()
     if not isinstance(role_maker, PaddleCloudRoleMaker | UserDefinedRoleMaker | None):
-        raise TypeError(f"role_maker must come from fleet.base.role_maker, not be a {type(role_maker).__name__}")
+        raise TypeError(f"role_maker must be one of fleet.base.role_maker, not {type(role_maker).__name__}")
     collective = role_maker.is_collective if role_maker is not None else is_collective
     if not collective:
         raise StrategyError(
-            "fleetx does not support parameter servers, which is_collective=False asks for: it trains collectively "
-            "(is_collective=True)"
+            "fleetx does not support parameter servers, which is_collective=False asks for: pass "
+            "is_collective=True to train collectively"
         )
     if strategy is not None:
         checked(strategy).plan()  # before any process group exists
@@ -133,7 +133,7 @@ def init(
         place = role_maker.place() if role_maker is not None else from_environment()
         session.world = enter(place, timeout=timeout or TIMEOUT)
     elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
-        raise UsageError("fleet.init was already called with another role or timeout: call it once")
+        raise UsageError("fleet.init was already called with a different role or timeout: call it once")
     session.checks = checks or session.checks
     peers.start(session.here())
     if strategy is not None:

@@ -25,7 +25,8 @@ MOST = 4  # differences that a message lists
 def check_strategy(strategy: DistributedStrategy, world: World) -> None:
     """Raise an error that names the ranks whose strategies differ. Costs one small collective if none do."""
     if different := _compared(_flat(strategy), world):
-        raise StrategyError([f"the ranks declare different strategies: {difference}" for difference in different])
+        same = "declare the same one on every rank"
+        raise StrategyError([f"the ranks declare different strategies ({found}): {same}" for found in different])
 
 
 def check_versions(checks: Any, world: World) -> None:

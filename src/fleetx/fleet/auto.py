@@ -99,7 +99,7 @@ def _check_world(strategy: DistributedStrategy, model: nn.Module, world: World) 
     replicas = world.size // math.prod(part.span(model, world) for part in strategy.plan().parts)
     if declared["replicas"] != replicas:
         problems.append(
-            f"batch_configs['replicas'] = {declared['replicas']}, but {world.size} ranks make {replicas}: start "
+            f"batch_configs['replicas'] = {declared['replicas']}, but this run has {replicas}: start "
             "as many ranks as when the strategy was made, remove batch from it, or search again with strategy.auto"
         )
     if problems:

@@ -64,8 +64,8 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     if state["count"] < LEAST:
         weighted = " (fleet.weight with noise_scale is not built yet)" if engine.weights.used else ""
         raise UsageError(
-            f"the noise scale needs {LEAST} measured updates, and there are {state['count']}{weighted}: it is measured "
-            f"in every {part.every} rounds (noise_scale_configs['every'])"
+            f"the noise scale needs {LEAST} measured updates, and there are {state['count']}{weighted}: train longer, "
+            f"or measure more often (noise_scale_configs['every'] = {part.every})"
         )
     peers.meet("fleet.noise_scale")
     squares = state["squares"][: len(state["steps"])].clone()

@@ -159,7 +159,8 @@ def _scaling(half: Taken, found: Imported) -> dict[str, Any]:
         return {"dtype": "float16", "use_dynamic_loss_scaling": False, "init_loss_scaling": fixed}
     if dynamic.get("hysteresis", 2) > 1 and not dynamic.get("consecutive_hysteresis"):
         found.differs.append(
-            "fp16.hysteresis: DeepSpeed counts overflows until the scale grows, decr_every_n_nan_or_inf those in a row"
+            "fp16.hysteresis: DeepSpeed counts all overflows until the scale grows, decr_every_n_nan_or_inf only those "
+            "in a row"
         )
     if dynamic.get("min_loss_scale", 1) != 1:
         found.missing.append("fp16.min_loss_scale: the smallest scale is 1")

@@ -141,7 +141,7 @@ class _NoSync:
         if enabled:
             raise UsageError(
                 "no_backward_sync: gradient_merge decides when gradients are reduced. Set "
-                'gradient_merge={"k_steps": k}, call optimizer.step() after every batch, do not divide the loss by k'
+                'gradient_merge={"k_steps": k}, call optimizer.step() after every batch, and do not divide the loss'
             )
         return nullcontext()
 

@@ -108,7 +108,10 @@ def _merging(args: TrainingArguments, made: DistributedStrategy, declared: dict[
     if made.gradient_merge:
         ours = made.gradient_merge_configs["k_steps"]
         if not made.gradient_merge_configs["avg"]:
-            yield "gradient_merge_configs['avg'] = False: the Trainer takes the mean over accumulated batches"
+            yield (
+                "gradient_merge_configs['avg'] = False: the Trainer takes the mean over accumulated batches, so leave "
+                "avg at True"
+            )
         if steps not in (1, ours):
             yield (
                 f"gradient_accumulation_steps={steps} in TrainingArguments, but gradient_merge has k_steps={ours}: "

@@ -134,7 +134,7 @@ def why_not() -> str | None:
     for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         try:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
-                return "an import has opened the GPU, whose driver does not support a fork"
+                return "an import has opened the GPU, whose driver does not survive a fork"
         except OSError:
             pass  # the descriptor of the listing itself
     return None

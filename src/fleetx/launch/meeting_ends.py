@@ -71,7 +71,7 @@ class MeetingServer:
         except WrongSecretError:
             if address not in self._refused and len(self._refused) < PENDING:
                 self._refused.add(address)
-                self._print_status(f"refused a connection from {address}: it has another job secret")
+                self._print_status(f"refused a connection from {address}: it has a different job secret")
         except (OSError, EOFError, FrameError):
             pass  # it is gone, or never was a node
         self._connections.pop(peer, None)
@@ -119,7 +119,7 @@ class MeetingClient:
         except WrongSecretError:
             self.close()
             raise LaunchError(
-                f"node 0 at {host}:{port} has another job secret: give all nodes the same FLEETX_JOB_SECRET or "
+                f"node 0 at {host}:{port} has a different job secret: give all nodes the same FLEETX_JOB_SECRET or "
                 f"--secret_file"
             ) from None
         except (OSError, EOFError, FrameError) as error:

@@ -50,12 +50,12 @@ OPTIONS = {
         click.Option(["--rank"], type=_not_negative, metavar="R", help=(
             "Rank of this node, from 0. [default with --ips: the position of its address]")),
         click.Option(["--secret_file"], metavar="FILE", help=(
-            "File with the job secret, by which the nodes recognise each other; only you may read it (chmod 600). "
+            "File with the job secret, by which the nodes recognize each other; only you may read it (chmod 600). "
             "[default: $FLEETX_JOB_SECRET]")),
-        click.Option(["--node_ip"], metavar="a", help="Address of this node, one of --ips. [default: found]"),
+        click.Option(["--node_ip"], metavar="a", help="Address of this node, one of --ips. [default: detected]"),
         click.Option(["--started_port"], type=click.IntRange(1025, 65535), metavar="P", help=(
             "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
-        click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's modes; there is one."),
+        click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's option; it has one mode."),
         click.Option(["--join_timeout"], type=_positive, metavar="S", help=(
             f"Seconds to wait for the other nodes. [default: {_SECONDS['join_timeout']}]")),
     ],
@@ -67,8 +67,8 @@ OPTIONS = {
         click.Option(["--max_restarts"], type=_not_negative, default=0, show_default=True, metavar="N", help=(
             "How many times to restart all workers after a failure.")),
         click.Option(["--elastic"], metavar="MIN:MAX", help=(
-            "Continue without workers (on one node) or nodes (on several) that are lost, as long as MIN remain, and "
-            "take them back. WORLD_SIZE changes, and all workers restart.")),
+            "Continue without lost workers (on one node) or nodes (on several), as long as MIN remain, and take them "
+            "back when they return. WORLD_SIZE changes, and all workers restart.")),
         click.Option(["--regrow_after"], type=_not_negative, metavar="S", help=(
             "With --elastic on one node: seconds until the workers that were left out come back. "
             f"[default: {_SECONDS['regrow_after']}]")),
@@ -78,10 +78,10 @@ OPTIONS = {
         click.Option(["--cold"], is_flag=True, help=(
             "Start the workers of a restart from scratch, instead of as forks of a process that has imported torch.")),
         click.Option(["--preload"], metavar="a,b", help=(
-            "Modules that this process imports besides torch and fleetx, such as transformers.")),
+            "Modules, such as transformers, that this process imports besides torch and fleetx. Not with --cold.")),
         click.Option(["--grace_period"], type=_not_negative, default=25, show_default=True, metavar="S", help=(
-            "Seconds that a worker has to save its state and exit, after fleetrun got SIGTERM or before the number of "
-            "workers changes.")),
+            "Seconds that a worker has to save its state and exit after fleetrun receives SIGTERM or before the number "
+            "of workers changes.")),
         click.Option(["--stop_timeout"], type=_not_negative, default=5, show_default=True, metavar="S", help=(
             "Seconds that a worker has to exit after it failed or was asked to stop, before it is killed.")),
     ],

@@ -65,11 +65,11 @@ def search(
                 raise
             return peak(2)  # batch norm cannot take a single sample
 
+    remedy = "use recompute with memory_budget='min', sharding, or an optimizer with less state"
     micro = largest(peak, memory)
     if not micro:
         raise StrategyError(
-            f"a single sample needs {format_bytes(peak(1))}, but only {format_bytes(memory)} are allowed: use "
-            "recompute with memory_budget='min', sharding, or an optimizer with less state"
+            f"a single sample needs {format_bytes(peak(1))}, but only {format_bytes(memory)} is allowed: {remedy}"
         )
     while True:
         micro, merge = solve(micro, global_batch, ranks)
@@ -79,7 +79,8 @@ def search(
             return LargestBatch(micro, merge, ranks, memory, peak(micro), tried)
         if micro == 1:
             raise StrategyError(
-                f"a single sample needed {format_bytes(tried)} when tried, but only {format_bytes(memory)} are allowed"
+                f"a single sample needed {format_bytes(tried)} when tried, but only {format_bytes(memory)} is allowed: "
+                f"{remedy}"
             )
         micro = max(1, min(micro - 1, int(micro * memory / tried)))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from fleetx.base.suggest import either
 from fleetx.comm.averaging import average
 from fleetx.comm.paths import Network, completed, inside_hosts
 from fleetx.comm.world import World
@@ -79,15 +80,15 @@ class LocalUpdates(Part):
             why = "not every host has the same number of workers with consecutive ranks"
             yield f"{where} = 'host': {why}: give a number"
         elif ranks % size:
-            divisors = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            divisors = either(n for n in range(1, ranks + 1) if ranks % n == 0)
             yield f"{where} = {size} does not divide {ranks} ranks: use {divisors}"
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and ctx.network.world.size == 1:
             yield "no effect here: there is one replica of the model, so there is nothing to average"
         elif ctx is not None and ctx.island is not None:
-            alone = ": this is data parallelism" if ctx.network.parties == 1 else ""
-            yield f"islands: {ctx.network.parties}, of {ctx.island.size} ranks each{alone}"
+            size, number = ctx.island.size, ctx.network.parties
+            yield f"{number} islands of {size} ranks" if number > 1 else f"one island of {size} ranks: data parallelism"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         # last: the round of each fragment's last average. together: the last round in which all were averaged.
@@ -291,6 +292,7 @@ def _optimizer_state(params: list[Tensor], ctx: StepContext) -> list[Tensor]:
     if len(set(counts)) > 1:
         raise UsageError(
             f"average_momentum: the ranks' optimizers hold different numbers of values ({counts}), because some "
-            "parameters got a gradient on some ranks only: use every parameter on every rank, or turn it off"
+            "parameters got a gradient on some ranks only: use every parameter on every rank, or turn average_momentum "
+            "off"
         )
     return values

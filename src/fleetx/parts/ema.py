@@ -35,7 +35,7 @@ class EMA(Part):
 
     neutral: ClassVar[dict[str, float]] = {"decay": 0.0}
     per_parameter: ClassVar[tuple[str, ...]] = ("average",)
-    effect: ClassVar[Effect] = more("behind", "the average is behind the parameters")
+    effect: ClassVar[Effect] = more("behind", "the average lags behind the parameters")
     example: ClassVar[dict[str, float]] = {"decay": 0.8}
     costs: ClassVar[str] = (
         "memory: a copy of the parameters that this rank holds, in 32 bits at least; time: a pass over both per update"

@@ -72,9 +72,9 @@ class GradientMerge(Part):
                 if getattr(self, key) != getattr(type(self)(), key):
                     yield f"{key} has no effect without rampup: set rampup, or remove it"
         elif _counts_samples(self) and self.rampup_feed is None:
-            yield "rampup_unit = 'samples' needs rampup_feed, the number of samples that a replica is fed in one step"
+            yield "rampup_unit = 'samples' needs rampup_feed: set it to the number of samples per step on each replica"
         elif not _counts_samples(self) and self.rampup_feed is not None:
-            yield "rampup_feed has no effect with rampup_unit = 'rounds': remove it, or count samples"
+            yield "rampup_feed has no effect with rampup_unit = 'rounds': remove it, or set rampup_unit = 'samples'"
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -88,10 +88,10 @@ class GradientMerge(Part):
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if self.rampup:
             steps = ", ".join(f"{k} until {self.rampup_unit[:-1]} {end}" for end, k in self.rampup)
-            rate = "stays as it is" if self.rampup_lr == "none" else f"follows by the rule {self.rampup_lr!r}"
+            rate = "stays as it is" if self.rampup_lr == "none" else f"follows the rule {self.rampup_lr!r}"
             now = "" if ctx is None else f"; now {self.merged(ctx)}"
-            yield f"the number of merged steps grows: {steps}, then {self.k_steps}{now}. The rate {rate}"
-            yield "times and bytes that the planner predicts are those after the ramp-up"
+            yield f"merged steps: {steps}, then {self.k_steps}{now}. The learning rate {rate}"
+            yield "the planner predicts times and bytes for after the ramp-up"
 
     # --- the ramp-up ------------------------------------------------------------------------------
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:

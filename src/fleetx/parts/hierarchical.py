@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.base.suggest import either
 from fleetx.comm.paths import inside_hosts
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
@@ -63,8 +64,7 @@ class Hierarchical(Part):
         elif ranks % size:
             divisors = [n for n in range(2, ranks + 1) if ranks % n == 0]
             yield (
-                f"hierarchical_allreduce_inter_nranks = {size} does not divide {ranks} ranks: "
-                f"use {' or '.join(map(str, divisors))}"
+                f"hierarchical_allreduce_inter_nranks = {size} does not divide {ranks} ranks: use {either(divisors)}"
             )
 
     def _group_size(self, world: World, shards: int = 1) -> int:

@@ -34,7 +34,7 @@ class LAMB(Part):
     """Keep the trust ratio for excluded parameters, as Paddle 2.0 did."""
 
     neutral: ClassVar[dict[str, Any]] = {"exclude_from_weight_decay": ["weight", "bias"]}
-    effect: ClassVar[Effect] = differs("distance", "updates have another length")
+    effect: ClassVar[Effect] = differs("distance", "updates differ in length")
     costs: ClassVar[str] = "time: one pass more than Adam over parameters and moments, for the norms"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:

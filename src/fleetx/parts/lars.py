@@ -37,7 +37,7 @@ class LARS(Part):
     """Substrings of parameter names. Matching parameters get plain momentum without weight decay."""
 
     neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}
-    effect: ClassVar[Effect] = differs("distance", "updates have another length")
+    effect: ClassVar[Effect] = differs("distance", "updates differ in length")
     example: ClassVar[dict[str, float]] = {"lars_coeff": 0.02}
     costs: ClassVar[str] = "time: one pass more than SGD over parameters and gradients, for the norms"
 

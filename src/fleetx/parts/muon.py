@@ -45,7 +45,7 @@ class MUON(Part):
     """Let each rank orthogonalize only some of the matrices and send them to the others, instead of all of them."""
 
     neutral: ClassVar[dict[str, Any]] = {"adamw": ["weight", "bias"]}
-    effect: ClassVar[Effect] = differs("distance", "updates have another length")
+    effect: ClassVar[Effect] = differs("distance", "updates differ in length")
     amplifies: ClassVar[float] = 5.0  # small singular values become as large as the others, and their errors grow too
     costs: ClassVar[str] = (
         "time: about 20 * min(rows, columns) operations per element and update, divided over ranks, and one all-gather "
@@ -106,7 +106,9 @@ class MUON(Part):
             names = ctx.notes["adamw"]
             shown = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
             number = ctx.notes["matrices"]
-            yield f"Muon updates {number} matrices; AdamW updates the rest, of the matrices {shown or 'none'}"
+            matrices = f"{number} matri{'ces' if number != 1 else 'x'}"
+            rest = f", including these matrices: {shown}" if names else ""
+            yield f"Muon updates {matrices}; AdamW updates everything else{rest}"
 
 
 def _forget(optimizer: Optimizer) -> None:

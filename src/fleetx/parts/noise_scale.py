@@ -25,7 +25,7 @@ class NoiseScale(Part):
     """
 
     every: Annotated[int, Field(ge=1)] = 8
-    """Measure every this many rounds."""
+    """Rounds from one measurement to the next."""
     window: Annotated[int, Field(ge=8)] = 256
     """How many of the latest measurements to keep."""
 
@@ -33,7 +33,7 @@ class NoiseScale(Part):
     neutral: ClassVar[dict[str, int]] = {}
     effect: ClassVar[Effect] = more("measured", "norms are measured")
     example: ClassVar[dict[str, int]] = {"every": 1}
-    costs: ClassVar[str] = "time: two norms of the gradients, in every so many rounds"
+    costs: ClassVar[str] = "time: two norms of the gradients, once every few rounds"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"count": 0, "steps": [], "squares": None}

@@ -34,7 +34,7 @@ def measure(
     """Run the branches that --output does not have yet, and return the result as text."""
     merges, rates = numbers("merges", given["merges"], int), numbers("rates", given["rates"], float)
     if 1 not in merges or len(merges) < 2:
-        raise UsageError("--merges must have 1, the script's own batch, and at least one more: such as 1,2,4,8")
+        raise UsageError("--merges must include 1, the script's own batch, and at least one other, as in 1,2,4,8")
     if given["plot"] is not None:
         plots.check_plot()  # before anything is started
     steps = math.ceil(given["steps"] / max(merges)) * max(merges)  # whole updates of every batch
@@ -46,7 +46,8 @@ def measure(
     start, minutes = time.monotonic(), given["minutes"]
     for i, (merge, rate) in enumerate(todo):
         if minutes is not None and time.monotonic() - start > 60 * minutes:
-            say(f"--minutes {minutes:g} are over: {len(todo) - i} branches are left; run the same command again")
+            left = f"{len(todo) - i} branch{'es' if len(todo) - i > 1 else ''} left"
+            say(f"--minutes {minutes:g} is over with {left}: repeat the command to continue")
             break
         share = batch_ratio(given["rule"], merge, 1) if given["rule"] != "none" else 1.0
         whole = steps if merge == 1 else math.ceil(steps * given["limit"] / max(merges)) * max(merges)
@@ -76,7 +77,7 @@ def _run(
         if not result.exists():
             raise UsageError(
                 f"{script} ended before {order.steps} steps, or does not use fleet.checkpoints: loop over "
-                "`for step in fleet.checkpoints(root, every=...)`, let the data go round, or lower --steps or --limit"
+                "`for step in fleet.checkpoints(root, every=...)`, let the data repeat, or lower --steps or --limit"
             )
         found = json.loads(result.read_text())
     found.pop("resumed")
@@ -95,7 +96,7 @@ def _known(output: Path, settings: Mapping[str, Any]) -> dict[tuple[int, float],
         raise UsageError(f"{output} is not a file of `fleetx batch`: choose another --output") from error
     if different:
         raise UsageError(
-            f"{output} was measured with another --{different[0]}: choose another --output, or remove the file"
+            f"{output} was measured with a different --{different[0]}: choose another --output, or remove the file"
         )
     return branches
 

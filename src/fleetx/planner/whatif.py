@@ -20,8 +20,8 @@ from fleetx.strategy.cost_model import Cluster, Link
 from fleetx.strategy.part import switch_of
 
 NOTE = (
-    "This is a prediction: nothing below was run. Compute is {speed:g} times as fast as in the profile; "
-    "links are as stated."
+    "This is a prediction: nothing below was run. It assumes that compute is {speed:g} times as fast as in the "
+    "profile, and that links are as stated."
 )
 _UNITS = {"bit": 1 / 8, "b": 1 / 8, "B": 1.0}
 _POWERS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

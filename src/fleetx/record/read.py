@@ -70,7 +70,7 @@ def _missing(folder: Path) -> UsageError:
     known = {Path(run).name: run for run in _runs_in(folder.parent)} if not folder.exists() else {}
     near = did_you_mean(folder.name, known, quote=False)
     lacks = "has no rank0.jsonl" if folder.exists() else "does not exist"
-    hint = f"{near} Else " if near else ""
+    hint = f"{near} Otherwise, " if near else ""
     return NotBegunError(f"{folder} {lacks}: {hint}call fleet.record({str(folder)!r}) in the script")
 
 
@@ -94,7 +94,7 @@ def _lines(path: Path, found: Record) -> Iterator[Line]:
                 continue
             newer = line.get("schema") if kind == "start" else None
             if isinstance(newer, int) and newer > SCHEMA:
-                raise UsageError(f"{found.folder} was recorded by a newer fleetx (schema {newer}): update fleetx")
+                raise UsageError(f"{found.folder} was recorded by a newer fleetx (schema {newer}): upgrade fleetx")
             if kind in KEYS and not _complete(line, KEYS[kind]):
                 found.unreadable += 1
                 continue

@@ -65,7 +65,7 @@ EVENTS = {
     "skipped": "a gradient was not finite: the update was skipped",
     "checkpoint": "a checkpoint was saved",
     "resumed": "the training resumed from a checkpoint",
-    "restored": "the numbers went wrong: the last good checkpoint was restored",
+    "restored": "a gradient was not finite: the last good checkpoint was restored",
     "restart": "the launcher restarted the workers",
     "fault": "an error ended the training",
     "end": "the training ended",

@@ -31,7 +31,7 @@ def time(records: Sequence[Record]) -> str:
     """The bars show single ranks, the table shows their mean."""
     found = [[s for s in facts.shares(record) if sum(s.time.values())] for record in records]
     if not any(found):
-        return '<p class="none">No update is done yet.</p>'
+        return '<p class="none">No updates yet.</p>'
     most, bars, said = max(MOST_RANKS // len(records), 1), Bars(), []
     for key, record, shares in zip(keys_of(records), records, found, strict=True):
         shown = sorted(sorted(shares, key=lambda s: -s.own)[:most], key=lambda s: s.rank)
@@ -47,8 +47,8 @@ def time(records: Sequence[Record]) -> str:
         row(TIME[kind], lambda shares, kind=kind: facts.seconds(statistics.mean(s.time[kind] for s in shares)))  # type: ignore[misc]
         for kind in TIMES
     ]
-    rows.append(row("in all", lambda shares: facts.seconds(statistics.mean(sum(s.time.values()) for s in shares))))
-    rows.append(row("longest work of its own", _longest))
+    rows.append(row("in total", lambda shares: facts.seconds(statistics.mean(sum(s.time.values()) for s in shares))))
+    rows.append(row("own work of the slowest rank", _longest))
     note = "<p>Per update. The table has the mean over the ranks of a run.</p>"
     legend = [TIME[kind] for kind in TIMES]
     return note + _compared("time", "seconds per update", records, bars, rows, facts.seconds, legend) + "".join(said)
@@ -99,7 +99,7 @@ def network(records: Sequence[Record]) -> str:
     if not any(found):
         return usage.NO_BYTES
     most, bars = max(MOST_RANKS // len(records), 1), Bars()
-    rows = [["most of any rank, per update"], ["of all ranks, per update"], ["bytes of all ranks, in all"]]
+    rows = [["most of any rank, per update"], ["of all ranks, per update"], ["bytes of all ranks, in total"]]
     for key, record, shares in zip(keys_of(records), records, found, strict=True):
         bars += [(f"{key} rank {s.rank}", [s.sent or 0.0]) for s in shares[:most]]
         sent = [s.sent or 0.0 for s in shares]

@@ -50,7 +50,7 @@ def curves(records: Sequence[Record]) -> str:
         here = [Series(r.name, one[name]) for r, one in zip(records, found, strict=True) if name in one]
         picture = svg.curve(name, here) + "".join(_odd(s, len(here) > 1) for s in here)
         plots.append(figure(name, _TITLES.get(name, name), picture, _numbers(here), [s.name for s in here]))
-    return f'<div class="plots">{"".join(plots)}</div>' if plots else '<p class="none">No update is done yet.</p>'
+    return f'<div class="plots">{"".join(plots)}</div>' if plots else '<p class="none">No updates yet.</p>'
 
 
 def _odd(series: Series, named: bool) -> str:
@@ -81,7 +81,7 @@ def _numbers(series: Sequence[Series]) -> str:
 def where_time_goes(record: Record) -> str:
     found = facts.shares(record)
     if not found or not any(sum(s.time.values()) for s in found):
-        return '<p class="none">No update is done yet.</p>'
+        return '<p class="none">No updates yet.</p>'
     shown = sorted(sorted(found, key=lambda s: -s.own)[:MOST_RANKS], key=lambda s: s.rank)
     picture = svg.bars(
         "seconds per update of each rank",
@@ -100,7 +100,7 @@ def where_time_goes(record: Record) -> str:
 
 def straggling(slow: Sequence[tuple[facts.Share, float]]) -> str:
     if not slow:
-        return "<p>No rank straggles: the ranks' own work takes equally long, within 10 %.</p>"
+        return "<p>No rank straggles: the ranks' own work takes equally long, within 10%.</p>"
     said = []
     for share, ratio in slow[:5]:
         most = max(("data", "forward_backward", "update"), key=lambda k: share.time[k])
@@ -144,9 +144,9 @@ def planned_step(plan: dict[str, Any]) -> str:
 
 def one_step(record: Record) -> str:
     planned = [planned_step(plan) for _, plan in sorted(record.plans.items())]
-    as_planned = f"<p>As planned; what is dashed waits for other ranks.</p>{''.join(planned)}" if planned else ""
+    as_planned = f"<p>As planned; dashed boxes wait for other ranks.</p>{''.join(planned)}" if planned else ""
     traces = facts.step_traces(record)
-    which = f"<p>Update {traces[0]['round']}, as it was measured.</p>" if traces else ""
+    which = f"<p>Update {traces[0]['round']}, as measured.</p>" if traces else ""
     picture = timeline.step(traces)
     figure = f'<figure data-plot="step"><div class="scroll">{picture}</div>{svg.legend(timeline.LEGEND)}</figure>'
     return as_planned + which + figure

@@ -22,7 +22,7 @@ LEGEND = ("data", "forward, F", "loss", "backward, B", "update", "waits, strateg
 def step(traces: list[Line]) -> str:
     """When each rank computes and when it waits, by its own clock."""
     if not traces:
-        return '<p class="none">No step has been traced yet: the third is the first.</p>'
+        return '<p class="none">No step has been traced yet: tracing begins with the third.</p>'
     begin = min(t["t"] for t in traces)
     end = max(t["t"] + start + seconds for t in traces for *_, start, seconds in t["spans"])
     across = (_WIDTH - _LEFT - 8) / max(end - begin, 1e-9)
@@ -77,7 +77,7 @@ def events(record: Record) -> str:
     end = max([begin + 1e-3, *(line["t"] for line in (*record.rounds[-1:], *record.events))])
     kinds = [kind for kind in EVENTS if any(e["what"] == kind for e in record.events)]
     if not kinds:
-        return '<p class="none">Nothing has happened.</p>'
+        return '<p class="none">No events yet.</p>'
     across, parts = (_WIDTH - _LEFT - 20) / (end - begin), []
     for row, kind in enumerate(kinds):
         y = 4 + row * _ROW

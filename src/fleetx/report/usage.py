@@ -11,9 +11,9 @@ from fleetx.report.sections import MOST_RANKS, table
 
 PIECES = ("parameters", "gradients", "optimizer", "kept")  # of the state, in the order drawn
 LEGEND = ("parameters", "gradients", "optimizer", "strategies, predicted", "before the first step", "since then")
-_WHOLE = "<p>Measured is the whole process, with Python and torch.</p>"
+_WHOLE = "<p>The measurements cover the whole process, including Python and torch.</p>"
 _TENSORS = (
-    "<p>The prediction is of tensors alone. What training adds to a process includes libraries that are loaded on "
+    "<p>The prediction covers tensors alone. What training adds to a process includes libraries that are loaded on "
     "first use, evaluations, and what the allocator keeps: often 100 MiB.</p>"
 )
 NO_BYTES = '<p class="none">Bytes are counted on TCP connections only, so not on CUDA.</p>'
@@ -100,4 +100,4 @@ def network(record: Record) -> str:
     rows = [(f"rank {s.rank}", [s.sent or 0.0]) for s in found]
     told = [[f"rank {s.rank}", facts.size(s.sent or 0.0), f"{record.ranks[s.rank][-1]['sent']:,}"] for s in found]
     picture = svg.bars("bytes sent per update", rows, facts.size)
-    return f'<figure data-plot="network">{picture}</figure>' + table(["", "per update", "bytes in all"], told)
+    return f'<figure data-plot="network">{picture}</figure>' + table(["", "per update", "bytes in total"], told)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fleetx.base.suggest import did_you_mean, shown
+from fleetx.base.suggest import did_you_mean, either, shown
 from fleetx.errors import StrategyError
 from fleetx.strategy.part import Part, defaults_of, switch_of
 
@@ -91,9 +91,7 @@ class Settings(MutableMapping[str, Any]):
             place = self._where(key) + "".join(f"[{i}]" for i in e["loc"][1:] if isinstance(i, int))
             reasons.setdefault((key, f"{place} = {shown(e['input'])}"), []).append(_plain_english(e["msg"]))
         for (key, assignment), texts in reasons.items():
-            *rest, last = dict.fromkeys(texts)
-            text = f"{', '.join(rest)} or {last}" if rest else last
-            yield f"{assignment}: must be {text} (default {self._defaults[key]!r})"
+            yield f"{assignment}: must be {either(dict.fromkeys(texts))} (default {self._defaults[key]!r})"
 
     def _where(self, key: str = "") -> str:
         """The setting as the user writes it."""

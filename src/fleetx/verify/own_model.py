@@ -86,8 +86,8 @@ def _try(where: str, made: Made, size: int) -> None:
         raise UsageError(f"--model {where}: loss_fn(model(x), y) and its backward raised {_told(error)}") from error
     if drops := [name for name, m in model.named_modules() if isinstance(m, DropoutBase) and m.p and m.training]:
         raise UsageError(
-            f"--model {where}: dropout ({', '.join(drops[:3])}) draws other random numbers on each rank, so the result "
-            "cannot be compared: return the model with p=0 there"
+            f"--model {where}: dropout ({', '.join(drops[:3])}) draws different random numbers on each rank, so the "
+            "result cannot be compared: return the model with p=0 there"
         )
 
 
@@ -218,7 +218,7 @@ def _why(made: Made, settings: Settings, replicas: int) -> str:
         way_out = "" if "sync_batch_norm" in settings else ": turn sync_batch_norm on"
         return f"BatchNorm ({', '.join(norms[:3])}) uses the statistics of each {micro}{way_out}"
     if len(x) % replicas:
-        return f"{len(x)} samples cannot be divided evenly over {replicas} ranks: use fleet.weight, or other batches"
+        return f"{len(x)} samples cannot be split evenly between {replicas} replicas: use fleet.weight or other batches"
     return "the loss of the whole batch is not the mean of the losses of its shares: use a mean, or fleet.weight"
 
 

@@ -175,7 +175,7 @@ def test_a_file_without_an_end_stops_before_the_disk_is_full(server, bring, monk
     server.lengths = server.heads = False
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=(67 << 20) - written(tmp_path)))
-    with pytest.raises(DownloadError, match=r"a.bin has no stated length and after \d+ bytes needs"):
+    with pytest.raises(DownloadError, match=r"a.bin has no stated length, and after \d+ bytes needs"):
         bring(address)
     assert not (tmp_path / "data/a.bin").exists()
 

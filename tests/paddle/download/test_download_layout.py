@@ -358,12 +358,12 @@ def test_a_disk_without_room_is_refused_before_the_first_file(server, bring, mon
     usage = folder.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: usage._replace(free=3 * MEGABYTE))
     with pytest.raises(
-        DownloadError, match=r"downloading and unpacking 1 files needs 4.0 MiB, .* has 3.0 MiB of disk left"
+        DownloadError, match=r"downloading and unpacking 1 files needs 4.0 MiB, .* has 3.0 MiB of disk space left"
     ):
         bring(server.publish({"a.tar": bytes(2 * MEGABYTE)}))
     assert server.got("set/a.tar") == []
     server.heads = False  # then the answer to the GET tells
-    with pytest.raises(DownloadError, match=r"a.bin still needs 4.0 MiB, but .* has 3.0 MiB of disk left"):
+    with pytest.raises(DownloadError, match=r"a.bin still needs 4.0 MiB, but .* has 3.0 MiB of disk space left"):
         bring(server.publish({"a.bin": bytes(4 * MEGABYTE)}, folder="other"))
 
 

@@ -176,7 +176,7 @@ def test_one_who_waits_says_for_what(server, bring, monkeypatch, capsys, tmp_pat
     capsys.readouterr()
     bring(address)
     said = capsys.readouterr().err
-    assert said.count(f"waiting for process 4711, which downloads {tmp_path}/set.yaml into {tmp_path}/data") == 1
+    assert said.count(f"waiting for process 4711, which is downloading {tmp_path}/set.yaml into {tmp_path}/data") == 1
 
 
 def test_an_old_failure_is_not_held_against_a_new_run(server, bring):

@@ -127,7 +127,7 @@ def test_a_member_that_the_disk_cannot_hold_is_refused(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     (tmp_path / "a.tar").write_bytes(tar({"x": bytes(101)}))
-    with pytest.raises(DownloadError, match=r"'x' needs 101 B, but .* has 100 B of disk left"):
+    with pytest.raises(DownloadError, match=r"'x' needs 101 B, but .* has 100 B of disk space left"):
         unpack.unpack(tmp_path / "a.tar", tmp_path / "beside", display="a.tar", stop=threading.Event())
 
 

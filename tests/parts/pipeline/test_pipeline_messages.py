@@ -75,8 +75,9 @@ class Backwards(Placed):
         (config(["3"], 4, micro_batch_size=8), net, "a batch of 16 cannot be split into 4 micro-batches of 8: pass "
                                                     "batches of 32"),
         (config(["1", "2", "3"], 3, "Interleaved1F1B"), net, "set micro_batch to 2 or 4, or pass batches of 20 for 4"),
-        (config(["1", "2", "3"], 4), net, "4 stages need 4 ranks, but there are 2: start 4 workers, or make 2 stages"),
-        (config(["3"], 4, degree=3), net, "need 3 ranks, but there are 2"),
+        (config(["1", "2", "3"], 4), net, "4 stages need 4 ranks, but this run has 2: start 4 workers, or make 2 "
+                                          "stages"),
+        (config(["3"], 4, degree=3), net, "need 3 ranks, but this run has 2"),
         (config(["bb"], 4), Skipping, "the model has no module 'bb': did you mean 'b'?"),
         (config(["3", "3"], 4), net, "names '3' twice"),
         (config(["3"], 4, "1F2B"), net, "did you mean '1F1B'?"),

@@ -43,8 +43,8 @@ class Back:
             raise NumbersError(f"{reason}, and there is no checkpoint to restore yet: save one earlier")
         if self._to is not None and (to == self._to or not self._updated):
             raise NumbersError(
-                f"{reason}. {self._to.name} was restored, and the training fails from there on: lower the learning "
-                "rate, look at the data, or remove that checkpoint so that an older one is taken"
+                f"{reason}. {self._to.name} was restored, but training fails again from there: lower the learning "
+                "rate, look at the data, or remove that checkpoint to resume from an older one"
             )
         if self._engine.world.rank == 0:
             warn(f"{reason}: {to.name} is restored, and training continues with the next samples")

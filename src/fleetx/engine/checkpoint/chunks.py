@@ -88,7 +88,7 @@ class Chunks:
             raise CheckpointError(path, f"{name!r} has two pieces by one rank")
         for chunk in entry.chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(entry.shape):
-                raise CheckpointError(path, f"{name!r} has a piece with another number of dimensions")
+                raise CheckpointError(path, f"{name!r} has a piece with a different number of dimensions")
             if any(o + n > w for o, n, w in zip(chunk.offsets, chunk.shape, entry.shape, strict=True)):
                 raise CheckpointError(path, f"{name!r} has a piece outside of its shape")
             if max(chunk.writer, *chunk.holders, 0) >= self._ranks:

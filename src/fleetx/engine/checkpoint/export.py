@@ -100,7 +100,7 @@ def _write(path: Path, tensors: dict[str, Tensor], places: dict[str, list[int]])
             for name, t in tensors.items():
                 mine = piece(t)
                 if list(mine.tensor.shape[1:]) != list(mine.whole[1:]):
-                    why = "which is not divided along its first dimension"
+                    why = "which is not divided along its first dimension: use fleet.save"
                     raise UsageError(f"fleet.export cannot write {name}, {why}")
                 row = mine.tensor.element_size() * torch.Size(mine.whole[1:]).numel()
                 for start in places[name]:

@@ -139,7 +139,7 @@ def _locked(handle: int, root: Path) -> bool:
         if time.monotonic() > end:
             os.close(handle)
             raise UsageError(
-                f"another run uses the checkpoints in {root}, and two would remove each other's: choose another "
+                f"another run is using the checkpoints in {root}, and two would remove each other's: choose another "
                 "folder, or end that run first"
             )
         time.sleep(0.05)

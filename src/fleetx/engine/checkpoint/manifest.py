@@ -195,7 +195,7 @@ def _check_folder(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(folder, f"cannot be read: {error.strerror}") from error
     if stat.S_ISLNK(mode):
-        raise CheckpointError(folder, "is a symbolic link: pass the folder that it leads to")
+        raise CheckpointError(folder, "is a symbolic link: pass the folder that it points to")
     if not stat.S_ISDIR(mode):
         raise CheckpointError(folder, "is not a folder")
     if mode & stat.S_IWOTH:

@@ -96,7 +96,9 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
     for name in ("scheduler", "loader"):
         given = getattr(extras, name) is not None
         if given and state[name] is None:
-            raise UsageError(f"the checkpoint has no state of a {name}: it was saved without {name}=...")
+            raise UsageError(
+                f"the checkpoint was saved without {name}=..., so it has no state of a {name}: leave it out"
+            )
         if not given and state[name] is not None and extras.whole and engine.world.rank == 0:
             warn(f"the checkpoint has the state of a {name}, which starts again: pass {name}=... to restore it")
     return Checked(training, chunks, state, saved, same)
@@ -109,7 +111,7 @@ def _at_boundary(training: SavedTraining, state: dict[str, Any]) -> SavedTrainin
         return training
     if not boundary or (boundary["loader"] is None) != (state["loader"] is None):
         raise UsageError(
-            "this checkpoint was saved inside a merge window, and with other ranks, stages or shards: the gradients in "
+            "this checkpoint was saved inside a merge window, with different ranks, stages or shards: the gradients in "
             "it belong to the ranks that computed them. Call fleet.flush() before saving, or resume with the same ranks"
         )
     state["loader"] = boundary["loader"]
@@ -156,8 +158,8 @@ def _use_shared(state: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """For ranks other than those that saved: use only what was the same on all of those."""
     if any(other["loader"] != state["loader"] for other in others):
         raise UsageError(
-            "this checkpoint was saved by another number of ranks, each of which had its own loader state, so no "
-            "rank can take it over: use a loader of fleetx.data, whose state is the same on all ranks"
+            "this checkpoint was saved by a different number of ranks, each with its own loader state, which no other "
+            "rank can take over: use a loader of fleetx.data, whose state is the same on all ranks"
         )
     if any(not _equal(other["random"], state["random"]) for other in others):
         state["random"] = None
@@ -206,7 +208,7 @@ def _check_groups(engine: Engine, training: SavedTraining) -> None:
     if training.optimizer not in ("", kind := type(engine.optimizer).__name__):
         raise UsageError(
             f"the checkpoint is of {training.optimizer}, and this optimizer is {kind}: build it as in the saved run. "
-            "To start with the model alone, use fleet.export there"
+            "To start from the model alone, call fleet.export in the saved run"
         )
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
     if [g.params for g in training.groups] != here:

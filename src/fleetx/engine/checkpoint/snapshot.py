@@ -152,8 +152,8 @@ def pieces(engine: Engine) -> dict[str, Piece]:
     found = {f"model.{name}": piece(t) for name, t in held(engine).items()}
     if other := [key for key in engine.optimizer.state if not isinstance(key, Tensor)]:
         raise UsageError(
-            f"{type(engine.optimizer).__name__} keeps state under {other[0]!r}, which is no parameter, and fleet.save "
-            "cannot write that: use torch.save"
+            f"{type(engine.optimizer).__name__} keeps state under {other[0]!r}, which is not a parameter, and "
+            "fleet.save cannot write that: use torch.save"
         )
     for name, p in params(engine).items():
         for key, value in engine.optimizer.state.get(p, {}).items():
@@ -181,7 +181,9 @@ def spelled(key: Any) -> str:
     if type(key) is str and key and not set(key) & {".", "#", "$"}:
         return key
     if type(key) not in (str, int):
-        raise UsageError(f"the optimizer keeps state under {key!r} per parameter, which fleet.save cannot write")
+        raise UsageError(
+            f"the optimizer keeps state under {key!r} per parameter, which fleet.save cannot write: use torch.save"
+        )
     return f"${json.dumps(key).encode().hex()}"
 
 

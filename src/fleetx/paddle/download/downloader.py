@@ -92,7 +92,7 @@ class Downloader:
 
         def call() -> None:
             try:
-                once_per_node(work, local / RECORDS, key=key, task=f"downloads {shown} into {local}", first=first)
+                once_per_node(work, local / RECORDS, key=key, task=f"is downloading {shown} into {local}", first=first)
             except OSError as error:
                 raise DownloadError(f"{local}: cannot be written: {error}") from error
 
@@ -122,7 +122,7 @@ def _check(fs_yaml: str, shard_num: int, shard_id: int, process_num: int) -> Non
     if shard_num < 1 and shard_num != -1:
         raise UsageError(f"shard_num={shard_num}: must be at least 1, or -1 for all files")
     if shard_num == -1 and shard_id != -1:
-        raise UsageError(f"shard_id={shard_id}: has no effect without shard_num")
+        raise UsageError(f"shard_id={shard_id}: has no effect without shard_num; set both, or neither")
     if shard_num > 0 and not 0 <= shard_id < shard_num:
         raise UsageError(f"shard_id={shard_id}: must be from 0 to {shard_num - 1}, because shard_num={shard_num}")
 

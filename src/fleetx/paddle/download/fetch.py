@@ -66,7 +66,8 @@ class Fetcher:
                 return
             part.unlink()
         raise DownloadError(
-            f"{self.remote.display(name)}: was downloaded twice and has the md5 {actual}, but filelist.txt has {md5}"
+            f"{self.remote.display(name)}: was downloaded twice and has the md5 {actual}, but filelist.txt has {md5}: "
+            "correct filelist.txt, or replace the file"
         )
 
     def _download(self, name: str, part: Path, *, resume: bool) -> None:
@@ -96,7 +97,7 @@ class Fetcher:
                     raise AbortedError
                 if reply.total is None:
                     check_disk(
-                        part.parent, len(chunk) + _RESERVE, f"{name} has no stated length and after {size} bytes needs"
+                        part.parent, len(chunk) + _RESERVE, f"{name} has no stated length, and after {size} bytes needs"
                     )
                 file.write(chunk)
                 size += len(chunk)
@@ -122,7 +123,8 @@ def check_disk(folder: Path, needed: int, subject: str, *, hint: str = "") -> No
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DownloadError(
-            f"{subject} {sizes.format_bytes(needed)}, but {folder} has {sizes.format_bytes(free)} of disk left{hint}"
+            f"{subject} {sizes.format_bytes(needed)}, but {folder} has {sizes.format_bytes(free)} of disk space "
+            f"left{hint}"
         )
 
 

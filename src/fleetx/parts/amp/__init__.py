@@ -114,10 +114,13 @@ class AMP(Part):
                     if key == "custom_black_list" and not has_forward(modules[name]):
                         yield f"amp_configs[{key!r}]: {name!r} has no forward: list the modules inside it"
                 elif reason := op_lists.unsupported(name):
-                    known = [*modules, *dir(torch.ops.aten)]
-                    hint = "" if name in known else did_you_mean(name, known, most=3)
-                    problem = f"amp_configs[{key!r}]: {name!r} is not a module of the model, and {reason}"
-                    yield ": ".join(filter(None, [problem, hint]))
+                    if reason == op_lists.UNKNOWN:
+                        known = [*modules, *dir(torch.ops.aten)]
+                        hint = "" if name in known else did_you_mean(name, known, most=3)
+                        reason += f": {hint or 'name one or the other'}"
+                    else:
+                        reason = f"is not a module of the model, and {reason}"
+                    yield f"amp_configs[{key!r}]: {name!r} {reason}"
         operations = {*self.custom_white_list, *self.custom_black_list} - modules.keys()
         if operations and isinstance(model, seams.OptimizedModule):
             yield (

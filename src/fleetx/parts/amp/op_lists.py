@@ -37,6 +37,7 @@ PADDLE_OPERATIONS = {
 SEVERAL = {"matmul_v2": ("matmul", "linear"), "addmm": ("addmm", "linear")}
 
 # Names with different meanings in Paddle and PyTorch.
+UNKNOWN = "is neither a module of the model nor an operation of torch"
 AMBIGUOUS = {"mul": "is a matrix product in Paddle but elementwise in PyTorch: use 'linear' or 'multiply'"}
 # These update running statistics in place, although their schemas do not declare it.
 UPDATES_BUFFERS = {"batch_norm", "native_batch_norm", "instance_norm", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -59,7 +60,7 @@ def unsupported(name: str) -> str:
     name = torch_names(name)[0]
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(packet, seams.OpOverloadPacket):
-        return "not an operation of torch: name one or the other"
+        return UNKNOWN
     if name in UPDATES_BUFFERS or any(seams.schema(o).is_mutable for o in _overloads(packet)):
         return "changes its arguments in place, which a cast would lose: list the module instead"
     return ""

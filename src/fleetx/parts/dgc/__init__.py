@@ -81,7 +81,8 @@ class DGC(Part):
         "fp16_allreduce": "set dgc_configs['value_dtype'] = 'float16' instead of `fp16_allreduce`",
     }
     costs: ClassVar[str] = (
-        "network: 1 - sparsity of the gradients and their indices; memory: two copies of the parameters, four in fp16"
+        "network: the largest gradients, a share of 1 - sparsity, and their indices; memory: two copies of the "
+        "parameters, or four with amp in float16"
     )
 
     def problems(self) -> Iterator[str]:
@@ -101,7 +102,7 @@ class DGC(Part):
             yield from self._momentum_problems(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if missing := [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
-            yield f"dgc: {', '.join(missing[:3])} require a gradient but are not in the optimizer: freeze them"
+            yield f"dgc: {', '.join(missing[:3])} require a gradient but are not in the optimizer: add or freeze them"
 
     def _momentum_problems(self, optimizer: Optimizer) -> Iterator[str]:
         instead = "or set dgc_configs['momentum_correction'] = False"
@@ -201,7 +202,9 @@ class DGC(Part):
             known = _params(ctx)
             unused = [n for n in sent if _compressed(p := known[n]) and p.grad is None and not ctx.per_rank]
             if unused and ctx.round > self.rampup_begin_step:
-                raise UsageError(f"dgc sent values of {unused[0]!r}, which no rank used: freeze it before distribute")
+                raise UsageError(
+                    f"dgc sent values of {unused[0]!r}, which no rank used: freeze it before fleet.distribute"
+                )
             for name, (u, v) in new.items():
                 notes["spare"][name] = state["u"][name], state["v"][name]
                 state["u"][name], state["v"][name] = u, v

@@ -94,7 +94,7 @@ def _check(kernels: ModuleType, device: torch.device) -> str:
         indices, top = selects(own)
         results.append(torch.cat([indices.double(), top.double().view(1), own.u_out.double(), own.v_out.double()]))
     same = torch.equal(*results)
-    return "" if same else f"the Triton kernel of dgc selects other values than torch on {device}: please report this"
+    return "" if same else f"the Triton kernel of dgc and torch select different values on {device}: please report this"
 
 
 _kernels = TritonKernels("fleetx.parts.dgc.triton_kernels", _check)

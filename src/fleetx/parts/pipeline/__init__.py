@@ -96,7 +96,7 @@ class Pipeline(Part):
         modules = dict(named_modules(model))
         for name in self.stages:
             if name not in modules:
-                known = f"the first modules are {', '.join(list(modules)[:5])}"
+                known = f"the first modules are {', '.join(list(modules)[:5])}" if modules else "turn pipeline off"
                 hint = did_you_mean(name, modules, otherwise=known, most=3, cutoff=0.4)
                 yield f"pipeline_configs['stages']: the model has no module {name!r}: {hint}"
             elif not has_forward(modules[name]):

@@ -39,8 +39,8 @@ def balanced_starts(ctx: Context, batch: StepInput, stages: int) -> list[str]:
     profile, starts = find_cut_points(step)
     if len(starts) < stages - 1:
         raise StrategyError(
-            f"pipeline: the model can be cut into at most {len(starts) + 1} stages, not {stages}: use fewer ranks, or "
-            "set pipeline_configs['stages'] or use device_guard"
+            f"pipeline: the model can be cut into at most {len(starts) + 1} stages, not {stages}: use fewer ranks, set "
+            "pipeline_configs['stages'], or use device_guard"
         )
     times = [block.forward + block.backward for block in profile.blocks]
     sizes = [float(block.saved + block.input_saved) for block in profile.blocks]

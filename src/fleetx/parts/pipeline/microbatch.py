@@ -17,7 +17,7 @@ def size_of(inputs: Any, target: Any) -> int:
     """Samples in the batch: the first dimension of the first tensor."""
     tensors = [t for t in tensors_of((inputs, target)) if t.dim()]
     if not tensors:
-        raise UsageError("fleet.forward_backward needs a batch of tensors if pipeline is on, but got none")
+        raise UsageError("under pipeline, fleet.forward_backward needs the batch: pass its tensors")
     return len(tensors[0])
 
 

@@ -220,8 +220,8 @@ class Runtime:
     def remarks(self) -> Iterator[str]:
         replicas = self._ctx.world.size // self.group.size
         yield (
-            f"{self._stages} stages on {self.group.size} ranks, {replicas} such pipeline{'s' if replicas > 1 else ''}; "
-            f"this is rank {self.group.rank} of one, with stage {' and '.join(map(str, self._mine))}"
+            f"{self._stages} stages on {self.group.size} ranks, in {replicas} pipeline{'s' if replicas > 1 else ''}; "
+            f"this is rank {self.group.rank} of its pipeline, with stage {' and '.join(map(str, self._mine))}"
         )
         if self._params is None:
             yield "the model is cut at the first batch"

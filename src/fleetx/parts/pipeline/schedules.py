@@ -35,9 +35,10 @@ def problems(stages: int | None, degree: int | None, mode: str, world: int) -> I
     needed, each = ranks(stages, degree, mode, world), MODES[mode][1]
     total = stages if stages is not None else needed * per_rank(mode)
     if needed > world:
+        most = world * per_rank(mode)
         yield (
-            f"pipeline: {total} stages need {needed} ranks, but there are {world}: start {needed} workers, or make "
-            f"{world * per_rank(mode)} stages"
+            f"pipeline: {total} stages need {needed} ranks, but this run has {world}: start {needed} workers, or make "
+            f"{most} stage{'s' if most > 1 else ''}"
         )
     elif world % needed:
         divisors = [n for n in range(1, world + 1) if world % n == 0]

@@ -75,7 +75,7 @@ class StageForward(Interceptor):
         self._calls[name] += 1
         if number >= len(self._trace.outputs[name]):
             raise UsageError(
-                f"pipeline: the forward calls {name!r} more often than before with such a batch, but {_ASSUMED}"
+                f"pipeline: the forward calls {name!r} more often than before with a batch of this kind, but {_ASSUMED}"
             )
         traced = self._trace.outputs[name][number]
         if self.stage_map.stages[name] < self._mine:

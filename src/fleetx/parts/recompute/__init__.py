@@ -56,7 +56,7 @@ class Recompute(Part):
     effect: ClassVar[Effect] = more("calls", "modules run twice", by=0.5)
     example: ClassVar[dict[str, Any]] = {"checkpoints": ["blocks.*"]}
     other_examples: ClassVar[tuple[dict[str, Any], ...]] = ({"memory_budget": "min"},)
-    costs: ClassVar[str] = "time: a second forward up to the last named module; memory: only their outputs are kept"
+    costs: ClassVar[str] = "time: a second forward of what is recomputed; memory: only the inputs of segments are kept"
 
     def problems(self) -> Iterator[str]:
         if self.memory_budget is None and not self.checkpoints:

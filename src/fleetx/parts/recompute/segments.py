@@ -22,7 +22,7 @@ def incompatibilities(model: nn.Module, patterns: Iterable[str]) -> Iterator[str
     for pattern in patterns:
         names = matches(pattern, modules)
         if not names:
-            known = f"the first modules are {', '.join(list(modules)[:5])}"
+            known = f"the first modules are {', '.join(list(modules)[:5])}" if modules else "turn recompute off"
             hint = did_you_mean(pattern, modules, otherwise=known, most=3, cutoff=0.4)
             yield f"{setting}: the model has no module {pattern!r}: {hint}"
         elif bare := [n for n in names if not has_forward(modules[n])]:

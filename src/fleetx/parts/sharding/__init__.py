@@ -53,11 +53,11 @@ class Sharding(Part):
     gradient_block: Annotated[int, Field(ge=2, multiple_of=2)] = 256
     """Number of values in a block, which share a 32-bit scale."""
     mp_degree: Annotated[int, Field(ge=1)] = 1
-    """Degree of tensor parallelism. Only 1 is built."""
+    """Degree of tensor parallelism. Only 1 is supported."""
     dp_degree: Annotated[int, Field(ge=1)] = 1
     """Number of replicas, which is ranks / sharding_degree with hybrid_dp. 1: not specified."""
     pp_degree: Annotated[int, Field(ge=1)] = 1
-    """Degree of pipeline parallelism. Only 1 is built."""
+    """Degree of pipeline parallelism. Only 1 is supported."""
     gradient_merge_acc_step: Annotated[int, Field(ge=1)] = 1
     """Number of merged steps. Only 1 is supported."""
     optimize_offload: bool = False
@@ -96,17 +96,19 @@ class Sharding(Part):
         if self.pp_degree != 1:
             yield f"pp_degree = {self.pp_degree}: a pipeline inside sharding {NOT_BUILT}: use strategy.pipeline alone"
         if self.gradient_merge_acc_step != 1:
-            yield f"gradient_merge_acc_step = {self.gradient_merge_acc_step}: use strategy.gradient_merge instead"
+            steps = self.gradient_merge_acc_step
+            yield f"gradient_merge_acc_step = {steps}: sharding itself merges no steps: use strategy.gradient_merge"
         if self.optimize_offload:
             yield "optimize_offload: FSDP2 offloads parameters, gradients and optimizer state together: use offload"
         if self.segment_anchors and self.sharding_segment_strategy != "segment_anchors":
-            yield "segment_anchors only acts with sharding_segment_strategy='segment_anchors': set both"
+            yield "segment_anchors has no effect without sharding_segment_strategy='segment_anchors': set both"
         if self.sharding_segment_strategy == "segment_anchors" and not self.segment_anchors:
             yield "sharding_segment_strategy='segment_anchors' needs module names: list them in segment_anchors"
         if self.sharding_segment_strategy == "segment_anchors" and (
             self.segment_broadcast_MB or self.fuse_broadcast_MB
         ):
-            yield "segment_anchors choose segments by name, so a size has no effect: remove segment_broadcast_MB"
+            size = "segment_broadcast_MB" if self.segment_broadcast_MB else "fuse_broadcast_MB"
+            yield f"segment_anchors choose segments by name, so a size has no effect: remove {size}"
 
     def incompatibilities(self, model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[str]:
         degree = self._degree(world.size)
@@ -126,8 +128,8 @@ class Sharding(Part):
             yield f"hybrid_dp needs several groups, but sharding_degree = {degree} takes all ranks: change one of them"
         elif self.dp_degree not in (1, world.size // degree):
             yield (
-                f"dp_degree = {self.dp_degree}: {world.size} ranks with sharding_degree = {degree} make "
-                f"{world.size // degree} replicas: remove dp_degree"
+                f"dp_degree = {self.dp_degree}: must be {world.size // degree}, the number of ranks divided by "
+                f"sharding_degree ({world.size} / {degree}): remove it"
             )
         if world.size > 1:
             yield from fsdp.incompatibilities(model, optimizer, self.segment_anchors)
@@ -189,7 +191,7 @@ class Sharding(Part):
             yield "the model is one segment, because of find_unused_parameters"
         elif ctx is not None and (names := ctx.notes.get("segments")) is not None:
             yield (
-                f"{len(names) + 1} segments: the root"
+                f"{len(names) + 1} segment{'s' if names else ''}: the root"
                 + (f", {', '.join(names[:4])}" if names else "")
                 + (" ..." if len(names) > 4 else "")
             )
