@@ -67,7 +67,7 @@ def _destroy_groups() -> None:
     left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     left = [group for group in left if not group.group_desc.startswith("mesh")]  # parts/sharding/fsdp.py keeps these
     if left:
-        world._owned.clear()
+        world.forget_groups()
         gc.collect()  # models that still use them
         freeze_imports()
     for group in left:

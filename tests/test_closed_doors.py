@@ -132,4 +132,4 @@ def test_there_is_no_door_in_our_source():
 
 
 def test_our_yaml_loader_is_a_safe_one():
-    assert issubclass(yaml_file._Loader, yaml.SafeLoader)
+    assert issubclass(yaml_file._StrictLoader, yaml.SafeLoader)

@@ -57,6 +57,12 @@ def type_checking(tree):
 
 
 DOTTED = re.compile(r"fleetx(\.\w+)+")
+IMPORTERS = {"__import__", "import_module", "find_spec"}
+COMPUTED = {  # import a module whose name no constant holds: the user's, another package's, or Paddle's, made from ours
+    "paddle/static/imports.py", "paddle/api/__init__.py", "record/trackers.py", "data/checks.py", "base/seams.py",
+    "base/triton_kernels.py", "verify/combinations.py", "verify/own_model.py", "launch/fork_server.py",
+    "launch/runner.py", "engine/plain.py", "strategy/part.py",
+}  # fmt: skip
 
 
 def imports(path, *, everywhere=True):
@@ -73,16 +79,36 @@ def imported_by(source, where, *, everywhere=True):
             continue
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
+            assert not any(a.name == "fleetx" and a.asname for a in node.names), f"{where}: `as` hides the package"
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{where}: relative imports hide which package is meant"
             names = {f"{node.module}.{a.name}" for a in node.names}
-            found |= {n if is_module(n) else node.module for n in names}
+            found |= {n if is_module(n) else home_of(n) for n in names}
         elif everywhere and isinstance(node, ast.Constant):
             if DOTTED.fullmatch(str(node.value)) and is_module(node.value):
                 found.add(node.value)
+        elif everywhere and computed(node):
+            assert where in COMPUTED, f"{where}: which package is meant is not to be seen from line {node.lineno}"
         elif everywhere and isinstance(node, ast.Attribute) and DOTTED.fullmatch(name := dotted(node)):
             found.add(name)
     return found
+
+
+def home_of(name):
+    """The module that defines a name, of which fleetx itself passes some on."""
+    module, _, attribute = name.rpartition(".")
+    return fleetx._WHERE.get(attribute, module) if module == "fleetx" else module
+
+
+def computed(node):
+    """Is a module imported or looked up by a name that is not a constant, or is the whole of fleetx looked up?"""
+    if isinstance(node, ast.Call) and (dotted(node.func).rpartition(".")[2] in IMPORTERS) and node.args:
+        name = node.args[0]
+    elif isinstance(node, ast.Subscript) and dotted(node.value) == "sys.modules":
+        name = node.slice
+    else:
+        return False
+    return getattr(name, "value", "fleetx") == "fleetx" or not isinstance(name, ast.Constant)
 
 
 def dotted(node):
@@ -101,7 +127,7 @@ def dotted(node):
         "def f():\n    from fleetx.fleet import init",
         "if not TYPE_CHECKING:\n    import fleetx.fleet",
         "__import__('fleetx.fleet')",
-        "name = 'fleetx.fleet'\nimport_module(name)",
+        "LATER = ['fleetx.fleet']",
         "if 'fleetx.fleet' in sys.modules: pass",
         "sys.modules['fleetx.fleet'].init()",
         "import fleetx\nfleetx.fleet.init()",
@@ -109,6 +135,25 @@ def dotted(node):
 )
 def test_every_way_to_import_is_seen(source):
     assert any(name.startswith("fleetx.fleet") for name in imported_by(source, "here"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import fleetx as f\nf.fleet.init()",
+        "import_module(f'fleetx.{name}')",
+        "importlib.import_module('fleetx.' + name)",
+        "sys.modules['fleetx'].fleet.init()",
+        "sys.modules[name].init()",
+    ],
+)
+def test_imports_that_cannot_be_seen_fail(source):
+    with pytest.raises(AssertionError, match="here:"):
+        imported_by(source, "here")
+
+
+def test_a_name_that_fleetx_passes_on_counts_where_it_is_defined():
+    assert imported_by("from fleetx import Trainer", "here") == {"fleetx.paddle.trainer"}
 
 
 def test_imports_for_type_checkers_only_do_not_count():
@@ -154,7 +199,7 @@ def test_declarations_and_the_launchers_front_do_not_import_torch(name):
 @pytest.mark.parametrize(
     ("word", "homes"),
     [(r"\.register_(?!comm_)\w*hook\(", ["engine/engine.py", "engine/scheduled.py", "engine/state.py"]),
-     (r"init_process_group\(", ["comm/world.py"]), ("get_close_matches", ["base/suggest.py"]),
+     (r"init_process_group\(", ["comm/join.py"]), ("get_close_matches", ["base/suggest.py"]),
      (r"warnings\.warn", ["base/user_line.py"])],
     ids=["hooks", "process group", "suggestions", "warnings"],
 )  # fmt: skip
@@ -164,12 +209,12 @@ def test_one_place_for_one_thing(word, homes):
 
 
 def test_one_name_for_one_class():
-    """Two public classes of one name are two meanings of one word."""
+    """Two classes of one name, or a class and the name of a type, are two meanings of one word."""
     homes = {}
     for path in FILES:
-        if place(path).startswith("paddle/api"):  # the names are Paddle's
+        if place(path).startswith("paddle/"):  # the names are Paddle's
             continue
-        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.M):
+        for name in re.findall(r"^(?:class _?|_?(?=[A-Z]\w* = [\w.]+[\[|]))([A-Z]\w*[a-z]\w*)", path.read_text(), re.M):
             homes.setdefault(name, []).append(place(path))
     assert not {name: where for name, where in homes.items() if len(where) > 1}
 

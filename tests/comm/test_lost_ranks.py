@@ -24,7 +24,7 @@ from torch import nn
 from fleetx import WorldError, fleet
 from fleetx.comm import alarm, watcher
 from fleetx.comm.hub import CONNECT, SILENT, Hub
-from fleetx.comm.lines import Lines
+from fleetx.comm.json_socket import JsonSocket
 from forked_ranks import forked
 from training import net, sgd
 
@@ -440,7 +440,7 @@ def test_a_hub_that_is_still_starting_is_not_silent():
     """Its port is open before its process runs, which takes long on a busy machine."""
     seen = watcher.Watcher(Heard(), START | {"rank": 1}, bytearray(watcher.PLACE.size))
     ours, theirs = socket.socketpair()
-    seen.up = Lines(ours)
+    seen.up = JsonSocket(ours)
     seen.look_around(CONNECT - 1)
     assert seen.verdict is None
     theirs.sendall(b"{}\n")
@@ -475,7 +475,7 @@ def test_a_kill_for_lack_of_memory_is_called_that():
 def test_a_line_that_is_nested_too_deeply_closes_its_connection():
     ours, theirs = socket.socketpair()
     theirs.sendall(b"[" * 60_000 + b"\n")
-    lines, found = Lines(ours), []
+    lines, found = JsonSocket(ours), []
     while found == []:
         found = lines.read()
     assert found is None
@@ -565,7 +565,7 @@ def test_strangers_are_not_let_in(doorway, line):
 def test_whatever_a_stranger_sends_it_is_turned_away(data):
     made = watcher.Watcher(Heard(), START, bytearray(watcher.PLACE.size))
     ours, theirs = socket.socketpair()
-    client = Lines(ours, watcher.STRANGER)
+    client = JsonSocket(ours, watcher.STRANGER)
     made.strangers[client] = 0.0
     with theirs:
         theirs.sendall(data + b"\n")

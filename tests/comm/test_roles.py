@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleetx import WorldError
-from fleetx.comm.roles import PaddleCloudRoleMaker, Place, UserDefinedRoleMaker, first_host, from_environment
+from fleetx.comm.roles import PaddleCloudRoleMaker, ProcessInfo, UserDefinedRoleMaker, first_host, from_environment
 from fleetx.fleet.base import role_maker
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
@@ -80,7 +80,7 @@ def test_mpi_on_several_machines_needs_the_address_of_the_first(env):
 
 
 def test_no_launcher_means_a_world_of_one():
-    assert from_environment({}) == Place()
+    assert from_environment({}) == ProcessInfo()
     assert not from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launched  # inside of a job, not of srun
     assert not from_environment({"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1"}).launched
 
@@ -119,13 +119,13 @@ def test_the_first_host_of_a_slurm_list(nodes, host):
 
 def test_a_user_may_tell_the_place():
     ends = ["a:1", "b:1", "b:2"]
-    place = UserDefinedRoleMaker(is_collective=True, current_id=2, worker_num=3, worker_endpoints=ends).place()
-    assert place == Place(2, 3, 1, ("a:1", "b:1", "b:2"), "a:1", launched=True)
-    assert UserDefinedRoleMaker(is_collective=True).place() == Place()
+    place = UserDefinedRoleMaker(is_collective=True, current_id=2, worker_num=3, worker_endpoints=ends).process()
+    assert place == ProcessInfo(2, 3, 1, ("a:1", "b:1", "b:2"), "a:1", launched=True)
+    assert UserDefinedRoleMaker(is_collective=True).process() == ProcessInfo()
     with pytest.raises(WorldError, match="current_id=3"):
-        UserDefinedRoleMaker(current_id=3, worker_num=3, worker_endpoints=ends).place()
+        UserDefinedRoleMaker(current_id=3, worker_num=3, worker_endpoints=ends).process()
     with pytest.raises(WorldError, match="lists 3 addresses for worker_num=4"):
-        UserDefinedRoleMaker(current_id=0, worker_num=4, worker_endpoints=ends).place()
+        UserDefinedRoleMaker(current_id=0, worker_num=4, worker_endpoints=ends).process()
 
 
 def test_paddles_place_for_the_role_makers():

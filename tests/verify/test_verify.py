@@ -24,8 +24,8 @@ from fleetx.strategy.stage import Stage
 from fleetx.verify import oracle, report, runs
 from fleetx.verify.combinations import (
     combinations,
+    conflicts_of,
     declared,
-    refusals,
     switches,
     unbuilt_beside_others,
     unbuilt_messages,
@@ -78,7 +78,7 @@ def check(verdict):
 @each_up_to_two
 def test_alone_and_in_pairs(judge, chosen):
     verdict = check(judge.judge(chosen))
-    assert verdict.ran == (not refusals(declared(chosen)))
+    assert verdict.ran == (not conflicts_of(declared(chosen)))
     if len(chosen) == 1:  # in a pair, too few replicas may be left to see it
         assert [seen.acts for seen in verdict.effects.values()] == [True]
 
@@ -113,7 +113,7 @@ def test_a_strategy_that_does_not_act_is_noticed(judge, switch):
 @each_up_to_two
 def test_a_strategy_that_stops_acting_is_noticed(judge, chosen):
     """In the last steps of the run with it: the steps of a run without it."""
-    if refusals(declared(chosen)):
+    if conflicts_of(declared(chosen)):
         return  # it raises an error
     on = judge._run(chosen, chosen, ranks_for(chosen), False)
     for switch in chosen:
@@ -148,7 +148,7 @@ def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be():
     """Of every single strategy, pair and triple: here, because looking for them all takes a second."""
     reasons = [stage.because for stage in Stage] + [c.because for p in every().values() for c in claims(p).values()]
     reasons += ["and only one can"]
-    problems = {problem: chosen for chosen in ALL for problem in refusals(declared(chosen))}
+    problems = {problem: chosen for chosen in ALL for problem in conflicts_of(declared(chosen))}
     assert problems
     for problem, chosen in problems.items():
         assert (NOT_BUILT in problem) != any(reason and reason in problem for reason in reasons), (chosen, problem)
@@ -167,7 +167,7 @@ def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
 
 def test_the_page_in_the_docs_lists_every_error_as_it_is_now():
     page = (Path(__file__).parent.parent.parent / "docs/results/verify.md").read_text()
-    pairs = [f"{' + '.join(c)}: {'; '.join(refusals(declared(c)))}" for c in PAIRS if refusals(declared(c))]
+    pairs = [f"{' + '.join(c)}: {'; '.join(conflicts_of(declared(c)))}" for c in PAIRS if conflicts_of(declared(c))]
     for text in (*pairs, *unbuilt_beside_others(), *unbuilt_messages()):
         told = f"run fleetx verify --all --output docs/results/verify.md, which does not list: {text}"
         assert f"- {text}\n" in page, told

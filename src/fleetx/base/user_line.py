@@ -10,20 +10,20 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
-Line = tuple[str, int]  # a file, and a line in it
+SourceLine = tuple[str, int]  # a file, and a line in it
 
 _FLEETX = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Not the script: file names of Python's frozen modules begin with "<"; contextlib calls the functions it decorates.
 _BETWEEN = (_FLEETX, "<", str(contextlib.__file__))
 
 
-def user_line() -> Line | None:
+def user_line() -> SourceLine | None:
     """The line that the script is running; None if there is none, for example while Python exits."""
     frame = user_frame(sys._getframe())
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
 
 
-def warn(message: str, *, line: Line | None = None) -> None:
+def warn(message: str, *, line: SourceLine | None = None) -> None:
     """Warn at the user's line, or at `line` if no line of the script is running."""
     frame = user_frame(sys._getframe())
     seen: dict[Any, Any] | None = None  # the registry with which Python shows a warning once per line

@@ -16,7 +16,7 @@ _LONGEST = 1 << 18  # bytes; a strategy has a few hundred, or thousands with lon
 _DEEPEST = 20
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
 
 
 # PyYAML follows YAML 1.1, which reads 1e-3 as a string; people and YAML 1.2 read it as a number.
-_Loader.add_implicit_resolver(
+_StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
@@ -70,7 +70,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """Read the mapping in the file; an empty file is an empty mapping."""
     text = read_text(path)
     try:
-        data = yaml.load(text, _Loader)
+        data = yaml.load(text, _StrictLoader)
     except yaml.MarkedYAMLError as error:
         raise StrategyError(_located(error)) from None
     except yaml.YAMLError as error:

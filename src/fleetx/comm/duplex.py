@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = dist.ProcessGroup | None
 
-
-def all_to_all(rows: Tensor, group: Group) -> Tensor:
+def all_to_all(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Send each rank its share of the rows. Returns what each rank sent here, by rank."""
     out = torch.empty_like(rows)
     if not _by_gloo(rows, group):
@@ -31,7 +29,7 @@ def all_to_all(rows: Tensor, group: Group) -> Tensor:
     return out
 
 
-def all_gather(mine: Tensor, group: Group) -> Tensor:
+def all_gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The rows of all ranks, by rank. Uses a ring, so that few of them cross the links between hosts."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     out = mine.new_empty(ranks * len(mine), *mine.shape[1:])
@@ -56,5 +54,5 @@ def _wait(work: dist.Work | None) -> None:
     work.wait()
 
 
-def _by_gloo(tensor: Tensor, group: Group) -> bool:
+def _by_gloo(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"

@@ -80,7 +80,7 @@ def _addresses(world: World, several: bool) -> list[str]:
     """Where the watcher of rank 0 listens: on loopback, unless ranks are on several machines."""
     if not several:
         return ["127.0.0.1"]
-    known = [end.rpartition(":")[0] for end in world.place.endpoints[:1]]
+    known = [end.rpartition(":")[0] for end in world.process.endpoints[:1]]
     names = [os.environ.get("MASTER_ADDR", ""), *known, socket.gethostname()]
     found = []
     for name in filter(None, names):

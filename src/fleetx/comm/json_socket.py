@@ -8,7 +8,7 @@ from typing import Any
 LONGEST = 1 << 20  # bytes of one line
 
 
-class Lines:
+class JsonSocket:
     """A socket that carries lines of JSON. limit: how many bytes of an unfinished line to keep."""
 
     def __init__(self, connection: socket.socket, limit: int = LONGEST):

@@ -19,7 +19,6 @@ from fleetx.base.worker_thread import WorkerThread
 from fleetx.comm import duplex
 from fleetx.comm.world import World
 
-Group = dist.ProcessGroup | None
 PIECE_BYTES = 4 * 1024 * 1024  # the pieces in which a buffer passes through a hierarchy
 
 
@@ -49,7 +48,7 @@ class Path:
     ends = 1  # ranks that exchange coded values
     end = 0  # which of them this rank or its leader is
     leads = True  # is this rank one of them?
-    _between: Group  # their group
+    _between: dist.ProcessGroup | None  # their group
     _traffic: Traffic
 
     def inward(self, buffer: Tensor) -> None:
@@ -78,7 +77,9 @@ class Path:
 class FlatPath(Path):
     """The backend's own all-reduce, over all ranks."""
 
-    def __init__(self, world: World, group: Group, messages: Group, traffic: Traffic):
+    def __init__(
+        self, world: World, group: dist.ProcessGroup | None, messages: dist.ProcessGroup | None, traffic: Traffic
+    ):
         self._world, self._group, self._traffic = world, group, traffic
         self._messages = self._between = messages
         self.ends, self.end = world.size, world.rank
@@ -294,12 +295,12 @@ def inside_hosts(hosts: Sequence[Any]) -> int:
     return size if even and len(set(hosts)) == len(hosts) // size else 0
 
 
-def _my_group(groups: list[list[int]], world: World) -> Group:
+def _my_group(groups: list[list[int]], world: World) -> dist.ProcessGroup | None:
     made = [world.group(ranks) for ranks in groups]  # every rank must take part in making every group
     return made[next(i for i, ranks in enumerate(groups) if world.rank in ranks)]
 
 
-def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[Tensor]:
+def _gather(message: Tensor, size: int, group: dist.ProcessGroup | None, traffic: Traffic) -> list[Tensor]:
     length = torch.tensor([message.numel()], device=message.device)
     lengths = duplex.all_gather(length, group)
     longest = int(lengths.max())
@@ -310,7 +311,7 @@ def _gather(message: Tensor, size: int, group: Group, traffic: Traffic) -> list[
     return [row[:n] for row, n in zip(rows, lengths.tolist(), strict=True)]
 
 
-def _collect(rows: Tensor, ends: int, group: Group, traffic: Traffic) -> Tensor:
+def _collect(rows: Tensor, ends: int, group: dist.ProcessGroup | None, traffic: Traffic) -> Tensor:
     traffic.sent += rows.nbytes * (ends - 1)
     return duplex.all_gather(rows, group)
 

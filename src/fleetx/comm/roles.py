@@ -12,7 +12,7 @@ from fleetx.errors import WorldError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """One process of `size`. `master` is the host:port of the rendezvous; if empty, torch's own variables have it."""
 
     rank: int = 0
@@ -23,8 +23,8 @@ class Place:
     launched: bool = False
 
 
-def from_environment(env: Mapping[str, str] = os.environ) -> Place:
-    """The place that a launcher gave this process; without a launcher, a world of one."""
+def from_environment(env: Mapping[str, str] = os.environ) -> ProcessInfo:
+    """Rank and size that a launcher gave this process; without a launcher, a world of one."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torch(env)
     if "PADDLE_TRAINER_ID" in env:
@@ -33,7 +33,7 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Place:
     srun = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # a step: inside srun, not just inside a job
     if srun and (mpi is None or not _inside_of_step(env, *mpi[:2])):
         return _from_slurm(env)
-    return Place() if mpi is None else _from_mpi(env, *mpi)
+    return ProcessInfo() if mpi is None else _from_mpi(env, *mpi)
 
 
 def several_nodes(env: Mapping[str, str]) -> str:
@@ -45,7 +45,7 @@ def several_nodes(env: Mapping[str, str]) -> str:
     return ""
 
 
-def _from_torch(env: Mapping[str, str]) -> Place:
+def _from_torch(env: Mapping[str, str]) -> ProcessInfo:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
     if missing:
@@ -58,16 +58,16 @@ def _from_torch(env: Mapping[str, str]) -> Place:
     if not 0 <= local < size:
         raise WorldError(f"LOCAL_RANK={local}: must be from 0 to {size - 1}, because WORLD_SIZE={size}")
     endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS") or _made_up(env["MASTER_ADDR"], size)
-    return Place(rank, size, local, endpoints, launched=True)
+    return ProcessInfo(rank, size, local, endpoints, launched=True)
 
 
-def _from_paddle(env: Mapping[str, str]) -> Place:
+def _from_paddle(env: Mapping[str, str]) -> ProcessInfo:
     endpoints = _list(env, "PADDLE_TRAINER_ENDPOINTS")
     if "PADDLE_TRAINERS_NUM" not in env:
         raise WorldError("PADDLE_TRAINER_ID is set, but PADDLE_TRAINERS_NUM is not: start the script with fleetrun")
     rank, size = _rank_and_size(env, "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
     if size == 1 and not endpoints:
-        return Place(launched=False)
+        return ProcessInfo(launched=False)
     if len(endpoints) != size:
         raise WorldError(
             f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} addresses, but PADDLE_TRAINERS_NUM={size}: list one per "
@@ -81,15 +81,15 @@ def _from_paddle(env: Mapping[str, str]) -> Place:
         )
     host = current.rpartition(":")[0]
     local = [e for e in endpoints if e.rpartition(":")[0] == host].index(current)
-    return Place(rank, size, _number(env, "PADDLE_RANK_IN_NODE", local), endpoints, endpoints[0], launched=True)
+    return ProcessInfo(rank, size, _number(env, "PADDLE_RANK_IN_NODE", local), endpoints, endpoints[0], launched=True)
 
 
-def _from_slurm(env: Mapping[str, str]) -> Place:
+def _from_slurm(env: Mapping[str, str]) -> ProcessInfo:
     rank, size = _rank_and_size(env, "SLURM_PROCID", _slurm_tasks(env))
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
     # All tasks of a job must choose the same port without communicating: derive it from the job's number.
     port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
-    return Place(
+    return ProcessInfo(
         rank, size, _number(env, "SLURM_LOCALID", 0), _made_up(host, size), f"{host}:{port}", launched=size > 1
     )
 
@@ -114,7 +114,7 @@ def _inside_of_step(env: Mapping[str, str], rank_name: str, size_name: str) -> b
     return not rank_name.startswith("PMI") or env.get(size_name) != env.get(_slurm_tasks(env))
 
 
-def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, local: str, here: str, job: str) -> Place:
+def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, local: str, here: str, job: str) -> ProcessInfo:
     rank, size = _rank_and_size(env, rank_name, size_name)
     host = env.get("MASTER_ADDR")
     if host is None and _number(env, here, size) < size:
@@ -124,7 +124,7 @@ def _from_mpi(env: Mapping[str, str], rank_name: str, size_name: str, local: str
         )
     host = host or "127.0.0.1"
     port = env.get("MASTER_PORT") or (str(20000 + _number(env, job, 0) % 20000) if job in env else "29500")
-    return Place(rank, size, _number(env, local, 0), _made_up(host, size), f"{host}:{port}", launched=size > 1)
+    return ProcessInfo(rank, size, _number(env, local, 0), _made_up(host, size), f"{host}:{port}", launched=size > 1)
 
 
 def first_host(nodes: str) -> str:
@@ -170,17 +170,17 @@ class Role(IntEnum):
 # --- Paddle's role makers ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PaddleCloudRoleMaker:
-    """Read the place from the environment."""
+    """Read rank and size from the environment."""
 
     is_collective: bool = False
 
-    def place(self) -> Place:
+    def process(self) -> ProcessInfo:
         return from_environment()
 
 
 @dataclass(frozen=True)
 class UserDefinedRoleMaker:
-    """The user gives the place: rank `current_id` of `worker_num`, rendezvous at the first of `worker_endpoints`."""
+    """The user gives them: rank `current_id` of `worker_num`, rendezvous at the first of `worker_endpoints`."""
 
     is_collective: bool = False
     current_id: int = 0
@@ -188,13 +188,13 @@ class UserDefinedRoleMaker:
     worker_num: int = 1
     worker_endpoints: Sequence[str] = field(default_factory=list)
 
-    def place(self) -> Place:
+    def process(self) -> ProcessInfo:
         if self.role is not Role.WORKER:
             raise WorldError(f"role={self.role!r}: must be Role.WORKER, the only role in collective training")
         if not 0 <= self.current_id < self.worker_num:
             raise WorldError(f"current_id={self.current_id}: must be from 0 to {self.worker_num - 1} (worker_num - 1)")
         if self.worker_num == 1:
-            return Place()
+            return ProcessInfo()
         ends = tuple(self.worker_endpoints)
         if len(ends) != self.worker_num:
             raise WorldError(
@@ -202,4 +202,4 @@ class UserDefinedRoleMaker:
             )
         host = ends[self.current_id].rpartition(":")[0]
         local = [e for e in ends if e.rpartition(":")[0] == host].index(ends[self.current_id])
-        return Place(self.current_id, self.worker_num, local, ends, ends[0], launched=True)
+        return ProcessInfo(self.current_id, self.worker_num, local, ends, ends[0], launched=True)

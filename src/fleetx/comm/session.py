@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fleetx.base.user_line import Line, warn
+from fleetx.base.user_line import SourceLine, warn
 from fleetx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fleetx.strategy import DistributedStrategy
 
 
-Undone = tuple[str, Line | None]  # what a training left undone, and where it was distributed
+Undone = tuple[str, SourceLine | None]  # what a training left undone, and where it was distributed
 
 
 @dataclass

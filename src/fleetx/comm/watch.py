@@ -24,7 +24,7 @@ import torch
 from fleetx.base import seams
 from fleetx.base.user_line import user_frame
 from fleetx.comm import alarm, hub_address, kernel
-from fleetx.comm.lines import Lines
+from fleetx.comm.json_socket import JsonSocket
 from fleetx.comm.watcher import LAST, PLACE
 from fleetx.comm.world import World
 from fleetx.errors import WorldError
@@ -60,7 +60,7 @@ class Watch:
             self.mark(0, 0, "")
             ours, theirs = socket.socketpair()
             files = [theirs.fileno(), file.fileno(), *([listener.fileno()] if listener is not None else [])]
-            self._lines = Lines(ours)
+            self._lines = JsonSocket(ours)
             self._lines.send(start)  # before the watcher runs, so that it has this even if this process dies at once
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, files)],

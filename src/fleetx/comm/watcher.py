@@ -21,13 +21,13 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import kernel  # type: ignore[import-not-found]
     from hub import CONNECT, SILENT, WAITING, Hub  # type: ignore[import-not-found]
-    from lines import LONGEST, Lines  # type: ignore[import-not-found]
+    from json_socket import LONGEST, JsonSocket  # type: ignore[import-not-found]
 
     del sys.path[0]
 else:
     from fleetx.comm import kernel
     from fleetx.comm.hub import CONNECT, SILENT, WAITING, Hub
-    from fleetx.comm.lines import LONGEST, Lines
+    from fleetx.comm.json_socket import LONGEST, JsonSocket
 
 BEAT = 0.5  # seconds between heartbeats
 TICK = 0.2  # seconds between checks of the rank
@@ -86,7 +86,7 @@ class Watcher:
                     )
                 time.sleep(0.2)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.up = Lines(made)
+        self.up = JsonSocket(made)
         self.up.send({"token": self.token, "rank": self.rank, "host": self.host})
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Watcher:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.strangers) >= self.size + SPARE:  # the oldest gives way: a watcher shows its token at once
             self.turn_away(next(iter(self.strangers)))
-        self.strangers[Lines(connection, STRANGER)] = time.monotonic()
+        self.strangers[JsonSocket(connection, STRANGER)] = time.monotonic()
 
     def turn_away(self, client):
         del self.strangers[client]
@@ -316,7 +316,7 @@ class Watcher:
 def main():
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the watcher ends when its rank has ended
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    parent = Lines(socket.socket(fileno=int(sys.argv[1])))
+    parent = JsonSocket(socket.socket(fileno=int(sys.argv[1])))
     messages: Any = []
     while not messages:
         messages = parent.read()

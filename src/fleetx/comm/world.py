@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import hashlib
 import json
-import os
 import socket
-import time
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -20,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.base import seams
-from fleetx.base.user_line import warn
-from fleetx.comm.roles import Place, several_nodes
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.session import waits
-from fleetx.errors import WorldError
 
 # gloo's default is half an hour: too long for a user to wait to learn that a peer is dead.
 TIMEOUT = timedelta(minutes=10)
@@ -34,7 +28,7 @@ _BROADCAST_BYTES = 256 * 1024 * 1024
 class World:
     """The processes that train together, as one of them sees them. Collectives are no-ops in a world of one."""
 
-    place: Place
+    process: ProcessInfo
     device: torch.device
     timeout: timedelta = TIMEOUT
     members: dist.ProcessGroup | None = None  # None: every process
@@ -45,11 +39,11 @@ class World:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.process.rank
 
     @property
     def size(self) -> int:
-        return self.place.size
+        return self.process.size
 
     # --- collectives, in place ---
     @waits
@@ -138,17 +132,19 @@ class World:
             for ranks in (tuple(sibling[r] for r in part) for part in parts):
                 made[ranks] = self._new_group(list(ranks)) if len(ranks) > 1 else None
         members = made[tuple(self.number(r) for r in mine)]
-        return replace(self._place(mine), members=members, siblings=tuple(made))
+        return replace(self._numbered(mine), members=members, siblings=tuple(made))
 
     def subset(self, ranks: list[int]) -> World | None:
         """A world of some of the ranks; None on the others. Every rank must call it, even in sibling worlds."""
         group = self.group(ranks)
-        return replace(self._place(ranks), members=group, siblings=()) if self.rank in ranks else None
+        return replace(self._numbered(ranks), members=group, siblings=()) if self.rank in ranks else None
 
-    def _place(self, ranks: list[int]) -> World:
-        endpoints = self.place.endpoints
+    def _numbered(self, ranks: list[int]) -> World:
+        endpoints = self.process.endpoints
         known = tuple(endpoints[r] for r in ranks) if len(endpoints) == self.size else ()
-        return replace(self, place=replace(self.place, rank=ranks.index(self.rank), size=len(ranks), endpoints=known))
+        return replace(
+            self, process=replace(self.process, rank=ranks.index(self.rank), size=len(ranks), endpoints=known)
+        )
 
     def gather_json(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank. Never pickled, so what a peer sends cannot run code here."""
@@ -174,7 +170,7 @@ class World:
     def hosts(self) -> list[int]:
         """A number per rank that identifies its host. A collective."""
         # Endpoints distinguish hosts that share a name; names help where the launcher gave no endpoints.
-        endpoint = self.place.endpoints[self.rank] if len(self.place.endpoints) == self.size else ""
+        endpoint = self.process.endpoints[self.rank] if len(self.process.endpoints) == self.size else ""
         name = f"{endpoint.rpartition(':')[0]} {socket.gethostname()}"
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
         return self.gather(torch.tensor(number, device=self.device)).tolist()
@@ -202,6 +198,11 @@ def _destroy_abandoned() -> None:
         _owned.remove(entry)
 
 
+def forget_groups() -> None:
+    """In a forked child: the parent's groups are not ours."""
+    _owned.clear()
+
+
 def listed(ranks: list[int]) -> str:
     """For messages: `rank 1`, or `ranks 0, 2, 3`."""
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
@@ -214,133 +215,3 @@ def _encode(value: Any) -> Tensor:
 
 def _decode(text: Tensor) -> Any:
     return json.loads(bytes(text.tolist()))
-
-
-def enter(place: Place, *, timeout: timedelta = TIMEOUT, env: Mapping[str, str] = os.environ) -> World:
-    """Join the other processes. If the script has already made a process group, use it."""
-    device = device_of(place, env)
-    if dist.is_initialized():
-        if place.launched and (place.rank, place.size) != (dist.get_rank(), dist.get_world_size()):
-            raise WorldError(
-                f"the script's own process group says rank {dist.get_rank()} of {dist.get_world_size()}, but the "
-                f"launcher says {place.rank} of {place.size}: do not make a group before fleet.init()"
-            )
-        place = Place(dist.get_rank(), dist.get_world_size(), place.local_rank, place.endpoints)
-    elif place.launched:
-        _meet(place, device, timeout)
-    elif said := several_nodes(env):
-        warn(f"{said}, but this worker trains alone: start it with `fleetrun script.py`, which reads that variable")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        _start_autograd()
-    return World(place, device, timeout)
-
-
-def _start_autograd() -> None:
-    """Run a first backward, which decides whether forked processes may run one: not if torch sees a GPU.
-
-    Once fake tensors have been used, a CUDA build of torch sees a GPU even where there is none, and `auto` uses both
-    fake tensors and forks.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.ones((), device="cpu", requires_grad=True).backward()
-
-
-def device_of(place: Place, env: Mapping[str, str]) -> torch.device:
-    """The device of this process: FLEETX_DEVICE if set, else a GPU if there is one."""
-    kind = env.get("FLEETX_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise WorldError(f"FLEETX_DEVICE={kind}: must be cpu or cuda")
-    if kind == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    index = int(env.get("FLAGS_selected_gpus", "").split(",")[0] or place.local_rank)
-    if index >= count:
-        raise WorldError(
-            f"worker {place.rank} needs GPU {index}, but this machine has {count}: start fewer workers, or set "
-            "FLEETX_DEVICE=cpu"
-        )
-    return torch.device("cuda", index)
-
-
-def _meet(place: Place, device: torch.device, timeout: timedelta) -> None:
-    _check_address(place)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    method = f"tcp://{place.master}" if place.master else "env://"
-    try:
-        dist.init_process_group(backend, init_method=method, rank=place.rank, world_size=place.size, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        where = place.master or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        first = str(error).strip().split("\n")[0]
-        if "EADDRINUSE" in str(error) or "already in use" in str(error):
-            raise WorldError(
-                f"rank {place.rank} on {socket.gethostname()} cannot listen at {where}: the port is in use. Is another "
-                "job running, or has an earlier one not ended? Choose another port"
-            ) from error
-        raise WorldError(
-            f"rank {place.rank} of {place.size} could not reach the others at {where}: {first}. Check that all "
-            f"{place.size} workers are started with this address and can reach it"
-        ) from error
-    atexit.register(_leave)
-
-
-def _check_address(place: Place, env: Mapping[str, str] = os.environ, *, patience: float = 60.0) -> None:
-    """Raise an error if the address of rank 0 does not resolve, or leads each machine to itself, as 127.0.x.x does.
-
-    Ranks on several machines would wait there until the timeout. Several launchers may run on one machine, so such an
-    address is wrong only if nothing listens there.
-    """
-    host, _, port = (place.master or f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}").rpartition(":")
-    here = env.get("LOCAL_WORLD_SIZE", "")
-    try:
-        address = str(socket.getaddrinfo(host.strip("[]"), None)[0][4][0])
-    except OSError:
-        raise WorldError(f"the address of rank 0, {host!r}, does not resolve: add it to /etc/hosts or DNS") from None
-    if place.rank == 0 or not here.isdigit() or int(here) >= place.size or not address.startswith("127."):
-        return
-    end = time.monotonic() + patience
-    while True:
-        try:
-            socket.create_connection((address, int(port)), timeout=2).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise WorldError(
-                    f"rank {place.rank} on {socket.gethostname()}: the address of rank 0, {host}, makes every "
-                    f"machine connect to itself. Nothing listens on port {port} here, and only {here} of {place.size} "
-                    "ranks are on this machine: set MASTER_ADDR to an address of rank 0 that the others can reach"
-                ) from None
-            time.sleep(0.2)
-
-
-def rejoin(world: World, host: str, port: int, listening: int) -> World:
-    """In a forked child: forget the parent's groups, whose threads do not exist here, and join the other children.
-
-    listening: on rank 0, a socket that already listens. Otherwise a child that connects before rank 0 listens may get
-    that very port as its local port, and would connect to itself.
-    """
-    torchs = seams.c10d_world
-    _of_the_parent.extend([*torchs.pg_map, torchs.default_pg])  # kept: destroying them here would hang
-    for table in seams.GROUP_TABLES:
-        getattr(torchs, table).clear()
-    _owned.clear()
-    torchs.default_pg, torchs.group_count = None, 0
-    seams.unregister_groups()
-    if world.size > 1:
-        first = world.rank == 0
-        store = dist.TCPStore(
-            host, port, world.size, first, world.timeout, master_listen_fd=listening if first else None
-        )
-        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout)
-    return replace(world, members=None, siblings=())
-
-
-_of_the_parent: list[object] = []
-
-
-def _leave() -> None:
-    """Destroy the process group. Without this, gloo's threads abort one exit in five, after a successful run."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

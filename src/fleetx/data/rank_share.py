@@ -43,8 +43,8 @@ def _rank_and_size() -> tuple[int, int]:
         return world.rank, world.size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    place = from_environment()
-    return place.rank, place.size
+    process = from_environment()
+    return process.rank, process.size
 
 
 def check_same_data(data: str, order: str) -> bool:

@@ -21,7 +21,7 @@ from fleetx.strategy.compose import Plan
 from fleetx.strategy.part import switch_of
 from fleetx.strategy.stage import Fact, Stage
 
-Names = Mapping[nn.Parameter, str]
+ParameterNames = Mapping[nn.Parameter, str]
 # A strategy that makes one of these also changes the parameters, or which of them the optimizer has.
 _APART = {Fact.LOCAL, Fact.RESIDUAL, Fact.PARTED, Fact.STAGED}
 
@@ -78,7 +78,7 @@ def _manager(module: nn.Module) -> str:
     return "replicate()" if applied and "replicate" in applied else ""
 
 
-def _optimizer(plan: Plan, optimizer: Optimizer, names: Names) -> Iterator[str]:
+def _optimizer(plan: Plan, optimizer: Optimizer, names: ParameterNames) -> Iterator[str]:
     if seams.STEP_HOOKS not in vars(optimizer):  # as accelerate's prepare() returns it
         yield f"{type(optimizer).__name__} wraps another optimizer and runs no hooks of its own: pass the wrapped one"
     apart = any(map(plan.makes, _APART))

@@ -30,7 +30,7 @@ from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
 
 if TYPE_CHECKING:
-    from fleetx.engine.windows import Windows
+    from fleetx.engine.rounds import Rounds
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _shows(path: str) -> Any:
 class Context:
     """Passed to every act of a part. It lives as long as the engine and always shows the current values."""
 
-    def __init__(self, run: Windows, key: str, facts: frozenset[Fact] = frozenset()):
+    def __init__(self, run: Rounds, key: str, facts: frozenset[Fact] = frozenset()):
         self._run, self._key, self._facts = run, key, facts
 
     # --- this part's own ---

@@ -32,19 +32,27 @@ from fleetx.engine import dcp, state, taps
 from fleetx.engine.checks import check
 from fleetx.engine.dtensors import local, renamed
 from fleetx.engine.gradients import Gradients
-from fleetx.engine.guests import Measuring, Places, Scaler, Wrappers, check_known, check_not_wrapped, inner_optimizers
+from fleetx.engine.guests import (
+    Measuring,
+    ParameterSlots,
+    Scaler,
+    Wrappers,
+    check_known,
+    check_not_wrapped,
+    inner_optimizers,
+)
 from fleetx.engine.hooks import Hook, OuterStep, run_closure
 from fleetx.engine.numbers import Checks, Numbers
 from fleetx.engine.plain import PlainOptimizer, forget_compiled, take_off
 from fleetx.engine.reducer import Reducer
+from fleetx.engine.rounds import Rounds
 from fleetx.engine.taps import Inputs, check_beside, reaches, tap
-from fleetx.engine.windows import Windows
 from fleetx.errors import UsageError
 from fleetx.strategy.compose import Plan
 from fleetx.strategy.stage import Fact, Stage
 
 
-class Engine(Windows):
+class Engine(Rounds):
     """One model, one optimizer, one plan."""
 
     taps = True  # does it watch backward enter through the model's output?
@@ -88,7 +96,9 @@ class Engine(Windows):
         self._watching = self.reducer is not None or self._owns_grad
         self._tapping = self.taps and (self._watching or self.layout.reduced)
         self._active = self._watching or self._tapping or bool(self._calls[Stage.GRADIENT])
-        self._places = Places(self.model, every=bool((self.reducer_settings or {}).get("find_unused_parameters")))
+        self._slots = ParameterSlots(
+            self.model, every=bool((self.reducer_settings or {}).get("find_unused_parameters"))
+        )
         if self._watching or self.layout.reduced:
             self.handles.append(Wrappers(self.names))
         if self._owns_grad:
@@ -132,9 +142,9 @@ class Engine(Windows):
         """FSDP gathers in every forward: a rank that runs one alone would wait, or join another forward's gather."""
         if model is not self.model or self._forwards:
             return
-        self._places.check()
+        self._slots.check()
         if self.round & (self.round - 1) == 0:  # less and less often, because it takes time for every parameter
-            self._places.check(every=True)
+            self._slots.check(every=True)
             check_known(model, self.names)
         if not model.training or not torch.is_grad_enabled():
             self.layout.meet_to_evaluate()
@@ -269,7 +279,7 @@ class Engine(Windows):
         self._session.begin_step()
         self._scaler.check(self.optimizer)
         if self._watching and self.taps and not self.layout.reduced:  # else there are no hooks on parameters
-            self._places.check()
+            self._slots.check()
         changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
         step, self.updated, self.finite = self.step, False, True
         if self._watching or (self.weights.used and self._tapping):
@@ -283,7 +293,7 @@ class Engine(Windows):
         if opens and not step.tapped and self._calls[Stage.GATE]:
             self._catch_up()
         if opens and self.reducer is not None and step.tapped and not step.flushing:
-            self.reducer.check_finished(self._places)
+            self.reducer.check_finished(self._slots)
         self.updated = opens and self._finish_gradient()
         if not opens and self.merged == 1:
             self._measure_step(self.gradients.present())

@@ -28,7 +28,7 @@ class Gradients:
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._loaded = False  # was a checkpoint loaded while there were gradients?
         self._restored: list[nn.Parameter] = []  # parameters whose gradients were put back for this backward
-        self._seen: _Seen | None = None  # the gradients after the last backward
+        self._seen: _SeenGradients | None = None  # the gradients after the last backward
         self._left: tuple[nn.Parameter, int, int] | None = None  # a gradient of the last update that is still there
         self._checked, self._late = 0, list[nn.Parameter]()  # number of parameters, and those added too late
         self._groups: list[tuple[list[nn.Parameter], int]] = []  # the optimizer's groups, and their lengths
@@ -131,7 +131,7 @@ class Gradients:
         after_backward(self.look)
 
     def look(self) -> None:
-        self._seen = _Seen(self.params())
+        self._seen = _SeenGradients(self.params())
         if self._left is not None:  # the backward has added to it
             self._left = _marked(self._left[0])
 
@@ -257,7 +257,7 @@ class Gradients:
         self._restored, self._seen, self._loaded = [], None, self.any
 
 
-class _Seen:
+class _SeenGradients:
     """Gradients and their versions at one moment, cheap to record and to compare."""
 
     def __init__(self, params: list[nn.Parameter]):

@@ -199,7 +199,7 @@ BEFORE = (
 )
 
 
-class Places:
+class ParameterSlots:
     """Where the trainable parameters are, and their types. If one is replaced or cast, torch's hooks do not follow."""
 
     def __init__(self, model: nn.Module, *, every: bool):

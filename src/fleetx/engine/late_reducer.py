@@ -13,9 +13,9 @@ from fleetx.comm.averaging import buckets, pack, views
 from fleetx.comm.world import World
 from fleetx.engine.context import Bucket
 from fleetx.engine.dtensors import local, shard_of
-from fleetx.engine.guests import Places
+from fleetx.engine.guests import ParameterSlots
 
-Reduce = Callable[[Bucket], Future[Tensor]]
+ReduceBucket = Callable[[Bucket], Future[Tensor]]
 
 
 class LateReducer:
@@ -28,10 +28,10 @@ class LateReducer:
     def restore_order(self, order: list[str] | None) -> None:
         """No-op: the order of its buckets never changes."""
 
-    def check_finished(self, places: Places) -> None:
+    def check_finished(self, slots: ParameterSlots) -> None:
         """No-op: nothing is pending after backward."""
 
-    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+    def reduce_now(self, params: list[nn.Parameter], reduce: ReduceBucket) -> None:
         """Reduce gradients that no backward reduced, one bucket at a time to avoid a copy as large as the model."""
         if not params:  # the same on every rank of the group
             return
@@ -39,7 +39,7 @@ class LateReducer:
         self._world.maximum(used)  # a gradient that only one rank has counts as zero on the others
         self._reduce_all([p for p, u in zip(params, used.tolist(), strict=True) if u], reduce)
 
-    def _reduce_all(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+    def _reduce_all(self, params: list[nn.Parameter], reduce: ReduceBucket) -> None:
         params = params[::-1]  # the order in which backward computes them
         for index, bucket in enumerate(buckets(params, self._cap)):
             group = [params[i] for i in bucket]

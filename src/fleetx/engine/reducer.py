@@ -26,8 +26,8 @@ from fleetx.comm.world import World, listed
 from fleetx.engine.context import Bucket
 from fleetx.engine.gradients import Gradients
 from fleetx.engine.graph import after_backward
-from fleetx.engine.guests import Places, Wrappers, check_known
-from fleetx.engine.late_reducer import LateReducer, Reduce
+from fleetx.engine.guests import ParameterSlots, Wrappers, check_known
+from fleetx.engine.late_reducer import LateReducer, ReduceBucket
 from fleetx.errors import UsageError
 
 _FROZEN_ALIKE = "set requires_grad of the same parameters on every rank, in the same step"
@@ -44,7 +44,7 @@ class Reducer(LateReducer):
         model: nn.Module,
         names: Mapping[nn.Parameter, str],
         world: World,
-        reduce: Reduce | None,
+        reduce: ReduceBucket | None,
         gradients: Gradients,
         *,
         bucket_cap_mb: float,
@@ -232,16 +232,16 @@ class Reducer(LateReducer):
             if any(p.requires_grad for p in self._names):
                 self._make_buckets(first=False)
 
-    def reduce_now(self, params: list[nn.Parameter], reduce: Reduce) -> None:
+    def reduce_now(self, params: list[nn.Parameter], reduce: ReduceBucket) -> None:
         super().reduce_now(params, reduce)
         self._forget_used()
 
-    def check_finished(self, places: Places) -> None:
+    def check_finished(self, slots: ParameterSlots) -> None:
         """Raise an error now if a bucket was not reduced. DDP notices only in the next forward, after the step."""
         try:
             seams.check_reducer_finalized(self.ddp)
         except RuntimeError as error:
-            places.check(every=True)
+            slots.check(every=True)
             unused = [name for p, name in self._names.items() if p.requires_grad and p.grad is None]
             way = "" if self._finds_unused else "set strategy.find_unused_parameters = True, or "
             raise UsageError(
@@ -249,7 +249,7 @@ class Reducer(LateReducer):
                 f"gradient: {way}freeze it before the forward (instead of backward(inputs=...))"
             ) from error
 
-    def _hook(self, reduce: Reduce) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
+    def _hook(self, reduce: ReduceBucket) -> Callable[[Any, dist.GradBucket], Future[Tensor]]:
         names = self._names
         # DDP keeps its hook in C++, out of sight of the garbage collector: a strong reference would leak the engine.
         weak = weakref.WeakMethod(reduce)

@@ -30,7 +30,7 @@ from fleetx.strategy.part import Part
 from fleetx.strategy.stage import Act, Fact, Stage
 
 
-class Windows(Run):
+class Rounds(Run):
     """The part of the engine that the contexts of acts call, and that finishes what earlier steps have begun."""
 
     reducer: Reducer | None

@@ -15,7 +15,7 @@ from fleetx.base import seams
 from fleetx.engine import graph
 from fleetx.errors import UsageError
 
-Call = Callable[[Tensor], Tensor]
+TensorFn = Callable[[Tensor], Tensor]
 
 
 class _Tap(torch.autograd.Function):
@@ -25,7 +25,7 @@ class _Tap(torch.autograd.Function):
     generate_vmap_rule = True  # together with `setup_context`, lets torch.func work on the model
 
     @staticmethod
-    def forward(x: Tensor, call: Call) -> Tensor:
+    def forward(x: Tensor, call: TensorFn) -> Tensor:
         return x.detach()
 
     @staticmethod
@@ -41,7 +41,7 @@ class _Tap(torch.autograd.Function):
 _Tap.forward.__signature__ = inspect.signature(_Tap.forward)  # type: ignore[attr-defined]
 
 
-def tap(x: Tensor, call: Call) -> Tensor:
+def tap(x: Tensor, call: TensorFn) -> Tensor:
     """The same tensor; in backward, `call` receives its gradient and returns the one to pass on."""
     return _Tap.apply(x, call) if x.requires_grad else x
 
@@ -52,7 +52,7 @@ class Inputs:
     def __init__(self) -> None:
         self._nodes = weakref.WeakSet[Any]()  # they live as long as their graphs
 
-    def tap(self, x: Tensor, call: Call) -> Tensor:
+    def tap(self, x: Tensor, call: TensorFn) -> Tensor:
         out = tap(x, call)
         if out is not x and not seams.in_functorch():
             self._nodes.add(out.grad_fn)
@@ -72,7 +72,7 @@ class Inputs:
         return graph.all_before((following for node in reached for following, _ in node.next_functions), call.wanted)
 
 
-def check_beside(taps: Call, names: Mapping[nn.Parameter, str], *, scaled: bool, round: int) -> None:
+def check_beside(taps: TensorFn, names: Mapping[nn.Parameter, str], *, scaled: bool, round: int) -> None:
     """Raise an error if the running backward reaches a parameter on a path that bypasses these taps.
 
     Few nodes are between a loss and the model's output, unless another model is. So most rounds look at only 64 nodes,

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.comm import peers
+from fleetx.comm.join import enter
 from fleetx.comm.roles import PaddleCloudRoleMaker, UserDefinedRoleMaker, from_environment
 from fleetx.comm.session import Entry, close, current
-from fleetx.comm.world import TIMEOUT, enter
+from fleetx.comm.world import TIMEOUT
 from fleetx.engine.engine import Engine
 from fleetx.engine.numbers import Checks
 from fleetx.engine.plain import release as _release
@@ -130,9 +131,9 @@ def init(
         checked(strategy).plan()  # before any process group exists
         session.strategy = strategy
     if session.world is None:
-        place = role_maker.place() if role_maker is not None else from_environment()
-        session.world = enter(place, timeout=timeout or TIMEOUT)
-    elif timeout is not None or (role_maker is not None and role_maker.place() != session.world.place):
+        process = role_maker.process() if role_maker is not None else from_environment()
+        session.world = enter(process, timeout=timeout or TIMEOUT)
+    elif timeout is not None or (role_maker is not None and role_maker.process() != session.world.process):
         raise UsageError("fleet.init was already called with a different role or timeout: call it once")
     session.checks = checks or session.checks
     peers.start(session.here())

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fleetx.base.sizes import parse_bytes
 from fleetx.base.trees import arguments, tensors_of
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError, UsageError
@@ -64,7 +64,7 @@ def largest_batch(
     if not samples:
         raise UsageError("sample must contain a tensor with at least one sample")
     optimizer = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    world = World(Place(), torch.device("cpu"))
+    world = World(ProcessInfo(), torch.device("cpu"))
     asked = [part for part in plan.parts if part.changes_forward or part.segments]
     if problems := [text for part in asked for text in part.incompatibilities(model, optimizer, world)]:
         raise StrategyError(problems)

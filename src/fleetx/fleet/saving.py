@@ -15,7 +15,7 @@ from torch import nn
 from fleetx.base.branch_order import ordered
 from fleetx.base.user_line import warn
 from fleetx.comm import peers
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import StrategyError, UsageError
@@ -89,7 +89,7 @@ def latest(root: str | Path) -> Path | None:
     """
     from fleetx.engine import checkpoint
 
-    return checkpoint.latest(_path(root, "fleet.latest"), World(Place(), torch.device("cpu")))
+    return checkpoint.latest(_path(root, "fleet.latest"), World(ProcessInfo(), torch.device("cpu")))
 
 
 def keep_batch(strategy: DistributedStrategy, root: str | Path) -> DistributedStrategy:

@@ -30,7 +30,7 @@ def is_worker() -> bool:
 
 def local_rank() -> int:
     """The rank of this worker on its machine."""
-    return current().here().place.local_rank
+    return current().here().process.local_rank
 
 
 def replica_index(model: nn.Module | None = None) -> int:
@@ -45,7 +45,7 @@ def replica_num(model: nn.Module | None = None) -> int:
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
     """The addresses of all workers, as a list or joined by commas."""
-    endpoints = list(current().here().place.endpoints)
+    endpoints = list(current().here().process.endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 

@@ -142,7 +142,7 @@ def _folder(folder: Path) -> Finding:
 
 
 # --- several machines -----------------------------------------------------------------------------
-class _Answer(socketserver.StreamRequestHandler):
+class _AnswerHandler(socketserver.StreamRequestHandler):
     timeout = TIMEOUT
     folder: Path | None = None
 
@@ -166,7 +166,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 def serve(address: str, port: int, folder: Path | None) -> Server:
     """Answer other machines in a thread, until the server is shut down."""
-    handler = type("Answer", (_Answer,), {"folder": folder})
+    handler = type("Answer", (_AnswerHandler,), {"folder": folder})
     try:
         server = Server((address, port), handler)
     except OSError as error:

@@ -14,17 +14,17 @@ from torch.profiler import ProfilerActivity, profile
 from fleetx.base import seams
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler prints two lines per run
-Call = Callable[[], Any]
+Measured = Callable[[], Any]
 _MARK = "fleetx memory "
 log = logging.getLogger(__name__)
 
 
-def peak(call: Call, device: torch.device) -> int:
+def peak(call: Measured, device: torch.device) -> int:
     """Peak bytes allocated while `call` runs, above what was allocated before."""
     return peaks([lambda: call], device)[0]
 
 
-def peaks(calls: Sequence[Callable[[], Call]], device: torch.device) -> list[int]:
+def peaks(calls: Sequence[Callable[[], Measured]], device: torch.device) -> list[int]:
     """The peak of each call. Each item prepares its inputs and returns the call to measure, whose result is dropped."""
     if device.type == "cuda":
         return [_peak_on_cuda(prepare(), device) for prepare in calls]
@@ -40,7 +40,7 @@ def peaks(calls: Sequence[Callable[[], Call]], device: torch.device) -> list[int
     return _peaks_in(profiler.profiler.kineto_results.events(), len(calls))
 
 
-def _peak_on_cuda(call: Call, device: torch.device) -> int:
+def _peak_on_cuda(call: Measured, device: torch.device) -> int:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -27,7 +27,7 @@ from fleetx.base import seams
 from fleetx.base.module_names import named_modules
 from fleetx.base.seams import FakeTensorMode, NormBase, pytree
 from fleetx.base.trees import loss_of, map_tensors, tensors_of
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.world import World
 from fleetx.engine.dtensors import local
 from fleetx.engine.engine import Engine
@@ -39,8 +39,8 @@ from fleetx.strategy.stage import Stage
 
 log = logging.getLogger(__name__)
 _VERSION = 2  # of what is stored under a `step_key`
-Forward = Callable[[], AbstractContextManager[Any]]  # to be entered around each forward
-Install = Callable[[nn.Module, Forward], Forward]  # puts segments into a model
+AroundForward = Callable[[], AbstractContextManager[Any]]  # to be entered around each forward
+InstallSegments = Callable[[nn.Module, AroundForward], AroundForward]  # puts segments into a model
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class FakeStep:
     @cached_property
     def engine(self) -> Engine:
         """Runs the strategies that act on the forward."""
-        world = World(Place(), self.step.device)
+        world = World(ProcessInfo(), self.step.device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         return Engine(compose(self.step.parts), self.model, SGD(parameters, lr=0.0), world)
 
@@ -173,14 +173,14 @@ class FakeStep:
         """The contexts of a forward, for a block that runs alone."""
         return self.engine.forward_context(first=True)
 
-    def run(self, forward: Forward) -> None:
+    def run(self, forward: AroundForward) -> None:
         """Forward and backward. The outputs are kept until the end, as in most training loops."""
         with forward():
             out = self.model(*self.args, **self.kwargs)
         self.step.loss(out, self.targets).backward()
 
 
-def estimate(step: TrainingStep, install: Install | None = None, *, plain: Estimate | None = None) -> Estimate:
+def estimate(step: TrainingStep, install: InstallSegments | None = None, *, plain: Estimate | None = None) -> Estimate:
     """Predict the memory of a step, with the segments that `install` puts into the model.
 
     plain: what was predicted without segments; they do not change the update, so it is not predicted again.
@@ -189,7 +189,9 @@ def estimate(step: TrainingStep, install: Install | None = None, *, plain: Estim
         return with_scratch(step.device, partial(_estimate, step, install, plain))
 
 
-def _estimate(step: TrainingStep, install: Install | None, plain: Estimate | None, scratch: OpScratch) -> Estimate:
+def _estimate(
+    step: TrainingStep, install: InstallSegments | None, plain: Estimate | None, scratch: OpScratch
+) -> Estimate:
     fake = FakeStep(step)
     with fake.mode, Tracker(scratch) as tracker:
         parameters, buffers = list(fake.model.parameters()), list(fake.model.buffers())

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from fleetx.base.sizes import format_bytes
 from fleetx.base.trees import map_tensors, tensors_of
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
 from fleetx.errors import StrategyError, UsageError
 from fleetx.measure.child import forked
-from fleetx.measure.fake_step import Forward, Install, TrainingStep, copy_optimizer, estimate
+from fleetx.measure.fake_step import AroundForward, InstallSegments, TrainingStep, copy_optimizer, estimate
 from fleetx.measure.tracker import Tracker
 from fleetx.strategy.compose import compose
 
@@ -51,7 +51,7 @@ class LargestBatch:
 
 
 def search(
-    step: TrainingStep, memory: int, install: Callable[[TrainingStep], Install | None],
+    step: TrainingStep, memory: int, install: Callable[[TrainingStep], InstallSegments | None],
     *, global_batch: int | None, ranks: int, trial: bool,
 ) -> LargestBatch:  # fmt: skip
     """install: makes the segments for a step of a given batch."""
@@ -127,7 +127,7 @@ def solve(micro: int, global_batch: int | None, ranks: int) -> tuple[int, int]:
 
 
 # --- trying it out --------------------------------------------------------------------------------
-def try_out(step: TrainingStep, install: Install | None) -> int:
+def try_out(step: TrainingStep, install: InstallSegments | None) -> int:
     """The peak of two real steps. Raises StrategyError if they fail."""
     if step.device.type == "cuda":
         return _try_on_cuda(step, install)
@@ -137,7 +137,7 @@ def try_out(step: TrainingStep, install: Install | None) -> int:
     return int(answer.value)
 
 
-def _try_on_cuda(step: TrainingStep, install: Install | None) -> int:
+def _try_on_cuda(step: TrainingStep, install: InstallSegments | None) -> int:
     """Runs in this process, because a full GPU only raises an error, and on a copy, to leave the user's model alone."""
     model, optimizer = copies(step.model, step.optimizer)
     step = replace(step, model=model, optimizer=optimizer)
@@ -156,10 +156,10 @@ def copies(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     return copied, copy_optimizer(optimizer, params)
 
 
-def _run(step: TrainingStep, install: Install | None) -> int:
+def _run(step: TrainingStep, install: InstallSegments | None) -> int:
     args, kwargs, targets = map_tensors(partial(_resize, step), (step.args, step.kwargs, step.targets))
-    engine = Engine(compose(step.parts), step.model, step.optimizer, World(Place(), step.device))
-    forward: Forward = install(engine.model, engine.forward_context) if install is not None else nullcontext
+    engine = Engine(compose(step.parts), step.model, step.optimizer, World(ProcessInfo(), step.device))
+    forward: AroundForward = install(engine.model, engine.forward_context) if install is not None else nullcontext
     with Tracker() as tracker:
         for t in (*step.model.parameters(), *step.model.buffers(), *tensors_of((args, kwargs, targets))):
             tracker.see(t)

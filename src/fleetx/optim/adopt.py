@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.errors import NOT_BUILT
-from fleetx.optim.layerwise import Group, Layerwise
+from fleetx.optim.layerwise import Layerwise, ParamGroup
 
 
 def adoption_problems(
@@ -20,7 +20,7 @@ def adoption_problems(
     kinds: tuple[type[Optimizer], ...],
     wanted: str,
     target: type[Layerwise],
-    own_options: Callable[[Group, list[int]], Group],
+    own_options: Callable[[ParamGroup, list[int]], ParamGroup],
     *,
     decays: bool = True,
 ) -> Iterator[str]:
@@ -57,7 +57,7 @@ def adoption_problems(
         yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"
 
 
-def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[Group], Group]) -> Layerwise:
+def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[ParamGroup], ParamGroup]) -> Layerwise:
     """Turn this very object into a `kind`; it keeps its groups and state. `decide` returns a group's `own` options.
 
     With a new object, schedulers and scripts that ignore the return value of `fleet.distribute` would silently keep

@@ -19,7 +19,7 @@ from fleetx.base import seams
 from fleetx.base.trees import is_dense
 from fleetx.base.triton_kernels import TritonKernels
 from fleetx.optim import foreach, native
-from fleetx.optim.foreach import Reduce, is_plain
+from fleetx.optim.foreach import AllSum, is_plain
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class KernelCall:
     kernels: ModuleType
     tensors: list[list[Tensor]]  # parameters, gradients and each kind of state
     positions: list[int]  # in the lists passed to `kernel_calls`
-    reduce: Reduce | None  # sums squared norms in place over the ranks that hold the other shards
+    reduce: AllSum | None  # sums squared norms in place over the ranks that hold the other shards
 
     def pick(self, values: list[Any]) -> list[Any]:
         """The values that belong to these tensors."""
@@ -122,7 +122,7 @@ def _contiguous(lists: list[list[Tensor]]) -> list[list[Tensor]]:
     return [params, [g.contiguous() for g in grads], *states]
 
 
-def _reducer(mesh: Any, placements: Any) -> Reduce | None:
+def _reducer(mesh: Any, placements: Any) -> AllSum | None:
     if any(p.is_partial() for p in placements):
         raise RuntimeError("a parameter is Partial over its mesh, so its norm is not defined")
     groups = [mesh.get_group(dim) for dim, p in enumerate(placements) if not p.is_replicate()]

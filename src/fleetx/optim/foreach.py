@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from fleetx.base import seams
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
-Reduce = Callable[[Tensor], None]
+AllSum = Callable[[Tensor], None]
 
 _BLOCK = 1 << 24  # elements
 _CPU_BLOCK = 1 << 18
@@ -54,7 +54,7 @@ class LambStep:
     maximize: bool
 
 
-def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
+def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: AllSum | None = None) -> None:
     blocks = _Blocks(params, grads, velocities)
 
     def first(positions: range, ps: Tensors, gs: Tensors, vs: Tensors) -> tuple[Tensor, None]:
@@ -89,7 +89,12 @@ def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, r
 
 
 def lamb(
-    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
+    params: Tensors,
+    grads: Tensors,
+    firsts: Tensors,
+    seconds: Tensors,
+    step: LambStep,
+    reduce: AllSum | None = None,
 ) -> None:
     blocks = _Blocks(params, grads, firsts, seconds)
     beta1, beta2, decays, steps = step.beta1, step.beta2, step.decays, step.steps
@@ -152,7 +157,7 @@ class _Blocks:
         first: Callable[..., tuple[Tensor, Any]],
         rates: Callable[[range, Tensor], Tensor],
         second: Callable[..., None],
-        reduce: Reduce | None,
+        reduce: AllSum | None,
     ) -> None:
         """Call `first` and then `second` for every piece.
 

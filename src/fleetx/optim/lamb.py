@@ -11,7 +11,7 @@ from torch import Tensor
 from fleetx.base import seams
 from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.foreach import LambStep
-from fleetx.optim.layerwise import Group, Layerwise, accumulated, adamw_update, check_number, gradients
+from fleetx.optim.layerwise import Layerwise, ParamGroup, accumulated, adamw_update, check_number, gradients
 
 
 class Lamb(Layerwise):
@@ -49,7 +49,7 @@ class Lamb(Layerwise):
         super().__init__(params, defaults, exclude=exclude_from_weight_decay, differentiable=differentiable)
 
     @staticmethod
-    def check(group: Group) -> None:
+    def check(group: ParamGroup) -> None:
         for name in ("lr", "eps", "weight_decay"):
             check_number(group, name)
         if not group["eps"] > 0:
@@ -59,7 +59,7 @@ class Lamb(Layerwise):
         for i, beta in enumerate(group["betas"]):
             check_number({f"betas[{i}]": beta}, f"betas[{i}]", below=1.0)
 
-    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+    def update(self, group: ParamGroup, params: list[Tensor], excluded: list[bool]) -> None:
         decays = [0.0 if skip else float(group["weight_decay"]) for skip in excluded]
         adapts = [not skip or group["always_adapt"] for skip in excluded]
         if not group["adapt"]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fleetx.optim.dispatch import kernel_calls
 from fleetx.optim.foreach import LarsStep
-from fleetx.optim.layerwise import Group, Layerwise, accumulated, check_number, gradients, sgd_update
+from fleetx.optim.layerwise import Layerwise, ParamGroup, accumulated, check_number, gradients, sgd_update
 
 
 class Lars(Layerwise):
@@ -50,7 +50,7 @@ class Lars(Layerwise):
         super().__init__(params, defaults, exclude=exclude_from_weight_decay, differentiable=differentiable)
 
     @staticmethod
-    def check(group: Group) -> None:
+    def check(group: ParamGroup) -> None:
         for name in ("lr", "weight_decay", "epsilon"):
             check_number(group, name)
         check_number(group, "momentum", below=1.0)
@@ -63,7 +63,7 @@ class Lars(Layerwise):
         if group.get("dampening"):
             raise ValueError("dampening is not supported: leave it at 0")
 
-    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+    def update(self, group: ParamGroup, params: list[Tensor], excluded: list[bool]) -> None:
         decays = [0.0 if skip else float(group["weight_decay"]) for skip in excluded]
         if group["lars_coeff"] is None:
             return self._sgd(group, params, decays)
@@ -83,7 +83,7 @@ class Lars(Layerwise):
             )
             call.kernels.lars(*call.tensors, step, self._noted(call, params, decays, adapted, ratio))
 
-    def _decay_momentum(self, group: Group, params: list[Tensor]) -> None:
+    def _decay_momentum(self, group: ParamGroup, params: list[Tensor]) -> None:
         """A step with lr = 0, where SGD's momentum buffer cannot be converted to a velocity yet."""
         for p in params:
             for name in ("momentum_buffer", "velocity"):
@@ -97,7 +97,7 @@ class Lars(Layerwise):
             state["velocity"] = buffer * lr
         return accumulated(state, "velocity", p)
 
-    def _sgd(self, group: Group, params: list[Tensor], decays: list[float]) -> None:
+    def _sgd(self, group: ParamGroup, params: list[Tensor], decays: list[float]) -> None:
         for decay in dict.fromkeys(decays):
             chosen = [p for p, d in zip(params, decays, strict=True) if d == decay]
             for p in chosen:

@@ -15,10 +15,10 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from fleetx.optim.dispatch import KernelCall
-from fleetx.optim.foreach import Reduce
+from fleetx.optim.foreach import AllSum
 
-Group = dict[str, Any]
-Formula = Callable[[float, float, float], float]  # the trust ratio, of |p|, |g| or |u|, and the decay
+ParamGroup = dict[str, Any]
+RatioFormula = Callable[[float, float, float], float]  # the trust ratio, of |p|, |g| or |u|, and the decay
 
 
 class Layerwise(Optimizer):
@@ -32,12 +32,12 @@ class Layerwise(Optimizer):
     needs: ClassVar[tuple[str, ...]]  # options of the plain optimizer that the update needs
     excludes: ClassVar[str] = "exclude_from_weight_decay"  # what the user calls the patterns of excluded names
     # Set under a strategy, which then decides the `own` options instead of the user and the checkpoint:
-    decide: Callable[[Group], Group] | None = None  # returns them for a group
-    declared: list[Group] | None = None  # what it returned, per group
+    decide: Callable[[ParamGroup], ParamGroup] | None = None  # returns them for a group
+    declared: list[ParamGroup] | None = None  # what it returned, per group
     _patterns: Sequence[str] = ()  # names to exclude, without a strategy
     recorder: Any = None  # a TrustRatios, which records by what each tensor's rate is multiplied
 
-    def __init__(self, params: Any, defaults: Group, *, exclude: Sequence[str], differentiable: bool):
+    def __init__(self, params: Any, defaults: ParamGroup, *, exclude: Sequence[str], differentiable: bool):
         if differentiable:
             raise ValueError(f"{type(self).__name__} does not support differentiable=True: pass differentiable=False")
         if isinstance(exclude, str) or not all(isinstance(p, str) and p for p in exclude):
@@ -49,7 +49,7 @@ class Layerwise(Optimizer):
             if not any(pattern in name for name in names):
                 raise ValueError(f"{self.excludes}: {pattern!r} matches no parameter name")
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         chosen = {k: v for k, v in param_group.items() if k in self.own and k not in ("excluded", "adapt")}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -66,7 +66,7 @@ class Layerwise(Optimizer):
             self.param_groups.pop()
             raise
 
-    def _complete(self, group: Group, chosen: Group) -> None:
+    def _complete(self, group: ParamGroup, chosen: ParamGroup) -> None:
         """Set the `own` options of a new group, except those it came with. Without a strategy, only set `excluded`."""
         if self.excludes in group:
             raise ValueError(f"{self.excludes} is not an option of a group: pass it to the optimizer")
@@ -80,11 +80,11 @@ class Layerwise(Optimizer):
             group["excluded"] = [i for i, name in named if any(pattern in name for pattern in self._patterns)]
 
     @staticmethod
-    def check(group: Group) -> None:
+    def check(group: ParamGroup) -> None:
         """Raise ValueError if an option of a group is out of range."""
         raise NotImplementedError
 
-    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+    def update(self, group: ParamGroup, params: list[Tensor], excluded: list[bool]) -> None:
         """Update the parameters of a group that have a gradient."""
         raise NotImplementedError
 
@@ -126,12 +126,12 @@ class Layerwise(Optimizer):
         self._widen(state_dict)
 
     def _noted(
-        self, call: KernelCall, params: list[Tensor], decays: list[float], adapted: list[bool], formula: Formula
-    ) -> Reduce | None:
+        self, call: KernelCall, params: list[Tensor], decays: list[float], adapted: list[bool], formula: RatioFormula
+    ) -> AllSum | None:
         """What a kernel calls with its squared norms."""
         if self.recorder is None:
             return call.reduce
-        noting: Reduce = self.recorder.noting(call, params, decays, adapted, formula)
+        noting: AllSum = self.recorder.noting(call, params, decays, adapted, formula)
         return noting
 
     def _widen(self, state_dict: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def accumulated(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
     return value
 
 
-def check_number(group: Group, name: str, *, below: float | None = None) -> None:
+def check_number(group: ParamGroup, name: str, *, below: float | None = None) -> None:
     value = float(group[name])
     if not (0.0 <= value < (float("inf") if below is None else below)):
         bound = "finite and at least 0" if below is None else f"in [0, {below:g})"
@@ -180,7 +180,7 @@ def check_number(group: Group, name: str, *, below: float | None = None) -> None
 
 
 # --- plain updates --------------------------------------------------------------------------------
-def sgd_update(optimizer: Optimizer, group: Group, params: list[Tensor], momentum: float, decay: float) -> None:
+def sgd_update(optimizer: Optimizer, group: ParamGroup, params: list[Tensor], momentum: float, decay: float) -> None:
     buffers = [optimizer.state[p].get("momentum_buffer") if momentum else None for p in params]
     sgd(
         params, gradients(params), buffers, foreach=group.get("foreach"), fused=group.get("fused"), weight_decay=decay,
@@ -192,7 +192,7 @@ def sgd_update(optimizer: Optimizer, group: Group, params: list[Tensor], momentu
             optimizer.state[p]["momentum_buffer"] = buffer
 
 
-def adamw_update(optimizer: Optimizer, group: Group, params: list[Tensor], decays: list[float]) -> None:
+def adamw_update(optimizer: Optimizer, group: ParamGroup, params: list[Tensor], decays: list[float]) -> None:
     beta1, beta2 = group["betas"]
     for p in params:
         _complete(optimizer.state[p], p, fused=bool(group.get("fused")))

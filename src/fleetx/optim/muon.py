@@ -11,7 +11,7 @@ from torch import Size, Tensor, nn
 from fleetx.base import seams
 from fleetx.base.module_names import plain_name
 from fleetx.optim.dispatch import local
-from fleetx.optim.layerwise import Group, Layerwise, accumulated, adamw_update, check_number, gradients
+from fleetx.optim.layerwise import Layerwise, ParamGroup, accumulated, adamw_update, check_number, gradients
 from fleetx.optim.orthogonal import Sharing, blocks, orthogonalized, sides
 
 
@@ -58,13 +58,13 @@ class Muon(Layerwise):
         }  # fmt: skip
         super().__init__(params, defaults, exclude=adamw, differentiable=differentiable)
 
-    def _complete(self, group: Group, chosen: Group) -> None:
+    def _complete(self, group: ParamGroup, chosen: ParamGroup) -> None:
         super()._complete(group, chosen)
         others = [i for i, p in enumerate(group["params"]) if not is_matrix(p.shape)]
         group["excluded"] = sorted({*group["excluded"], *others})
 
     @staticmethod
-    def check(group: Group) -> None:
+    def check(group: ParamGroup) -> None:
         for name in ("lr", "eps", "weight_decay"):
             check_number(group, name)
         check_number(group, "momentum", below=1.0)
@@ -75,7 +75,7 @@ class Muon(Layerwise):
         if group["rms"] is not None and not 0 < group["rms"] < math.inf:
             raise ValueError(f"rms must be above 0, or None, not {group['rms']}")
 
-    def update(self, group: Group, params: list[Tensor], excluded: list[bool]) -> None:
+    def update(self, group: ParamGroup, params: list[Tensor], excluded: list[bool]) -> None:
         others = [p for p, skip in zip(params, excluded, strict=True) if skip]
         if others:
             adamw_update(self, group, others, [float(group["weight_decay"])] * len(others))
@@ -100,7 +100,7 @@ class Muon(Layerwise):
             raise RuntimeError(f"Muon cannot update a parameter with the placements {p.placements}")
         return Sharing(p.device_mesh.get_group(divided[0][0]), divided[0][1].dim)
 
-    def _step_together(self, group: Group, params: list[Tensor], sharing: Sharing | None) -> None:
+    def _step_together(self, group: ParamGroup, params: list[Tensor], sharing: Sharing | None) -> None:
         momentum, lr = float(group["momentum"]), float(group["lr"])
         moments = [local(self._moment(p)) for p in params]
         grads = [local(g, getattr(p, "placements", None)) for g, p in zip(gradients(params), params, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.compiled import Library
-from fleetx.optim.foreach import LambStep, LarsStep, Reduce, Tensors
+from fleetx.optim.foreach import AllSum, LambStep, LarsStep, Tensors
 
 _FIRST, _SECOND = 1, 2  # passes
 _SMALL = 1 << 16  # elements of scratch that we can always afford
@@ -26,7 +26,7 @@ _library = Library(
 available, reason = _library.available, _library.reason
 
 
-def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
+def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: AllSum | None = None) -> None:
     """One step of LARS. The tensors at each index must be fp32 and have the same shape and the same dense layout.
 
     If the tensors are this rank's shards, `reduce` must sum the (n, 2) squares of |p| and |g| over the ranks, in place.
@@ -40,7 +40,12 @@ def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, r
 
 
 def lamb(
-    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
+    params: Tensors,
+    grads: Tensors,
+    firsts: Tensors,
+    seconds: Tensors,
+    step: LambStep,
+    reduce: AllSum | None = None,
 ) -> None:
     """One step of LAMB. Tensors and `reduce` (here for |p| and |u|) are as in `lars`."""
     beta1, beta2, steps = step.beta1, step.beta2, np.array(step.steps, np.float64)
@@ -62,7 +67,7 @@ def _run(
     arrays: list[NDArray],
     numbers: tuple[float, ...],
     params: Tensors,
-    reduce: Reduce | None,
+    reduce: AllSum | None,
 ) -> None:
     n, threads = len(params), torch.get_num_threads()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fleetx.base.triton_kernels import OPTIONS, on, send
-from fleetx.optim.foreach import LambStep, LarsStep, Reduce, Tensors
+from fleetx.optim.foreach import AllSum, LambStep, LarsStep, Tensors
 
 CHUNK = 8192  # elements per program
 BLOCK = 1024  # elements of a chunk processed at a time
@@ -166,14 +166,19 @@ def lamb_kernel(chunks, counts, addresses, numbers, norms, n, chunk: tl.constexp
 
 
 # --- host -------------------------------------------------------------------------------------------
-def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: Reduce | None = None) -> None:
+def lars(params: Tensors, grads: Tensors, velocities: Tensors, step: LarsStep, reduce: AllSum | None = None) -> None:
     """Like native.lars, for tensors on a GPU."""
     numbers = [step.lr, step.coeff, step.epsilon, step.momentum, -1.0 if step.maximize else 1.0, *step.decays]
     _run(lars_squares_kernel, lars_kernel, [params, grads, velocities], numbers, reduce, nesterov=bool(step.nesterov))
 
 
 def lamb(
-    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, step: LambStep, reduce: Reduce | None = None
+    params: Tensors,
+    grads: Tensors,
+    firsts: Tensors,
+    seconds: Tensors,
+    step: LambStep,
+    reduce: AllSum | None = None,
 ) -> None:
     """Like native.lamb, for tensors on a GPU."""
     beta1, beta2, sign = step.beta1, step.beta2, -1 if step.maximize else 1
@@ -183,7 +188,7 @@ def lamb(
 
 
 def _run(
-    first: Any, second: Any, lists: list[Tensors], numbers: list[float], reduce: Reduce | None, **options: bool
+    first: Any, second: Any, lists: list[Tensors], numbers: list[float], reduce: AllSum | None, **options: bool
 ) -> None:
     params = lists[0]
     if not params:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from fleetx.optim.dispatch import KernelCall
-from fleetx.optim.foreach import Reduce
+from fleetx.optim.foreach import AllSum
 from fleetx.optim.lamb import Lamb
 from fleetx.optim.lars import Lars
-from fleetx.optim.layerwise import Formula
+from fleetx.optim.layerwise import RatioFormula
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Norms:
     squares: Tensor  # (n, 2)
     decays: list[float]
     adapted: list[bool]
-    formula: Formula
+    formula: RatioFormula
 
 
 class TrustRatios:
@@ -47,8 +47,8 @@ class TrustRatios:
         self._norms = []
 
     def noting(
-        self, call: KernelCall, params: list[Tensor], decays: list[float], adapted: list[bool], formula: Formula
-    ) -> Reduce:
+        self, call: KernelCall, params: list[Tensor], decays: list[float], adapted: list[bool], formula: RatioFormula
+    ) -> AllSum:
         """What the kernel calls with its squared norms."""
 
         def note(squares: Tensor) -> None:

@@ -48,7 +48,7 @@ class OuterOptimizer:
 
     def now(self, params: Sequence[Tensor], ctx: StepContext) -> None:
         """Exchange and step. One bucket is sent while the next is filled; at most two exist at a time."""
-        pending: deque[tuple[_Bucket, Future[Tensor]]] = deque()
+        pending: deque[tuple[_Flat, Future[Tensor]]] = deque()
         for bucket in _bucketed(params, ctx):
             if len(pending) == 2:
                 self._step(*pending.popleft(), ctx)
@@ -56,12 +56,12 @@ class OuterOptimizer:
         while pending:
             self._step(*pending.popleft(), ctx)
 
-    def _send(self, bucket: _Bucket, flat: Tensor, ctx: StepContext, network: Network) -> Future[Tensor]:
+    def _send(self, bucket: _Flat, flat: Tensor, ctx: StepContext, network: Network) -> Future[Tensor]:
         if "anchor" in ctx.state:
             flat -= pack([as_real(ctx.state["anchor"][name]) for name in bucket.names])
         return ctx.mean(Outgoing(flat, views(flat, bucket.tensors), bucket.names, bucket.number, network))
 
-    def _step(self, bucket: _Bucket, mean: Future[Tensor], ctx: StepContext, sent: Tensor | None = None) -> None:
+    def _step(self, bucket: _Flat, mean: Future[Tensor], ctx: StepContext, sent: Tensor | None = None) -> None:
         moved = views(arrived(mean), bucket.tensors)
         for i, (p, name, x) in enumerate(zip(bucket.tensors, bucket.names, moved, strict=True)):
             target = x
@@ -117,14 +117,14 @@ class Delayed:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _Flat:
     number: int
     tensors: list[Tensor]
     names: list[str]
 
 
-def _bucketed(params: Sequence[Tensor], ctx: StepContext) -> Iterator[_Bucket]:
+def _bucketed(params: Sequence[Tensor], ctx: StepContext) -> Iterator[_Flat]:
     names: Any = ctx.names
     held = [local(p).detach() for p in params]
     for number, bucket in enumerate(buckets(held)):
-        yield _Bucket(number, [as_real(held[i]) for i in bucket], [names[params[i]] for i in bucket])
+        yield _Flat(number, [as_real(held[i]) for i in bucket], [names[params[i]] for i in bucket])

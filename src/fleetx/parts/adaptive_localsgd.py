@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @settings
-class _Period:
+class _AdaptivePeriod:
     init_k_steps: Annotated[int, Field(ge=1)] = 1
     """The first period, in rounds."""
     begin_step: Annotated[int, Field(ge=1)] = 1
@@ -28,7 +28,7 @@ class _Period:
 
 
 @settings
-class AdaptiveLocalSGD(LocalUpdates, _Period):
+class AdaptiveLocalSGD(LocalUpdates, _AdaptivePeriod):
     """LocalSGD with a period that follows the loss and the learning rate.
 
     k = ceil(sqrt(lr_0 * loss / (lr * loss_0)) * init_k_steps), between 1 and max_k_steps: rare averages at first,

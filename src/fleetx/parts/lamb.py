@@ -15,7 +15,7 @@ from fleetx.optim import Lamb, parameter_names
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.dispatch import kernels_remark
 from fleetx.strategy.effect import Effect, differs
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.part import NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 
@@ -28,7 +28,7 @@ class LAMB(Part):
 
     lamb_weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay, inside the formula."""
-    exclude_from_weight_decay: Names = Field(default_factory=list)
+    exclude_from_weight_decay: NameList = Field(default_factory=list)
     """Substrings of parameter names. Matching parameters get neither weight decay nor the trust ratio."""
     always_adapt: bool = False
     """Keep the trust ratio for excluded parameters, as Paddle 2.0 did."""

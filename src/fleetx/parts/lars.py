@@ -16,7 +16,7 @@ from fleetx.optim import Lars, parameter_names
 from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.dispatch import kernels_remark
 from fleetx.strategy.effect import Effect, differs
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.part import NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 
@@ -33,7 +33,7 @@ class LARS(Part):
     """Weight decay, inside the formula."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
     """Added to the denominator."""
-    exclude_from_weight_decay: Names = Field(default_factory=list)
+    exclude_from_weight_decay: NameList = Field(default_factory=list)
     """Substrings of parameter names. Matching parameters get plain momentum without weight decay."""
 
     neutral: ClassVar[dict[str, Any]] = {"lars_coeff": None, "lars_weight_decay": 0.0}

@@ -15,7 +15,7 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
-class _Period:
+class _FixedPeriod:
     k_steps: Annotated[int, Field(ge=1)] = 1
     """Rounds between two averages."""
     begin_step: Annotated[int, Field(ge=1)] = 1
@@ -23,7 +23,7 @@ class _Period:
 
 
 @settings
-class LocalSGD(LocalUpdates, _Period):
+class LocalSGD(LocalUpdates, _FixedPeriod):
     """Let each rank update on its own, and average the parameters every `k_steps` rounds.
 
     p <- mean over ranks of p. With the outer optimizer: d = a - mean(p), b <- outer_momentum * b + d,

@@ -16,7 +16,7 @@ from fleetx.optim.adopt import adopt, adoption_problems
 from fleetx.optim.muon import is_matrix
 from fleetx.strategy.cost_model import CostTerms
 from fleetx.strategy.effect import Effect, differs
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.part import NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 
@@ -37,9 +37,9 @@ class MUON(Part):
     """Root mean square of a step divided by the learning rate, like that of AdamW; None: Muon's original scale."""
     bf16: bool = False
     """Orthogonalize in bfloat16, which is faster on GPUs."""
-    adamw: Names = Field(default_factory=list)
+    adamw: NameList = Field(default_factory=list)
     """Substrings of parameter names. Matching matrices stay with AdamW too."""
-    muon: Names = Field(default_factory=list)
+    muon: NameList = Field(default_factory=list)
     """Substrings of parameter names. Matching matrices get Muon, even if they look like an embedding or an output."""
     divide: bool = True
     """Let each rank orthogonalize only some of the matrices and send them to the others, instead of all of them."""

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from fleetx.comm.world import World, rejoin
+from fleetx.comm.join import rejoin
+from fleetx.comm.world import World
 from fleetx.errors import UsageError
 from fleetx.measure.child import Answer, forked
 from fleetx.planner.workload import Workload
@@ -52,7 +53,7 @@ def on_all_ranks(
     On CUDA the call runs in this process, on a copy of the model: a process that uses CUDA cannot be forked.
     """
     with socket.create_server(("", 0), backlog=128) as server:
-        host = world.place.master.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        host = world.process.master.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "127.0.0.1")
         host, port = world.broadcast_json([host, server.getsockname()[1]])
         if world.device.type == "cuda":
             answer = _caught(lambda: call(workload.copied(), world))

@@ -16,7 +16,7 @@ from fleetx.base.module_names import named_modules
 from fleetx.base.trees import loss_by
 from fleetx.comm import averaging
 from fleetx.comm.paths import inside_hosts
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.world import World
 from fleetx.engine.engine import Engine
 from fleetx.errors import UsageError
@@ -220,7 +220,7 @@ def _timed(workload: Workload, parts: Sequence[Part], sizes: Sequence[int], worl
 
 def _run(parts: Sequence[Part], sizes: Sequence[int], workload: Workload, world: World) -> Any:
     """Runs in a child: forward, backward and update at each size, on all ranks at once but without communication."""
-    engine = Engine(compose(_local(parts)), workload.model, workload.optimizer, World(Place(), world.device))
+    engine = Engine(compose(_local(parts)), workload.model, workload.optimizer, World(ProcessInfo(), world.device))
     model, optimizer, device = engine.model, engine.optimizer, world.device
     times: list[tuple[int, float, float]] = []
     updates: list[float] = []

@@ -25,7 +25,7 @@ def shown(loader: Iterable[Any], total: int | None, every: float, session: Sessi
     if total is None:
         total = operator.length_hint(loader) or None
     console = Console(stderr=True)
-    pace = _Pace(session, total)
+    pace = _Speed(session, total)
     if console.is_terminal:
         with Live(_table(pace.facts()), console=console, auto_refresh=False, transient=False) as live:
             yield from _counted(loader, pace, _REFRESH, lambda: live.update(_table(pace.facts()), refresh=True))
@@ -33,7 +33,7 @@ def shown(loader: Iterable[Any], total: int | None, every: float, session: Sessi
         yield from _counted(loader, pace, every, lambda: print(_line(pace.facts()), file=sys.stderr, flush=True))
 
 
-def _counted(loader: Iterable[Any], pace: _Pace, every: float, show: Any) -> Iterator[Any]:
+def _counted(loader: Iterable[Any], pace: _Speed, every: float, show: Any) -> Iterator[Any]:
     due, said = time.monotonic() + every, -1
     try:
         for batch in loader:
@@ -47,7 +47,7 @@ def _counted(loader: Iterable[Any], pace: _Pace, every: float, show: Any) -> Ite
             show()
 
 
-class _Pace:
+class _Speed:
     """Batches that are done, and how fast."""
 
     def __init__(self, session: Session, total: int | None):

@@ -13,7 +13,7 @@ from fleetx.base.suggest import did_you_mean
 from fleetx.errors import UsageError
 from fleetx.record.schema import INSIDE, KEYS, SCHEMA
 
-Line = dict[str, Any]
+RecordLine = dict[str, Any]
 
 
 @dataclass
@@ -21,13 +21,13 @@ class Record:
     """The lines of a run, by kind and in their order."""
 
     folder: Path
-    starts: list[Line] = field(default_factory=list)
-    plans: dict[int, Line] = field(default_factory=dict)  # by the number of the model
-    rounds: list[Line] = field(default_factory=list)  # of rank 0; rounds that a resumed run repeated count once
-    ranks: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))  # what each rank has used
-    events: list[Line] = field(default_factory=list)
-    values: list[Line] = field(default_factory=list)
-    traces: list[Line] = field(default_factory=list)
+    starts: list[RecordLine] = field(default_factory=list)
+    plans: dict[int, RecordLine] = field(default_factory=dict)  # by the number of the model
+    rounds: list[RecordLine] = field(default_factory=list)  # of rank 0; rounds that a resumed run repeated count once
+    ranks: dict[int, list[RecordLine]] = field(default_factory=lambda: defaultdict(list))  # what each rank has used
+    events: list[RecordLine] = field(default_factory=list)
+    values: list[RecordLine] = field(default_factory=list)
+    traces: list[RecordLine] = field(default_factory=list)
     unreadable: int = 0  # lines that were cut off, or are not fleetx's
     last: float = 0.0  # when the last line was written
 
@@ -81,7 +81,7 @@ def _runs_in(folder: Path) -> list[str]:
         return []
 
 
-def _lines(path: Path, found: Record) -> Iterator[Line]:
+def _lines(path: Path, found: Record) -> Iterator[RecordLine]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for text in file:
             try:
@@ -101,14 +101,14 @@ def _lines(path: Path, found: Record) -> Iterator[Line]:
             yield line
 
 
-def _complete(line: Line, keys: dict[str, Any]) -> bool:
+def _complete(line: RecordLine, keys: dict[str, Any]) -> bool:
     if not all(isinstance(line.get(key), of) for key, of in keys.items()):
         return False
     needed = ((line[key], names) for key, names in INSIDE.items() if key in keys)
     return all(isinstance(numbers.get(name), int | float) for numbers, names in needed for name in names)
 
 
-def _add(found: Record, line: Line) -> None:
+def _add(found: Record, line: RecordLine) -> None:
     kind = line["kind"]
     if kind in KEYS:
         found.last = max(found.last, line["t"])
@@ -125,7 +125,7 @@ def _add(found: Record, line: Line) -> None:
         getattr(found, f"{kind}s").append(line)
 
 
-def _drop_repeated(rounds: list[Line], line: Line) -> None:
+def _drop_repeated(rounds: list[RecordLine], line: RecordLine) -> None:
     """A run that went back to a checkpoint repeats some rounds: the later ones count."""
     if any(r["round"] >= line["round"] and r["model"] == line["model"] for r in rounds[-2:]):
         rounds[:] = [r for r in rounds if r["model"] != line["model"] or r["round"] < line["round"]]

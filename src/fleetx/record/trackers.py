@@ -48,7 +48,7 @@ def numbers_of(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield key, found
 
 
-class _Tracker:
+class _Output:
     """Called with every line, in the thread that writes them."""
 
     _round = 0  # the last one of the first model
@@ -68,7 +68,7 @@ class _Tracker:
         raise NotImplementedError
 
 
-class TensorBoard(_Tracker):
+class TensorBoard(_Output):
     """Event files in the folder of the record."""
 
     def __init__(self, folder: Path):
@@ -88,7 +88,7 @@ class TensorBoard(_Tracker):
         self._writer.close()
 
 
-class Wandb(_Tracker):
+class Wandb(_Output):
     """A run named after the folder; W&B's own environment variables set project and account."""
 
     def __init__(self, folder: Path):
@@ -106,7 +106,7 @@ class Wandb(_Tracker):
         self._run.finish()
 
 
-class Mlflow(_Tracker):
+class Mlflow(_Output):
     """A run named after the folder, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fleetx.record.read import Line, Record
+from fleetx.record.read import Record, RecordLine
 from fleetx.record.schema import TIMES, number
 
 Points = list[tuple[float, float]]  # (round, value)
@@ -89,7 +89,7 @@ def shares(record: Record) -> list[Share]:
     return found
 
 
-def of_step(used: Line, plan: Line, on_gpu: bool) -> int:
+def of_step(used: RecordLine, plan: RecordLine, on_gpu: bool) -> int:
     """Peak bytes to compare with the prediction. Without a GPU, the peak is that of the whole process: subtract what it
     held before its first step, except for the parameters."""
     return int(used["peak"] if on_gpu else used["peak"] - used.get("before", 0) + plan["bytes"]["parameters"])
@@ -104,16 +104,16 @@ def stragglers(found: list[Share]) -> list[tuple[Share, float]]:
     return sorted([(s, ratio) for s, ratio in slow if ratio > STRAGGLES], key=lambda pair: -pair[1])
 
 
-def step_traces(record: Record) -> list[Line]:
+def step_traces(record: Record) -> list[RecordLine]:
     """The traces of the last round that all ranks have traced, by rank."""
-    rounds: dict[tuple[int, int], dict[int, Line]] = {}
+    rounds: dict[tuple[int, int], dict[int, RecordLine]] = {}
     for trace in record.traces:
         rounds.setdefault((trace["model"], trace["round"]), {})[trace["rank"]] = trace
     whole = [by_rank for by_rank in rounds.values() if len(by_rank) == record.size] or list(rounds.values())
     return [trace for _, trace in sorted(whole[-1].items())] if whole else []
 
 
-def counts(events: Iterable[Line]) -> Counter[str]:
+def counts(events: Iterable[RecordLine]) -> Counter[str]:
     return Counter(event["what"] for event in events if event["rank"] == 0 or event["what"] == "fault")
 
 

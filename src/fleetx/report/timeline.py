@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fleetx.record.read import Line, Record
+from fleetx.record.read import Record, RecordLine
 from fleetx.record.schema import EVENTS
 from fleetx.report import facts, svg
 
@@ -19,7 +19,7 @@ _SIGNS = {
 LEGEND = ("data", "forward, F", "loss", "backward, B", "update", "waits, strategies")
 
 
-def step(traces: list[Line]) -> str:
+def step(traces: list[RecordLine]) -> str:
     """When each rank computes and when it waits, by its own clock."""
     if not traces:
         return '<p class="none">No step has been traced yet: tracing begins with the third.</p>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from fleetx.record.read import Line, Record
+from fleetx.record.read import Record, RecordLine
 from fleetx.report import facts, svg
 from fleetx.report.sections import MOST_RANKS, table
 
@@ -20,7 +20,7 @@ NO_BYTES = '<p class="none">Bytes are counted on TCP connections only, so not on
 NO_PEAK = '<p class="none">Not measured yet.</p>'
 
 
-def measured(record: Record) -> tuple[Line, dict[int, Line]] | None:
+def measured(record: Record) -> tuple[RecordLine, dict[int, RecordLine]] | None:
     """The plan of the first model, and the last line of each rank; None if nothing is recorded yet."""
     plan, lines = record.plans.get(0), {rank: lines[-1] for rank, lines in sorted(record.ranks.items())}
     return (plan, lines) if plan and lines else None
@@ -30,12 +30,12 @@ def on_gpu(record: Record) -> bool:
     return bool(record.starts[-1]["device"] == "cuda")
 
 
-def state_of(plan: Line, lines: dict[int, Line]) -> dict[str, int]:
+def state_of(plan: RecordLine, lines: dict[int, RecordLine]) -> dict[str, int]:
     """Bytes on rank 0, by purpose."""
     return {**plan["bytes"], "optimizer": lines.get(0, {}).get("optimizer", 0)}
 
 
-def predictions(plan: Line, lines: dict[int, Line]) -> dict[int, int]:
+def predictions(plan: RecordLine, lines: dict[int, RecordLine]) -> dict[int, int]:
     """Peaks by rank. Ranks with other stages of a pipeline predict their own; otherwise rank 0 predicts for all."""
     own = {rank: line["predicted"] for rank, line in lines.items() if "predicted" in line}
     if "predicted" in plan:
@@ -45,7 +45,7 @@ def predictions(plan: Line, lines: dict[int, Line]) -> dict[int, int]:
     return own
 
 
-def why_not(plan: Line) -> str:
+def why_not(plan: RecordLine) -> str:
     """Why a peak was not predicted."""
     return str(plan.get("unpredicted", "this record does not say why"))
 

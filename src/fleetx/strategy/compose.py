@@ -42,7 +42,7 @@ class Plan:
 def compose(parts: Iterable[Part]) -> Plan:
     """Order the acts of all parts, or raise one StrategyError with every conflict between them."""
     given = tuple(parts)
-    parts = tuple(part.beside(given) for part in given)
+    parts = tuple(part.adapted_to(given) for part in given)
     acts = sorted((a for p in parts for a in p.acts()), key=lambda a: a.name)
     plan: list[Act] = []
     known: list[frozenset[Fact]] = []

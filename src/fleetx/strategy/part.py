@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fleetx.strategy.compose import Plan
 
 # A list or a tuple of names, but not a bare string, whose letters would be taken for names.
-Names = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
+NameList = Annotated[list[str], BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -92,7 +92,7 @@ class Part:
         """What is wrong with these settings, one sentence each."""
         return iter(())
 
-    def beside(self, parts: Iterable[Part]) -> Part:
+    def adapted_to(self, parts: Iterable[Part]) -> Part:
         """This part, with any settings that depend on which other parts are on."""
         return self
 

@@ -35,7 +35,7 @@ def parts(chosen: Switches, *, lossless: bool = False) -> dict[str, Part]:
     for switch in chosen:
         kind = every()[switch]
         alone[switch] = kind(**(dict(kind.example) | dict((kind.lossless or {}) if lossless else {})))
-    return {switch: part.beside(alone.values()) for switch, part in alone.items()}
+    return {switch: part.adapted_to(alone.values()) for switch, part in alone.items()}
 
 
 def declared(chosen: Switches, full: Switches = (), *, lossless: bool = False) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def declared(chosen: Switches, full: Switches = (), *, lossless: bool = False) -
     return out
 
 
-def refusals(strategy: dict[str, Any]) -> list[str]:
+def conflicts_of(strategy: dict[str, Any]) -> list[str]:
     """Why these strategies do not work together; empty if they do."""
     try:
         DistributedStrategy(**strategy).plan()
@@ -73,8 +73,8 @@ def unbuilt_beside_others() -> Iterator[str]:
             text = ", ".join(f"{key}={value!r}" for key, value in settings.items())
             for other in switches():
                 usual = {} if part.always else declared((switch,))
-                if other != switch and not refusals(declared((other,)) | usual):
-                    for problem in refusals(declared((other,)) | mine):
+                if other != switch and not conflicts_of(declared((other,)) | usual):
+                    for problem in conflicts_of(declared((other,)) | mine):
                         yield f"{'' if part.always else f'{switch} with '}{text} + {other}: {problem}"
 
 

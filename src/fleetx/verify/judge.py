@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from fleetx.strategy.part import every, settings_of
 from fleetx.verify import oracle, runs
-from fleetx.verify.combinations import Switches, declared, kind_of, parts, refusals
+from fleetx.verify.combinations import Switches, conflicts_of, declared, kind_of, parts
 from fleetx.verify.ranks import RankError, Ranks
 
 _FLOAT32 = ("amp", "dgc")  # strategies that only act on float32
@@ -75,7 +75,7 @@ class Judge:
     def judge(self, chosen: Switches) -> Verdict:
         start = time.monotonic()
         verdict = Verdict(chosen)
-        if problems := refusals(declared(chosen)):
+        if problems := conflicts_of(declared(chosen)):
             verdict.kind, verdict.reason = kind_of(problems), "; ".join(problems)
             return verdict
         try:

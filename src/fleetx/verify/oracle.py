@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fleetx.verify.oracle_updates import Settings, rule_for
+from fleetx.verify.oracle_updates import SwitchSettings, rule_for
 
-Batch = tuple[Tensor, Tensor]
-LossFn = Callable[[Tensor, Tensor], Tensor]
+Sample = tuple[Tensor, Tensor]
+SampleLoss = Callable[[Tensor, Tensor], Tensor]
 
 # Strategies that change where or when something is computed or sent, but no number beyond rounding.
 NEUTRAL = {
@@ -56,9 +56,9 @@ AVERAGED = "averaged."  # prefix of the names of averaged parameters
 def train(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer],
-    settings: Settings,
-    batches: Sequence[Batch],
-    loss_fn: LossFn,
+    settings: SwitchSettings,
+    batches: Sequence[Sample],
+    loss_fn: SampleLoss,
     replicas: int,
     *,
     flush: bool = False,
@@ -121,7 +121,7 @@ def train(
     return models[0].state_dict() | means
 
 
-def _group(settings: Settings, replicas: int) -> int:
+def _group(settings: SwitchSettings, replicas: int) -> int:
     """How many ranks always have the same gradient: those that share one copy of the model."""
     sharding = settings.get("sharding")
     return (sharding["sharding_degree"] or sharding["sharding_group_size"] or replicas) if sharding else 1
@@ -141,7 +141,7 @@ def _rates_scaled(optimizer: Optimizer, merge: Mapping[str, Any], merged: int) -
 
 
 def _backward(
-    models: Sequence[nn.Module], batch: Batch, loss_fn: LossFn, settings: Settings, replicas: int
+    models: Sequence[nn.Module], batch: Sample, loss_fn: SampleLoss, settings: SwitchSettings, replicas: int
 ) -> list[float]:
     """Add the gradients of this step to each model's. Returns each rank's loss."""
     pipeline = settings.get("pipeline", {})
@@ -193,7 +193,7 @@ def _forward_together(models: Sequence[nn.Module], inputs: Sequence[Tensor]) -> 
 
 
 @torch.no_grad()
-def _reduce_in_half(models: Sequence[nn.Module], settings: Settings) -> None:
+def _reduce_in_half(models: Sequence[nn.Module], settings: SwitchSettings) -> None:
     """Give every model the mean gradient. Gradients are cast first, then added in pairs of neighbours."""
     amp = settings.get("amp", {})
     scale = amp["init_loss_scaling"] if amp.get("dtype") == "float16" else 1.0  # it does not change within a few steps
@@ -204,7 +204,7 @@ def _reduce_in_half(models: Sequence[nn.Module], settings: Settings) -> None:
             p.grad = mean
 
 
-def _mean_in_half(values: Sequence[Tensor], ranks: int, settings: Settings) -> Tensor:
+def _mean_in_half(values: Sequence[Tensor], ranks: int, settings: SwitchSettings) -> Tensor:
     half = torch.float16 if settings["fp16_allreduce"]["dtype"] == "float16" else torch.bfloat16
     sums = [(value / ranks).to(half) for value in values]
     while len(sums) > 1:
@@ -237,7 +237,7 @@ class _Follower:
 class _Average:
     """Decides when local models are averaged, and how: fp16_allreduce casts their changes since the last average."""
 
-    def __init__(self, settings: Settings, model: nn.Module):
+    def __init__(self, settings: SwitchSettings, model: nn.Module):
         self._adaptive = settings.get("adaptive_localsgd")
         own = self._adaptive or settings.get("localsgd") or {}
         self._begin: int = own.get("begin_step", 1)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Settings = Mapping[str, Mapping[str, Any]]  # all settings of each strategy that is on
+SwitchSettings = Mapping[str, Mapping[str, Any]]  # all settings of each strategy that is on
 
 
-def rule_for(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Callable[[dict[str, Tensor]], None]:
+def rule_for(model: nn.Module, optimizer: Optimizer, settings: SwitchSettings) -> Callable[[dict[str, Tensor]], None]:
     """LARS, LAMB or Muon with the options of the optimizer, or the optimizer itself. It takes gradients by name."""
     params = dict(model.named_parameters())
     names = {p: name for name, p in params.items()}
@@ -39,7 +39,7 @@ def rule_for(model: nn.Module, optimizer: Optimizer, settings: Settings) -> Call
     return layerwise if {"lars", "lamb", "muon"} & set(settings) else plain
 
 
-def _lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Settings, steps: int) -> None:
+def _lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: SwitchSettings, steps: int) -> None:
     beta1, beta2 = group["betas"]
     m.lerp_(g, 1 - beta1)
     v.lerp_(g * g, 1 - beta2)
@@ -48,7 +48,7 @@ def _lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Sett
     p.sub_(group["lr"] * _ratio(p, u) * u)
 
 
-def _muon(p: Tensor, g: Tensor, b: Tensor, _: Tensor, group: Any, settings: Settings, steps: int) -> None:
+def _muon(p: Tensor, g: Tensor, b: Tensor, _: Tensor, group: Any, settings: SwitchSettings, steps: int) -> None:
     muon = settings["muon"]
     b.lerp_(g, 1 - muon["momentum"])
     x = (g.lerp(b, muon["momentum"]) if muon["nesterov"] else b).flatten(1)
@@ -67,7 +67,7 @@ def _hidden_matrices(model: nn.Module) -> list[str]:
     return [n for n, p in named if id(p) not in embeddings | {output} and "embed" not in n]
 
 
-def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Settings, steps: int) -> None:
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: SwitchSettings, steps: int) -> None:
     beta1, beta2 = group["betas"]
     m.lerp_(g, 1 - beta1)
     v.lerp_(g * g, 1 - beta2)
@@ -75,7 +75,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Any, settings: Set
     p.sub_(group["lr"] * m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + group["eps"]))
 
 
-def _lars(p: Tensor, g: Tensor, velocity: Tensor, _: Tensor, group: Any, settings: Settings, steps: int) -> None:
+def _lars(p: Tensor, g: Tensor, velocity: Tensor, _: Tensor, group: Any, settings: SwitchSettings, steps: int) -> None:
     lars = settings["lars"]
     decay, rate = lars["lars_weight_decay"], group["lr"]
     if p.norm() > 0 and g.norm() > 0:

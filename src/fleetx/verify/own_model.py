@@ -21,7 +21,7 @@ from fleetx.strategy.part import defaults_of, every, settings_of, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.verify import oracle, runs
 from fleetx.verify.judge import Results, distance, dtype_for, observed, rounding, state
-from fleetx.verify.oracle_updates import Settings
+from fleetx.verify.oracle_updates import SwitchSettings
 from fleetx.verify.ranks import Ranks
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
@@ -95,7 +95,7 @@ class NotComputableError(UsageError):
     """The oracle cannot compute the result of this strategy, so verify cannot judge it."""
 
 
-def check_computable(settings: Settings) -> None:
+def check_computable(settings: SwitchSettings) -> None:
     for switch, chosen in settings.items():
         if switch not in oracle.KNOWN:
             raise NotComputableError(f"verify cannot compute {switch}: turn it off")
@@ -158,7 +158,7 @@ def _not_seen(strategy: DistributedStrategy, switch: str, seen: Any, steps: int)
     )
 
 
-def _lossless(declared: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _lossless(declared: dict[str, Any], settings: SwitchSettings) -> dict[str, Any]:
     """The strategy with settings at which no part of it loses precision."""
     out = copy.deepcopy(declared)
     for switch in settings:
@@ -178,7 +178,7 @@ def _settings(strategy: DistributedStrategy) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(
-    made: Made, steps: int, settings: Settings, results: Results, dtype: torch.dtype
+    made: Made, steps: int, settings: SwitchSettings, results: Results, dtype: torch.dtype
 ) -> tuple[bool, list[str]]:
     model, x, y, loss_fn = made
     found, start, batches = state(results), model.state_dict(), [(x, y)] * steps
@@ -209,7 +209,7 @@ def _numbers(
     return True, lines
 
 
-def _why(made: Made, settings: Settings, replicas: int) -> str:
+def _why(made: Made, settings: SwitchSettings, replicas: int) -> str:
     """Why training on shares of the batch is not training on all of it."""
     model, x, *_ = made
     norms = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]

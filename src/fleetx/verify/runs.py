@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from fleetx.verify import oracle
 from fleetx.verify.observe import Observer
 
 STEPS, SAMPLES, WIDTH = 6, 16, 128  # a weight of 128 * 128 elements is large enough for dgc
-LossFn = Callable[[Tensor, Tensor], Tensor]
 LR = 0.05
 
 
@@ -57,7 +56,7 @@ def run(declared: Mapping[str, Any], switches: Sequence[str], dtype: torch.dtype
 def train(
     model: nn.Module,
     data: Sequence[tuple[Tensor, Tensor]],
-    loss_fn: LossFn,
+    loss_fn: oracle.SampleLoss,
     declared: Mapping[str, Any],
     switches: Sequence[str],
     dtype: torch.dtype,

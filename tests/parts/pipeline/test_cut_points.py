@@ -24,7 +24,7 @@ from transformers import (
 
 from fleetx import StrategyError
 from fleetx.base.wrapping import unwrap
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.world import World
 from fleetx.measure.fake_step import TrainingStep
 from fleetx.parts.pipeline import trace
@@ -203,7 +203,7 @@ def found(name):
 def accepted(model, inputs, start):
     """Does the trace, which a pipeline makes before it cuts, agree?"""
     units = trace.map_stages(model, [start], lambda: model(**inputs))
-    params = StageParams(model, units, lambda stage: 0, World(Place(), torch.device("cpu")))
+    params = StageParams(model, units, lambda stage: 0, World(ProcessInfo(), torch.device("cpu")))
 
     def run(interceptor):
         params.interceptor = interceptor

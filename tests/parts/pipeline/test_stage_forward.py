@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fleetx import UsageError
-from fleetx.comm.roles import Place
+from fleetx.comm.roles import ProcessInfo
 from fleetx.comm.world import World
 from fleetx.parts.pipeline.stage_params import StageParams
 from fleetx.parts.pipeline.stages import StageForward
@@ -25,7 +25,7 @@ class Stages:
         x = torch.randn(4, 6)
         self.model, self.x = model, x
         stage_map = map_stages(model, ["b"], lambda: model(x))
-        self.params = StageParams(model, stage_map, lambda stage: stage, World(Place(), CPU))
+        self.params = StageParams(model, stage_map, lambda stage: stage, World(ProcessInfo(), CPU))
         self.trace = trace(stage_map, CPU, self.forward)
 
     def forward(self, interceptor):

@@ -106,12 +106,12 @@ def prune(root: Path, keep: int, bad: Collection[str]) -> None:
 # The kernel holds the claim, as a lock on the folder, and drops it when the process ends, however it ends. If the file
 # system has no such locks, as on NFS, nothing is claimed.
 PATIENCE = 10.0  # seconds for a run that is ending
-_Folder = tuple[int, int]
-_held: dict[_Folder, int] = {}  # claimed by this process: the open folder
-_users: Counter[_Folder] = Counter()
+_FolderId = tuple[int, int]
+_held: dict[_FolderId, int] = {}  # claimed by this process: the open folder
+_users: Counter[_FolderId] = Counter()
 
 
-def claim(root: Path) -> _Folder | None:
+def claim(root: Path) -> _FolderId | None:
     """Claim a folder; raise an error if another process has claimed it. One process may claim it more than once."""
     handle = os.open(root, os.O_RDONLY)
     found = os.fstat(handle)
@@ -145,7 +145,7 @@ def _locked(handle: int, root: Path) -> bool:
         time.sleep(0.05)
 
 
-def release(folder: _Folder | None) -> None:
+def release(folder: _FolderId | None) -> None:
     if folder is None or folder not in _held:
         return
     _users[folder] -= 1

@@ -36,7 +36,7 @@ class Strict(BaseModel):
 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+RankNumber = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Sizes = Annotated[list[Count], Field(max_length=64)]
 
 
@@ -59,7 +59,7 @@ class Manifest(Strict):
         return self.round, self.step
 
 
-class Group(Strict):
+class SavedGroup(Strict):
     """A param group of the optimizer."""
 
     params: list[str]
@@ -74,7 +74,7 @@ class SavedTraining(Strict):
     window: Annotated[int, Field(ge=1, lt=2**31)]  # steps per update
     layout: list[str]
     strategy: dict[str, Any]
-    groups: list[Group]
+    groups: list[SavedGroup]
     optimizer: str = ""  # its class
     fleetx: str
     torch: str
@@ -85,8 +85,8 @@ class Chunk(Strict):
 
     offsets: Sizes
     shape: Sizes
-    writer: Rank
-    holders: list[Rank]
+    writer: RankNumber
+    holders: list[RankNumber]
 
 
 class SavedTensor(Strict):
@@ -100,7 +100,7 @@ class Index(Strict):
 
 
 class RankState(Strict):
-    rank: Rank
+    rank: RankNumber
     fleetx: dict[str, Any]
     scheduler: Any
     loader: Any

@@ -23,8 +23,8 @@ from fleetx.errors import DownloadError
 from fleetx.paddle.download.fetch import AbortedError, check_disk
 from fleetx.paddle.download.listing import check_inside
 
-Member = int | str | None  # the size of a file, the target of a link, or None for a folder
-Members = dict[str, Member]
+ArchiveMember = int | str | None  # the size of a file, the target of a link, or None for a folder
+Members = dict[str, ArchiveMember]
 
 # A damaged archive with a correct md5 raises any of these, depending on where the damage is.
 _DAMAGED = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, OverflowError)
@@ -74,7 +74,7 @@ def publish(temporary: Path, members: Members, folder: Path, *, owner: str, owne
         source.replace(target)
 
 
-def is_intact(folder: Path, members: Mapping[str, Member]) -> bool:
+def is_intact(folder: Path, members: Mapping[str, ArchiveMember]) -> bool:
     """Whether all members still exist, each file with its size."""
     try:
         return all(_on_disk(folder / name) == member for name, member in members.items())
@@ -114,7 +114,7 @@ def _disarm(member: tarfile.TarInfo) -> None:
     member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
 
 
-def _on_disk(path: Path) -> Member:
+def _on_disk(path: Path) -> ArchiveMember:
     info = path.lstat()
     if stat.S_ISLNK(info.st_mode):
         return os.readlink(path)

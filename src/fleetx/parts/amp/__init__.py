@@ -22,7 +22,7 @@ from fleetx.errors import NOT_BUILT
 from fleetx.parts.amp import op_lists
 from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.effect import Effect, more
-from fleetx.strategy.part import Half, Names, Part, settings
+from fleetx.strategy.part import Half, NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 _SCALING = ("init_loss_scaling", "use_dynamic_loss_scaling")
@@ -61,11 +61,11 @@ class AMP(Part):
     """Factor by which the scale shrinks. 0.8 is the default in Paddle's code; its manual says 0.5."""
     use_dynamic_loss_scaling: bool = True
     """Adapt the scale. Otherwise it stays at init_loss_scaling."""
-    custom_white_list: Names = Field(default_factory=list)
+    custom_white_list: NameList = Field(default_factory=list)
     """Operations or modules to run in half precision even if autocast would not: `softmax`, `encoder.norm`."""
-    custom_black_list: Names = Field(default_factory=list)
+    custom_black_list: NameList = Field(default_factory=list)
     """Operations or modules to run in float32 even if autocast would not: `linear`, `head`."""
-    custom_black_varnames: Names = Field(default_factory=list)
+    custom_black_varnames: NameList = Field(default_factory=list)
     """Names of intermediate variables. Not supported: PyTorch models do not have them."""
     use_pure_fp16: bool = False
     """Keep the parameters in float16. Not supported."""

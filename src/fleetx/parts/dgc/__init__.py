@@ -89,7 +89,7 @@ class DGC(Part):
         if not self.sparsity:
             yield "sparsity is empty: give at least one value, such as [0.999]"
 
-    def beside(self, parts: Iterable[Part]) -> DGC:
+    def adapted_to(self, parts: Iterable[Part]) -> DGC:
         others = [act for part in parts if part is not self for act in part.acts()]
         elsewhere = any(act.stage is Stage.UPDATE or Fact.LOCAL in act.claim.makes for act in others)
         if self.momentum_correction is None and elsewhere:

@@ -29,7 +29,7 @@ from fleetx.errors import NOT_BUILT
 from fleetx.parts.pipeline import device_guard, schedules
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.part import NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 MAX_AUTO_DEGREE = 16  # the longest pipeline that `auto` considers
@@ -53,7 +53,7 @@ class Pipeline(Part):
     """Samples per micro-batch, instead of or in addition to their number. 1: not set."""
     schedule_mode: str = "1F1B"
     """The order of forwards and backwards: 1F1B, F-then-B, or the name of one of torch's schedules."""
-    stages: Names = Field(default_factory=list)
+    stages: NameList = Field(default_factory=list)
     """The first module of each stage but the first. Default: as set by device_guard, or balanced."""
     degree: Annotated[int, Field(ge=1)] | None = None
     """Ranks per pipeline. Default: as many as the stages need, or all ranks."""

@@ -25,7 +25,7 @@ from fleetx.parts.pipeline.stages import StageForward
 from fleetx.parts.pipeline.timeline import Action
 from fleetx.parts.pipeline.trace import Boundary, Interceptor, Trace, without_data
 
-Forward = Callable[[StepInput, Interceptor], Tensor]
+RunForward = Callable[[StepInput, Interceptor], Tensor]
 
 
 class _WithoutData(StageForward):
@@ -35,7 +35,7 @@ class _WithoutData(StageForward):
 
 def running(
     model: nn.Module, params: StageParams, trace: Trace, order: Sequence[Action], batches: list[StepInput],
-    forward: Forward, device: torch.device, *, merged: bool,
+    forward: RunForward, device: torch.device, *, merged: bool,
 ) -> int:  # fmt: skip
     """Peak bytes of forward and backward of all micro-batches, including parameters and gradients.
 

@@ -28,7 +28,7 @@ from fleetx.parts.recompute.offload import Offload
 from fleetx.parts.recompute.segments import NamedSegments, blocks_around, incompatibilities
 from fleetx.strategy.cost_model import Cluster, Offer
 from fleetx.strategy.effect import Effect, more
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.part import NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 
@@ -41,7 +41,7 @@ class Recompute(Part):
     Neutral: gradients equal those without it, bit for bit. Reference: Chen et al. 2016, arXiv 1604.06174.
     """
 
-    checkpoints: Names = Field(default_factory=list)
+    checkpoints: NameList = Field(default_factory=list)
     """Names of modules as in `model.named_modules()`, or patterns that match level by level (`encoder.layer.*`)."""
     memory_budget: str | Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)] | None = None
     """Instead of names: peak memory of a step, as "6GiB", as a share of the peak without recompute, or "min"."""

@@ -15,7 +15,15 @@ from fleetx.base.module_names import named, named_modules
 from fleetx.base.sizes import format_bytes, parse_bytes
 from fleetx.errors import StrategyError, UsageError
 from fleetx.measure.block_profile import BlockCost, BlockProfile, profile_blocks
-from fleetx.measure.fake_step import Forward, Install, TrainingStep, constants_of, estimate, shapes_of, step_key
+from fleetx.measure.fake_step import (
+    AroundForward,
+    InstallSegments,
+    TrainingStep,
+    constants_of,
+    estimate,
+    shapes_of,
+    step_key,
+)
 from fleetx.parts.recompute.chain import Chain
 from fleetx.parts.recompute.offload import Offload
 from fleetx.parts.recompute.segments import NamedSegments, PlannedSegments, Tree, blocks_around
@@ -24,7 +32,7 @@ from fleetx.parts.recompute.solver import Table
 if TYPE_CHECKING:
     from fleetx.engine.context import StepContext
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 log = logging.getLogger(__name__)
 TRIES = 8  # predictions of the step, to find how many bytes the blocks may take
 FACTORS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)  # of the blocks' minimum, to find the step's minimum
@@ -45,10 +53,10 @@ class SegmentPlan:
     added: float  # predicted seconds per step
     seconds: float  # of the blocks' forward and backward without recomputation
 
-    def install(self, model: nn.Module, context: Forward) -> Forward:
+    def install(self, model: nn.Module, context: AroundForward) -> AroundForward:
         return self.chain(model, context).forward
 
-    def chain(self, model: nn.Module, context: Forward, offload: Offload | None = None) -> Chain:
+    def chain(self, model: nn.Module, context: AroundForward, offload: Offload | None = None) -> Chain:
         modules = dict(named_modules(model))
         blocks = {name: modules[name] for name in self.names}
         return Chain(blocks, PlannedSegments(self.names, self.tree), context, offload, self.in_place)
@@ -187,7 +195,7 @@ class InstalledPlan:
     chain: Chain | None
     inputs: Any  # shapes, and everything else that the forward depends on
 
-    def covers(self, model: nn.Module, inputs: Inputs) -> bool:
+    def covers(self, model: nn.Module, inputs: CallArguments) -> bool:
         """Are these inputs no larger and otherwise the same, and is the model in the same mode?"""
         (shapes, others), (planned, same) = _about(model, inputs), self.inputs
         return (
@@ -197,7 +205,7 @@ class InstalledPlan:
         )
 
 
-def install(budget: str | float, ctx: StepContext, inputs: Inputs, offload: Offload | None) -> InstalledPlan:
+def install(budget: str | float, ctx: StepContext, inputs: CallArguments, offload: Offload | None) -> InstalledPlan:
     """Plan for the model, optimizer and strategies of an engine and for these inputs."""
     args, kwargs = inputs
     step = TrainingStep.under(
@@ -232,7 +240,7 @@ def _cached(step: TrainingStep, budget: str | float) -> SegmentPlan:
     return plan
 
 
-def _about(model: nn.Module, inputs: Inputs) -> Any:
+def _about(model: nn.Module, inputs: CallArguments) -> Any:
     flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
     return shapes_of(inputs), (constants_of(inputs), *flags)
 
@@ -242,7 +250,7 @@ def _within(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 # --- for predictions ------------------------------------------------------------------------------
-def install_for(part: Any, step: TrainingStep) -> Install | None:
+def install_for(part: Any, step: TrainingStep) -> InstallSegments | None:
     """The segments of a recompute part. With memory_budget, those with the lowest peak."""
     if part is None:
         return None
@@ -251,6 +259,6 @@ def install_for(part: Any, step: TrainingStep) -> Install | None:
     return partial(_install_named, part.checkpoints)
 
 
-def _install_named(patterns: list[str], model: nn.Module, context: Forward) -> Forward:
+def _install_named(patterns: list[str], model: nn.Module, context: AroundForward) -> AroundForward:
     names = named(model, patterns)
     return Chain(blocks_around(model, names), NamedSegments(names), context).forward

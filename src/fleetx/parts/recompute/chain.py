@@ -32,10 +32,10 @@ from fleetx.base.seams import CheckpointFrame, checkpoint_hook, no_dispatch
 from fleetx.base.trees import map_tensors, tensors_of, without_caches
 from fleetx.base.wrapping import Layer, wrap
 from fleetx.errors import UsageError
+from fleetx.measure.fake_step import AroundForward
 from fleetx.parts.recompute.buffers import Buffers
 from fleetx.parts.recompute.offload import Offload
 
-Forward = Callable[[], AbstractContextManager[Any]]
 Inner = Callable[..., Any]
 
 
@@ -60,7 +60,7 @@ class Chain:
         self,
         blocks: dict[str, nn.Module],
         segmenter: Segmenter,
-        context: Forward,
+        context: AroundForward,
         offload: Offload | None = None,
         in_place: Collection[str] | None = None,
     ):
@@ -125,7 +125,7 @@ def _gathered(module: Any, inner: Inner, *args: Any, **kwargs: Any) -> Any:
 class ReplayState:
     """The state in which a block was called, restored for its second pass."""
 
-    def __init__(self, buffers: Buffers, context: Forward, inputs: Any, *, in_place: bool):
+    def __init__(self, buffers: Buffers, context: AroundForward, inputs: Any, *, in_place: bool):
         self._buffers, self._context = buffers, context
         self.in_place = in_place  # the block may modify its inputs
         self._versions = buffers.versions()
@@ -195,7 +195,7 @@ class _Returned:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _SegmentCall:
     inner: Inner
     arguments: Any  # (args, kwargs) with _Kept and _Returned in place of tensors
     state: ReplayState
@@ -208,13 +208,13 @@ class _Segment:
     """A segment while it is open. Afterwards only its frame, which the graph holds, and its calls remain."""
 
     frame: _Frame
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_SegmentCall] = field(default_factory=list)
     returned: list[list[tuple[weakref.ref[Tensor], int]]] = field(default_factory=list)  # per call, with versions
 
     def record(self, inner: Inner, args: Any, kwargs: Any, state: ReplayState, begin: int, end: int) -> None:
         marks: dict[int, Any] = {}  # a tensor that is passed twice is held once and passed twice again
         arguments = map_tensors(partial(self._mark, state, marks), (args, kwargs))
-        self.calls.append(_Call(inner, arguments, state, begin, end))
+        self.calls.append(_SegmentCall(inner, arguments, state, begin, end))
 
     def _mark(self, state: ReplayState, marks: dict[int, Any], tensor: Tensor) -> Any:
         if id(tensor) not in marks:
@@ -232,7 +232,7 @@ class _Segment:
 class _Frame(CheckpointFrame):
     """torch's checkpoint frame, which counts the saved tensors and restores them. May keep its inputs on the host."""
 
-    def __init__(self, calls: list[_Call], offload: Offload | None):
+    def __init__(self, calls: list[_SegmentCall], offload: Offload | None):
         super().__init__(partial(_run_again, calls), True, None, seams.default_meta_extractor)
         self._offloaded = offload.next_segment() if offload is not None else None
 
@@ -253,7 +253,7 @@ def _run(
 ) -> Any:  # fmt: skip
     """Call a block inside the open segments and those that begin with it."""
     for _ in range(begin):
-        calls: list[_Call] = []
+        calls: list[_SegmentCall] = []
         opened.append(_Segment(_Frame(calls, offload if not opened else None), calls))
     with ExitStack() as stack:
         for depth, segment in enumerate(opened):
@@ -270,7 +270,7 @@ def _run(
     return out
 
 
-def _run_again(calls: Sequence[_Call], *kept: Any) -> None:
+def _run_again(calls: Sequence[_SegmentCall], *kept: Any) -> None:
     """Repeat the calls of a segment. torch stops it as soon as backward has what it needs."""
     opened: list[_Segment] = []
     needed = _last_uses(calls)
@@ -290,7 +290,7 @@ def _value(kept: Sequence[Any], returned: dict[tuple[int, int], Tensor], mark: A
     return kept[mark.index] if isinstance(mark, _Kept) else returned[mark.call, mark.index]
 
 
-def _last_uses(calls: Sequence[_Call]) -> dict[tuple[int, int], int]:
+def _last_uses(calls: Sequence[_SegmentCall]) -> dict[tuple[int, int], int]:
     """For each tensor that one call passes to another: the last call that reads it."""
     uses: dict[tuple[int, int], int] = {}
 

@@ -15,7 +15,7 @@ from fleetx.parts._blocks import row_bytes
 from fleetx.parts.sharding import fsdp
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
 from fleetx.strategy.effect import Effect, less
-from fleetx.strategy.part import Names, Part, settings
+from fleetx.strategy.part import NameList, Part, settings
 from fleetx.strategy.stage import Fact, Stage, at
 
 PASSES = 22  # reads or writes of all gradients, to encode and decode them
@@ -46,7 +46,7 @@ class Sharding(Part):
     """Maximum size of a module that is gathered as one segment; None: 32."""
     fuse_broadcast_MB: Annotated[float, Field(gt=0)] | None = None  # noqa: N815  Paddle's name
     """Old name of `segment_broadcast_MB`."""
-    segment_anchors: Names = Field(default_factory=list)
+    segment_anchors: NameList = Field(default_factory=list)
     """Names of the modules that are segments, if they are chosen by name. `*` matches within one level."""
     gradient_bits: Literal[4, 8, 16, 32] = 32
     """Bits per value in the reduce-scatter of gradients. 32: unchanged; fewer: in blocks, rounded at random."""

@@ -60,8 +60,8 @@ class Gathering:
         modules = dict(named_modules(model))
         self._reshard, self._ranks = part.stage == 3, ranks
         self._coded = part.gradient_bits / 32 if part.gradient_bits < 32 else 0.0
-        self._all: list[_Segment] = []
-        self._order: list[_Segment] = []  # in the order in which the forward calls them
+        self._all: list[_SegmentMemory] = []
+        self._order: list[_SegmentMemory] = []  # in the order in which the forward calls them
         self._copied: Tensor | None = None  # the last output of a collective, which FSDP frees at the next one
         self._scattered: Tensor | None = None  # the input of the last reduce-scatter
         self._shards: list[Tensor] = []  # of gradients
@@ -69,14 +69,14 @@ class Gathering:
         for module in (*(modules[name] for name in names), model):
             params = [p for p in module.parameters() if id(p) not in taken]
             taken |= {id(p) for p in params}
-            segment = _Segment(params)
+            segment = _SegmentMemory(params)
             if merged:
                 self._shards.append(torch.empty(segment.size // ranks, dtype=torch.uint8))
             wrap(module, Layer.STAGE, partial(self._call, segment))
             self._all.append(segment)
         self._merged = merged
 
-    def _call(self, segment: _Segment, module: nn.Module, inner: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, segment: _SegmentMemory, module: nn.Module, inner: Any, args: Any, kwargs: Any) -> Any:
         self._gather(segment)
         if segment not in self._order:
             self._order.append(segment)
@@ -86,14 +86,14 @@ class Gathering:
             segment.full = None
         return map_tensors(lambda t: _watched(t, partial(self._before_backward, segment)), out)
 
-    def _before_backward(self, segment: _Segment, grad: Tensor) -> Tensor:
+    def _before_backward(self, segment: _SegmentMemory, grad: Tensor) -> Tensor:
         self._gather(segment)
         earlier = self._order[: self._order.index(segment)]
         if earlier and earlier[-1].full is None and not earlier[-1].reduced:
             earlier[-1].coming = torch.empty(earlier[-1].size, dtype=torch.uint8)
         return grad
 
-    def _gather(self, segment: _Segment) -> None:
+    def _gather(self, segment: _SegmentMemory) -> None:
         if segment.full is not None:
             return
         self._copied = None
@@ -101,11 +101,11 @@ class Gathering:
         segment.full, segment.coming = torch.empty(segment.size, dtype=torch.uint8), None
         self._copied = output
 
-    def _after_backward(self, segment: _Segment, grad: Tensor) -> Tensor:
+    def _after_backward(self, segment: _SegmentMemory, grad: Tensor) -> Tensor:
         self._reduce(segment)
         return grad
 
-    def _reduce(self, segment: _Segment) -> None:
+    def _reduce(self, segment: _SegmentMemory) -> None:
         segment.full, segment.reduced, self._scattered = None, True, None
         if all(p.grad is None for p in segment.params):
             return
@@ -128,7 +128,7 @@ def _watched(t: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
     return tap(t, act) if t.requires_grad else t
 
 
-class _Segment:
+class _SegmentMemory:
     """The parameters that are gathered together."""
 
     def __init__(self, params: list[nn.Parameter]):

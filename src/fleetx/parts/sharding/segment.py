@@ -31,7 +31,7 @@ from fleetx.errors import UsageError
 from fleetx.parts.sharding.coded import CodedReduceScatter
 
 
-class Segment(FSDPParamGroup):
+class ShardedSegment(FSDPParamGroup):
     """The parameters that FSDP gathers together."""
 
     _state: FSDPState
@@ -150,7 +150,7 @@ class Segments:
             (module, group) for module, state in divided.items() for group in seams.param_groups(state)
         ]
         for number, (module, group) in enumerate(self._groups):
-            group.__class__, group._state, group._world = Segment, divided[module], world
+            group.__class__, group._state, group._world = ShardedSegment, divided[module], world
             group._finds_unused, group._ctx, group._number, group._group_size = finds_unused, ctx, number, degree
             if ctx is not None:
                 # For some dtypes, FSDP would divide for its own mean partly after the hook.

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class _Formula(LRScheduler):
+class _FormulaLR(LRScheduler):
     """A rate given by a formula of the step. Takes the formula's arguments, then last_epoch and verbose."""
 
     formula: ClassVar[Callable[..., float]]
@@ -48,53 +48,53 @@ class _Formula(LRScheduler):
         return self.formula(self.last_epoch, learning_rate=self.base_lr, **given)
 
 
-class NoamDecay(_Formula):
+class NoamDecay(_FormulaLR):
     formula = staticmethod(rates.noam)
 
 
-class NaturalExpDecay(_Formula):
+class NaturalExpDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, gamma: float) -> float:
         return learning_rate * math.exp(-gamma * t)
 
 
-class InverseTimeDecay(_Formula):
+class InverseTimeDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, gamma: float) -> float:
         return learning_rate / (1 + gamma * t)
 
 
-class ExponentialDecay(_Formula):
+class ExponentialDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, gamma: float) -> float:
         return learning_rate * gamma**t
 
 
-class PolynomialDecay(_Formula):
+class PolynomialDecay(_FormulaLR):
     formula = staticmethod(rates.polynomial)
 
 
-class MultiStepDecay(_Formula):
+class MultiStepDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, milestones: Sequence[int], gamma: float = 0.1) -> float:
         rates.check_rising("milestones", milestones)
         return learning_rate * gamma ** sum(t >= milestone for milestone in milestones)
 
 
-class StepDecay(_Formula):
+class StepDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, step_size: int, gamma: float = 0.1) -> float:
         rates.check_positive(step_size=step_size)
         return learning_rate * gamma ** (t // step_size)
 
 
-class LambdaDecay(_Formula):
+class LambdaDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, lr_lambda: Callable[[int], float]) -> float:
         return learning_rate * lr_lambda(t)
 
 
-class CosineAnnealingDecay(_Formula):
+class CosineAnnealingDecay(_FormulaLR):
     @staticmethod
     def formula(t: int, learning_rate: float, T_max: int, eta_min: float = 0.0) -> float:  # noqa: N803
         rates.check_positive(T_max=T_max)
