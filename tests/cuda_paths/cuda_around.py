@@ -62,7 +62,7 @@ def comparison(fleet):
     net, _ = started(fleet)
     names = {p: n for n, p in net.named_parameters()}
     with device.accounts() as seen:
-        compare(names, names, current().here(), round=1)
+        compare(names, names, current().here(), round=1, loaded=False)
     assert seen.waits == 1
 
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from fleetx import UsageError, fleet
+from fleetx.comm.session import current
 from training import adamw, assert_close, batches, big, net, sgd, share, zero_last
 
 SHARDED = {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["0", "2"]}
@@ -175,3 +176,35 @@ def reducers(plan):
 
 def test_old_buckets_do_not_stay(ranks):
     assert ranks.run(reducers, alternating) == [1, 1]
+
+
+def resumed_frozen(folder):
+    """Weights after a run in which a layer was frozen, and after the same run resumed in a script that freezes it."""
+    fleet.init()
+
+    def made():
+        current().entries.clear()
+        model = net()
+        return fleet.distribute(model, adamw(model), fleet.DistributedStrategy())
+
+    def train(model, o, data):
+        for x, y in share(data, fleet.worker_index(), fleet.worker_num()):
+            zero_last(model, o, x, y)
+        return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+    data = batches(12, size=8)
+    model, o = made()
+    train(model, o, data[:2])
+    model[2].requires_grad_(False)
+    train(model, o, data[2:4])
+    fleet.save(folder)
+    want = train(model, o, data[4:])
+    model, o = made()
+    model[2].requires_grad_(False)
+    fleet.load(folder)
+    return want, train(model, o, data[4:])
+
+
+def test_a_run_that_freezes_a_layer_before_the_load_resumes_bit_for_bit(four, tmp_path):
+    for want, found in four.run(resumed_frozen, tmp_path / "c"):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)

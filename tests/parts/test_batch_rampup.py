@@ -165,6 +165,19 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place():
     assert_close(weights(model), plain(batches(14), "sqrt"))
 
 
+def test_a_tensor_that_is_the_rate_of_several_groups_is_scaled_once():
+    def two_groups(model):
+        rate = torch.tensor(0.1)
+        halves = [list(model[:2].parameters()), list(model[2:].parameters())]
+        return torch.optim.SGD([{"params": half, "lr": rate} for half in halves], momentum=0.9)
+
+    model, o = build({**RAMP, "rampup_lr": "sqrt"}, two_groups)
+    for x, y in batches(14):
+        with_fleet_backward(model, o, x, y)
+    assert [group["lr"].item() for group in o.param_groups] == pytest.approx([0.1, 0.1])
+    assert_close(weights(model), plain(batches(14), "sqrt"))
+
+
 def test_a_window_of_one_step_in_a_ramp_is_plain_pytorch_bit_for_bit():
     data = batches(4)
     assert_equal(train_ramped(data, {"k_steps": 4, "rampup": [[4, 1]]}), train_ramped(data, {"k_steps": 1}))

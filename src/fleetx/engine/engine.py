@@ -321,7 +321,7 @@ class Engine(Rounds):
                 call(params, ctx)
             self.merged = 0
             self.step_norm.end_round()
-            if self._checks.compares(self.round):
+            if self._checks.compares(self.round, loaded=self.loaded):
                 self._look_at_parameters(params)
         self._session.mark("", run=self)
         self.step = self.step.next()

@@ -39,8 +39,8 @@ class Checks:
     """Check every gradient, which takes a pass over them; by default, only up to 8 with up to 4096 elements. Under
     `clip`, the norm covers all of them."""
     same_parameters: int = 100
-    """After the first update and then once per this many updates, check that the parameters are finite, and equal on
-    all replicas; 0: never."""
+    """After the first update, the first one after a load, and then once per this many updates, check that the
+    parameters are finite, and equal on all replicas; 0: never."""
 
     def __post_init__(self) -> None:
         if self.on_nonfinite not in ("skip", "stop", "restore", "ignore"):
@@ -48,9 +48,9 @@ class Checks:
         if self.in_a_row < 1 or self.same_parameters < 0:
             raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
 
-    def compares(self, round: int) -> bool:
+    def compares(self, round: int, *, loaded: bool) -> bool:
         """Compare after this round? Whatever makes ranks diverge in every step already does so in the first one."""
-        return self.same_parameters > 0 and (round == 1 or round % self.same_parameters == 0)
+        return self.same_parameters > 0 and (round == 1 or loaded or round % self.same_parameters == 0)
 
 
 class Numbers:
@@ -207,10 +207,13 @@ def check_finite(names: Mapping[nn.Parameter, str], params: Iterable[nn.Paramete
 
 
 # --- replicas -------------------------------------------------------------------------------------
-def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], group: World, *, round: int) -> None:
+def compare(
+    names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], group: World, *, round: int, loaded: bool
+) -> None:
     """Raise an error that names the rank whose parameters differ. A collective of eight bytes per rank.
 
-    Only if they differ do the ranks also exchange eight bytes per parameter.
+    Only if they differ do the ranks also exchange eight bytes per parameter. loaded: is this the first update since a
+    checkpoint was loaded?
     """
     kept = list(params)
     digests = [_digest(local(p)).to(group.device) for p in kept]
@@ -226,7 +229,7 @@ def compare(names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter], g
     who = listed([group.number(rank) for rank in odd])
     raise NumbersError(
         f"the parameters of {who} differ from the others, first in {names.get(kept[column], '?')!r}, after {round} "
-        f"update{'s' if round > 1 else ''}. {_PARTED}"
+        f"update{'s' if round > 1 else ''}. {_LOADED if loaded else _PARTED}"
     )
 
 
@@ -235,6 +238,11 @@ _PARTED = (
     "not go through what model(x) returned: its gradients are not reduced, so add its loss to that of model(x). Or a "
     "bit has flipped in memory: load the last checkpoint, and test that host. If the ranks have different processors, "
     "which round differently, turn this check off with fleet.Checks(same_parameters=0)"
+)
+_LOADED = (
+    "This was the first update after a checkpoint was loaded: the ranks may have loaded different parameters or "
+    "optimizer states, as those of ranks that trained under localsgd are. Use fleet.save and fleet.load, which take "
+    "the mean where the new strategy needs equal ranks, or load the same file on every rank"
 )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
 from fleetx.base.wrapping import unwrap
+from fleetx.engine.dtensors import local
 from fleetx.engine.run import Step
 from fleetx.errors import UsageError
 from fleetx.optim.adopt import become
@@ -30,6 +33,8 @@ def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
             "a merge window or a backward is still open: call optimizer.step() and fleet.flush() before fleet.release"
         )
     engine.drain(last=True)
+    if not engine.updates_together:
+        _average_optimizer(engine)
     engine.released = True
     take_off(engine)
     engine.gradients.detach()
@@ -38,6 +43,31 @@ def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
     engine.world.destroy_groups()
     forget_compiled()
     return engine.model, engine.optimizer
+
+
+@torch.no_grad()
+def _average_optimizer(engine: Engine) -> None:
+    """Ranks that updated on their own have different momenta, and would drift apart under any other strategy.
+
+    `drain` has averaged the parameters. A state that only some ranks have counts as zero on the others.
+    """
+    world = engine.layout.replicas
+    state = {name: (p, engine.optimizer.state.get(p, {})) for p, name in engine.names.items()}
+    mine = [[name, key, list(local(v).shape)] for name, (_, s) in state.items() for key, v in s.items() if _averaged(v)]
+    for name, key, shape in {json.dumps(entry): entry for found in world.gather_json(mine) for entry in found}.values():
+        p, kept = state[name]
+        own = kept.get(key)
+        if own is None:
+            like = list(local(p).shape) == shape
+            own = torch.zeros_like(p) if like else torch.zeros(shape)
+            engine.optimizer.state[p][key] = own
+        mean = local(own).to(world.device)
+        world.sum(mean)
+        local(own).copy_(mean / world.size)
+
+
+def _averaged(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def take_off(engine: Engine) -> None:

@@ -154,6 +154,7 @@ class Reducer(LateReducer):
         """Have the next reduction use the buckets of another run. A value's position in its bucket decides the order in
         which the ranks' values are added, so with three or more ranks, another position rounds differently."""
         self._forget_used()  # of the window that is abandoned
+        self._follow()
         fits = order is None or sorted(order) == sorted(self._names[p] for p in self._trained)
         if fits and order != self.order and not self._finds_unused:
             self._restores = (order,)

@@ -212,6 +212,20 @@ class Rounds(Run):
     def _look_at_parameters(self, params: list[nn.Parameter]) -> None:
         if self._checks.on_nonfinite != "ignore":
             check_finite(self.names, params, round=self.round)
-        several = self.layout.replica_group.size > 1 and self.updates_together
-        if several and not self.layout.reduced:  # shards all differ
-            compare(self.names, params, self.layout.replica_group, round=self.round)
+        if self.alike is not None and self.alike.size > 1:
+            compare(self.names, params, self.alike, round=self.round, loaded=self.loaded)
+        self.loaded = False
+
+    @property
+    def alike(self) -> World | None:
+        """The ranks whose parameters must equal this rank's; None: they may all differ."""
+        layout = self.layout
+        if not self.updates_together or layout.island is not None:
+            return None if layout.reduced else layout.island  # under sharding, an island is a group of shards
+        return layout.replicas if layout.reduced else layout.replica_group
+
+    @property
+    def alike_ranks(self) -> frozenset[int]:
+        if self.alike is None:
+            return frozenset({self.world.rank})
+        return frozenset(range(self.world.size) if self.alike.numbers is None else self.alike.numbers)

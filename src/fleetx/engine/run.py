@@ -67,9 +67,13 @@ class Rates:
 
     def scale(self, factor: float) -> None:
         """Scale until `restore`, which the engine calls after the update."""
+        scaled = set[int]()  # tensors, which groups may share
         for group in self._optimizer.param_groups:
             rate = group["lr"]
             if isinstance(rate, Tensor):
+                if id(rate) in scaled:
+                    continue
+                scaled.add(id(rate))
                 self._before.append((group, rate.clone()))
                 rate.mul_(factor)  # in place, because a captured or compiled step reads this tensor
             else:
@@ -126,6 +130,7 @@ class Run:
         self.round = 0  # rounds that have ended, whether or not they applied an update
         self.merged = 0  # steps in the current round, the current one included once it has stepped
         self.saved_at: tuple[int, int] | None = None  # the clock when a checkpoint was last made
+        self.loaded = False  # was a checkpoint loaded after the ranks were last compared?
         self.blank_state = False  # has torch.distributed.checkpoint made the optimizer's state, before any update?
         self.updated = False  # did the last optimizer.step() apply an update?
         self.step = Step()

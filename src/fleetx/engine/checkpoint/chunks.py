@@ -14,6 +14,8 @@ from fleetx.engine.checkpoint.snapshot import Region
 from fleetx.engine.checkpoint.tensor_file import DTYPES, TensorFile
 from fleetx.errors import CheckpointError
 
+Ranks = frozenset[int] | None  # whose values to read; None: anybody's
+
 
 class Chunks:
     """The tensors of a checkpoint whose hashes were checked. Checks that the index and the files agree."""
@@ -44,25 +46,27 @@ class Chunks:
         """What each rank held of a tensor."""
         return {rank: _region(c) for c in self._index.tensors[name].chunks for rank in c.holders}
 
-    def lacked(self, name: str, parameter: str, rank: int | None) -> bool:
-        """Did this rank have the parameter, but not this state of it? A branch that it never used has no momentum."""
+    def lacked(self, name: str, parameter: str, ranks: Ranks) -> bool:
+        """Did they have the parameter, but not this state of it? A branch that was never used has no momentum."""
         owned = f"model.{parameter}"
-        return rank is not None and owned in self and rank in self.regions(owned) and rank not in self.regions(name)
+        if ranks is None or owned not in self or not ranks & self.regions(owned).keys():
+            return False
+        return not ranks & self.regions(name).keys()
 
     def file(self, rank: int) -> TensorFile:
         if rank not in self._files:
             self._files[rank] = TensorFile(self._folder / rank_tensors(rank))
         return self._files[rank]
 
-    def read(self, name: str, region: Region, out: Tensor, *, rank: int | None, mean: bool) -> None:
+    def read(self, name: str, region: Region, out: Tensor, *, ranks: Ranks, mean: bool) -> None:
         """Copy a region into a tensor of its shape.
 
-        rank: prefer what this rank held. If ranks held different values and none is preferred, take their mean (`mean`,
-        for floating-point values), or the values of the first rank.
+        ranks: prefer what these held. If they held different values, take their mean (`mean`, for floating-point
+        values), or the values of the first.
         """
         chunks = self._index.tensors[name].chunks
-        if rank is not None:
-            chunks = [c for c in chunks if rank in c.holders] or chunks  # stages may not be divided yet
+        if ranks is not None:
+            chunks = [c for c in chunks if ranks.intersection(c.holders)] or chunks  # stages may not be divided yet
         groups = [list(group) for _, group in itertools.groupby(sorted(chunks, key=_region), key=_region)]
         filled = 0
         for alike in groups:
@@ -71,7 +75,8 @@ class Chunks:
                 continue
             there = out[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, region[0], strict=True))]
             parts = [self._part(name, chunk, overlap) for chunk in (alike if mean else alike[:1])]
-            _copy(parts[0] if len(parts) == 1 else _mean(parts), there)
+            held = [len(chunk.holders if ranks is None else ranks.intersection(chunk.holders)) for chunk in alike]
+            _copy(parts[0] if len(parts) == 1 else _mean(parts, held), there)
             filled += there.numel()
         if filled != out.numel():
             raise CheckpointError(self._folder / INDEX, f"has only {filled} of {out.numel()} values of {name}")
@@ -135,13 +140,15 @@ def _copy(part: Tensor, there: Tensor) -> None:
     there.copy_(part)
 
 
-def _mean(parts: list[Tensor]) -> Tensor:
+def _mean(parts: list[Tensor], ranks: list[int]) -> Tensor:
+    """The mean over ranks, so many of which held each part."""
     if not parts[0].is_floating_point():
         return parts[0]
+    ranks = ranks if all(ranks) else [1] * len(parts)
     total = torch.zeros(parts[0].shape, dtype=torch.float64)
-    for part in parts:
-        total += part
-    return (total / len(parts)).to(parts[0].dtype)
+    for part, count in zip(parts, ranks, strict=True):
+        total.add_(part, alpha=count)
+    return (total / sum(ranks)).to(parts[0].dtype)
 
 
 def _real(dtype: str) -> str:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import random_states, snapshot, tree
-from fleetx.engine.checkpoint.chunks import Chunks
+from fleetx.engine.checkpoint.chunks import Chunks, Ranks
 from fleetx.engine.checkpoint.manifest import SavedTraining
 from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras
 from fleetx.engine.dtensors import local
@@ -32,18 +32,21 @@ class Checked:
 
 @torch.no_grad()
 def restore(engine: Engine, found: Checked, extras: Extras) -> None:
-    rank, state = engine.world.rank if found.same else None, found.state
+    state = found.state
+    own = frozenset({engine.world.rank}) if found.same else None
+    # The strategy may have changed: ranks that updated on their own may have to be equal from now on.
+    alike = engine.alike_ranks if found.same else None
     for name in ("scheduler", "loader"):  # first, because the user's objects may raise an error
         if (owner := getattr(extras, name)) is not None:
             _give_back(name, owner, state[name])
     for name, (module, _) in snapshot.extra_states(engine).items():
         _give_back(name or "the model", module, state["modules"][name])
     for name, t in snapshot.held(engine).items():
-        mean = t.is_floating_point() and name in engine.names.values()
-        _copy(found.chunks, f"model.{name}", t, rank, mean)
-    _restore_optimizer(engine, found, rank)
+        trained = name in engine.names.values()
+        _copy(found.chunks, f"model.{name}", t, alike if trained else own, mean=trained and t.is_floating_point())
+    _restore_optimizer(engine, found, alike)
     engine_state.load(engine, found.saved)
-    _restore_parts(engine, found, rank)
+    _restore_parts(engine, found, alike)
     extras.loaded = state["extra"]
     if extras.extra is not None:  # the user's own dict
         extras.extra.clear()
@@ -69,13 +72,13 @@ def _give_back(name: str, owner: Any, saved: Any) -> None:
         ) from error
 
 
-def _copy(chunks: Chunks, name: str, t: Tensor, rank: int | None, mean: bool) -> None:
+def _copy(chunks: Chunks, name: str, t: Tensor, ranks: Ranks, *, mean: bool) -> None:
     mine = snapshot.piece(t)
     if mine.tensor.numel():
-        chunks.read(name, mine.region, mine.tensor, rank=rank, mean=mean)
+        chunks.read(name, mine.region, mine.tensor, ranks=ranks, mean=mean)
 
 
-def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None:
+def _restore_optimizer(engine: Engine, found: Checked, ranks: Ranks) -> None:
     optimizer, chunks = engine.optimizer, found.chunks
     declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's options win
     for group, saved, own in zip(optimizer.param_groups, found.training.groups, declared, strict=True):
@@ -88,8 +91,8 @@ def _restore_optimizer(engine: Engine, found: Checked, rank: int | None) -> None
     keys = _keys(chunks)
     for name, p in snapshot.params(engine).items():
         saved_as = {_plain(key): f"optimizer.{name}.{key}" for key in keys.get(name, [])}
-        mine = {key: full for key, full in saved_as.items() if not chunks.lacked(full, name, rank)}
-        if values := {key: _value(chunks, full, p, rank) for key, full in mine.items()}:
+        mine = {key: full for key, full in saved_as.items() if not chunks.lacked(full, name, ranks)}
+        if values := {key: _value(chunks, full, p, ranks) for key, full in mine.items()}:
             optimizer.state[p] = values
 
 
@@ -118,19 +121,19 @@ def check_optimizer(chunks: Chunks) -> None:
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
-def _restore_parts(engine: Engine, found: Checked, rank: int | None) -> None:
+def _restore_parts(engine: Engine, found: Checked, ranks: Ranks) -> None:
     """Restore what parts keep for each parameter."""
     for start, (part, key) in snapshot.per_parameter(engine).items():
         saved = {n: p for n, p in snapshot.params(engine).items() if start + n in found.chunks}
-        saved = {n: p for n, p in saved.items() if not found.chunks.lacked(start + n, n, rank)}
-        engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, rank)) for n, p in saved.items()}
+        saved = {n: p for n, p in saved.items() if not found.chunks.lacked(start + n, n, ranks)}
+        engine.state[part][key] = {n: local(_value(found.chunks, start + n, p, ranks)) for n, p in saved.items()}
 
 
 def _plain(key: str) -> Any:
     return snapshot.key_of_spelled(key.removesuffix(NUMBER).removesuffix(NONE))
 
 
-def _value(chunks: Chunks, full: str, p: Tensor, rank: int | None) -> Any:
+def _value(chunks: Chunks, full: str, p: Tensor, ranks: Ranks) -> Any:
     """One entry of the state of a parameter."""
     if full.endswith(NONE):
         return None
@@ -139,7 +142,7 @@ def _value(chunks: Chunks, full: str, p: Tensor, rank: int | None) -> Any:
         dtype, shape = _COMPLEX[dtype], shape[:-1]
     like = shape == tuple(p.shape)
     value = torch.zeros_like(p.detach(), dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
-    _copy(chunks, full, value, rank, mean=True)
+    _copy(chunks, full, value, ranks, mean=True)
     return value.item() if full.endswith(NUMBER) else value
 
 
