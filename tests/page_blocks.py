@@ -71,6 +71,5 @@ def _in_text(lines: list[str], i: int) -> bool:
 
 
 def _error(lines: list[str], i: int) -> str:
-    after = "\n".join(lines[i : i + 4])
-    found = re.match(r"\n*```\n(\w+Error: .*)\n```", after)
+    found = re.match(r"\n*```\n(\w+Error: .*?)\n```", "\n".join(lines[i:]), re.S)
     return found[1] if found else ""

@@ -153,7 +153,7 @@ def page() -> str:
     for number, (what, tests) in enumerate(TABLE, 1):
         rows.append(f"| {number} | {what} | {'<br>'.join(f'`{test}`' for test in tests)} |")
     return (
-        "# Thirty bad inputs\n\nEach is either refused with one clear message or harmless, and nothing is written "
+        "# Thirty bad inputs\n\nEach either raises one clear error or is harmless, and nothing is written "
         "elsewhere. The tests are in `tests/`.\n`tests/test_bad_inputs.py` writes and checks this page.\n\n"
         + "\n".join(rows)
         + "\n"

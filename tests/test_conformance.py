@@ -190,3 +190,16 @@ def test_every_part_has_a_row_in_the_tables(page):
     text = (ROOT / page).read_text()
     missing = [name_of(p) for p in PARTS if f"{name_of(p)}.md)" not in text]
     assert not missing, f"add a row with a link to the card to {page}: {', '.join(missing)}"
+
+
+@each_built
+def test_the_table_of_cards_lists_the_stages_of_a_part(part):
+    """In parentheses: those at which it acts only with certain settings."""
+    acts = claims(part).values()
+    usual = {claim.stage for claim in acts if claim.when(part()) or claim.when(part(**part.example))}
+    stages = sorted({claim.stage for claim in acts})
+    told = ", ".join(stage.name if stage in usual else f"({stage.name})" for stage in stages)
+    text = (ROOT / "docs/parts/README.md").read_text()
+    found = re.search(rf"\]\({name_of(part)}\.md\) \| [^|]* \| ([^|;]*[^|; ])", text)
+    row = found and found[1]
+    assert row == told, f"the row of {name_of(part)} in docs/parts/README.md must list the stages {told}"

@@ -14,6 +14,7 @@ import fleetx
 
 SOURCE = Path(fleetx.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
+MAP = (Path(__file__).parent.parent / "docs/design/architecture.md").read_text()
 
 # A package imports only packages to its left. docs/design/architecture.md draws the same list.
 PACKAGES = [
@@ -162,6 +163,17 @@ def test_imports_for_type_checkers_only_do_not_count():
 
 def test_every_file_is_in_a_package():
     assert {package(p) for p in FILES if place(p) not in FRONT} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("name", [n for n in PACKAGES if (SOURCE / n).is_dir()])
+def test_the_map_names_every_file_of_a_package(name):
+    """In docs/design/architecture.md, where a folder is written with a slash."""
+    entry = re.search(rf"^    {name}/ +(.*(?:\n     .*)*)", MAP, re.M).group(1)
+    files = {p.relative_to(SOURCE / name).parts[0] for p in FILES if package(p) == name and p.parent != SOURCE}
+    public = set() if name != "parts" else {f for f in files if not f.startswith("_")}  # one for each strategy
+    names = {f.removesuffix(".py") if f.endswith(".py") else f"{f}/" for f in files - public} - {"__init__", "__main__"}
+    missing = {n for n in names if not re.search(rf"(?<![\w.]){n}(?!\w)", entry)}
+    assert not missing, f"name {', '.join(sorted(missing))} in the entry of {name}/ in docs/design/architecture.md"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if place(p) not in FRONT], ids=place)

@@ -248,7 +248,7 @@ _named(
     autocast_kwargs=Seam(f"{_CHECKPOINT}:_get_autocast_kwargs", "the precision of the first pass", "device_type"),
     device_module=Seam(f"{_CHECKPOINT}:_get_device_module", "whose random numbers to restore", "device"),
 )  # fmt: skip
-CHECKPOINTS = _attribute(f"{_CHECKPOINT}:_CheckpointFrame", "every checkpoint makes one; refused inside a pipeline")
+CHECKPOINTS = _attribute(f"{_CHECKPOINT}:_CheckpointFrame", "every checkpoint makes one; an error inside a pipeline")
 INITIALIZED = _attribute("torch.cuda:_initialized", "a device that was never used has no random state")
 
 # --- FSDP -----------------------------------------------------------------------------------------

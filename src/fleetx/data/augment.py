@@ -1,4 +1,4 @@
-"""Image transforms: random crop, centre crop and normalization."""
+"""Image transforms: random crop, center crop and normalization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in [0, 1]
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges of a random crop: share of the area, width / height
-SHORT_SIDE = 256 / 224  # of a validation image, relative to its centre crop
+SHORT_SIDE = 256 / 224  # of a validation image, relative to its center crop
 _TRIES = 10
 DRAWS = 4 * _TRIES + 1  # random numbers that an image may need
 
@@ -43,7 +43,7 @@ def _crop_box(width: int, height: int, draws: Sequence[float]) -> tuple[int, int
 
 
 def centre_crop(image: Image, size: int) -> Image:
-    """Resize the short side to 256 / 224 of `size`, then crop the centre (size, size)."""
+    """Resize the short side to 256 / 224 of `size`, then crop the center (size, size)."""
     from PIL.Image import Resampling
 
     factor = round(size * SHORT_SIDE) / min(image.size)

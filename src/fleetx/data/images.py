@@ -43,7 +43,7 @@ def load_imagenet_from_file(
     num_classes: int | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """Load the images of a list: random crops and flips for "train", centre crops for "val".
+    """Load the images of a list: random crops and flips for "train", center crops for "val".
 
     Paths are relative to the folder named like the list without .txt, if there is one, else to the folder next to the
     list that is named after the phase. By default "train" is shuffled and "val" is not. Both are split among the ranks

@@ -120,7 +120,7 @@ class StepNorm:
 
 
 class Run:
-    """One model, one optimizer, one plan, and where their training stands. Data only: `Engine` adds the behaviour."""
+    """One model, one optimizer, one plan, and where their training stands. Data only: `Engine` adds the behavior."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         self.plan, self.model, self.optimizer = plan, model, optimizer

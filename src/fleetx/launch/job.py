@@ -32,7 +32,7 @@ class Job:
     grace_period: int  # seconds that workers have after SIGTERM, or when others come or go, to save their state
     stop_timeout: int  # seconds between asking a worker to stop and killing it
     join_timeout: int  # seconds to wait for the other nodes
-    secret: bytes = field(default=b"", repr=False)  # by which nodes recognise each other
+    secret: bytes = field(default=b"", repr=False)  # by which nodes recognize each other
 
     @property
     def single_node(self) -> bool:

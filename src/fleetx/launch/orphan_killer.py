@@ -90,7 +90,7 @@ def _watch(read_end: int, directory: Path) -> None:
 
 
 def _descendants(directory: Path) -> list[int]:
-    """Processes that inherited a worker's environment, recognised by its error file in `directory`."""
+    """Processes that inherited a worker's environment, recognized by its error file in `directory`."""
     mark = f"{MARK}={directory}/".encode()
     processes = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:

@@ -1,4 +1,4 @@
-"""The job secret, by which the nodes of a job recognise each other. Read from a file or a variable, never shown."""
+"""The job secret, by which the nodes of a job recognize each other. Read from a file or a variable, never shown."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _peak(terms: CostTerms, profile: ModelProfile, variant: ForwardProfile, n: f
         running += profile.gradients if terms.merged > 1 else 0  # FSDP sums full gradients until it reduces them
         updating = profile.update_peak / terms.shards
     elif terms.merged > 1 and terms.cluster.ranks > 1:
-        running += profile.gradients  # DDP's buckets, in addition to the gradients that are merged outside of it
+        running += profile.gradients  # DDP's buckets, in addition to the gradients that are merged outside it
     if terms.averages_parameters and stages is None:
         updating = max(updating, profile.fixed / terms.shards + profile.averaging)
     return int(max(running, updating))

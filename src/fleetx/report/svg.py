@@ -1,4 +1,4 @@
-"""Plots as SVG, 360 wide, readable on a phone. Dashes and patterns tell series apart, not only colours."""
+"""Plots as SVG, 360 wide, readable on a phone. Dashes and patterns tell series apart, not only colors."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(entry.shape):
                 raise CheckpointError(path, f"{name!r} has a piece with a different number of dimensions")
             if any(o + n > w for o, n, w in zip(chunk.offsets, chunk.shape, entry.shape, strict=True)):
-                raise CheckpointError(path, f"{name!r} has a piece outside of its shape")
+                raise CheckpointError(path, f"{name!r} has a piece outside its shape")
             if max(chunk.writer, *chunk.holders, 0) >= self._ranks:
                 raise CheckpointError(path, f"{name!r} has a piece of a rank that does not exist")
             file = self.file(chunk.writer)
