@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from fleetx import UsageError, fleet
 from fleetx.comm.session import current
-from training import adamw, batches, net, sgd, zero_last
+from training import adam, adamw, assert_close, batches, net, sgd, train, weights, zero_last
 
 
 def build(make=net, optimizer=adamw, steps=2):
@@ -39,6 +39,61 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_changes(tmp_path,
         fleet.load(tmp_path / "c")
     assert all(map(torch.equal, before, model.parameters()))
     assert optimizer.param_groups[0]["lr"] == rate
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"),
+    [
+        (momentum, {"lars": {"lars_coeff": None, "lars_weight_decay": 0.0}}),
+        (momentum, {"lars": {"exclude_from_weight_decay": ["weight", "bias"]}}),
+        (adam, {"lamb": {"exclude_from_weight_decay": ["weight", "bias"]}}),
+        (adamw, {"lamb": {"exclude_from_weight_decay": ["weight", "bias"], "lamb_weight_decay": 0.0}}),
+        (adamw, {"muon": {"adamw": ["weight", "bias"]}}),
+    ],
+)
+def test_a_strategy_that_extends_the_optimizer_continues_its_run(tmp_path, optimizer, strategy):
+    """At settings with which the strategy does what the plain optimizer does."""
+
+    def undecayed(model):
+        made = optimizer(model)
+        if "lamb" in strategy:
+            made.param_groups[0]["weight_decay"] = 0.0
+        return made
+
+    data = batches(6)
+    plain = train(data, optimizer=undecayed)
+    build(optimizer=undecayed, steps=3)
+    fleet.save(tmp_path / "c")
+    model = net()
+    model, adopted = fleet.distribute(model, undecayed(model), fleet.DistributedStrategy(**strategy))
+    fleet.load(tmp_path / "c", model=model)
+    for x, y in data[3:]:
+        zero_last(model, adopted, x, y)
+    assert_close(weights(model), plain)
+
+
+@pytest.mark.parametrize(
+    ("saved", "strategy", "message"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, dampening=0.5), {}, "used dampening, which Lars does not"),
+        (momentum, {"dgc": {"allow_single": True}}, "of SGD with strategy.dgc, and this optimizer is SGD with str"),
+        (
+            adam,
+            {},
+            "the checkpoint is of Adam, and this optimizer is SGD with strategy.lars: resume with the optimizer",
+        ),
+    ],
+)
+def test_another_optimizer_is_named_as_the_user_built_it(tmp_path, saved, strategy, message):
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, saved(model), fleet.DistributedStrategy(**strategy))
+    zero_last(model, optimizer, *batches(1)[0])
+    fleet.save(tmp_path / "c", model=model)
+    model = net()
+    fleet.distribute(model, momentum(model), fleet.DistributedStrategy(lars=True))
+    with pytest.raises(UsageError, match=message):
+        fleet.load(tmp_path / "c", model=model)
 
 
 class OddKeys(torch.optim.SGD):

@@ -106,6 +106,42 @@ def test_two_ranks_know_it_without_merging(ranks):
     assert a.low < TRUTH < a.high
 
 
+def uneven(seed):
+    """Each fifth step has a batch of one sample, also the last step."""
+    model, o = build({**ON, "gradient_merge": {"k_steps": 2}})
+    for i, x in enumerate(samples(400, seed + fleet.worker_index())):
+        model(x[:1] if i % 5 == 4 else x).backward()
+        o.step()
+        o.zero_grad()
+    return fleet.noise_scale(), fleet.noise_scale(feed=FEED)
+
+
+def test_batches_of_unequal_sizes_count_with_their_own():
+    found, as_if_equal = uneven(0)
+    assert found.noise == pytest.approx(SIZE * SPREAD**2, rel=0.1)
+    assert found.low < TRUTH < found.high
+    assert as_if_equal.low > TRUTH
+
+
+def test_ranks_may_have_batches_of_unequal_sizes(ranks):
+    (a, _), (b, _) = ranks.run(uneven, 7)
+    assert a == b
+    assert a.noise == pytest.approx(SIZE * SPREAD**2, rel=0.1)
+    assert a.low < TRUTH < a.high
+
+
+def test_a_shorter_last_batch_does_not_change_what_was_measured_before():
+    model, o = build({**ON, "gradient_merge": {"k_steps": 2}})
+    for x in samples(40):
+        model(x).backward()
+        o.step()
+        o.zero_grad()
+    before = fleet.noise_scale()
+    model(samples(1)[0][:1]).backward()
+    o.step()
+    assert fleet.noise_scale() == before
+
+
 def test_the_interval_contains_the_truth_about_as_often_as_it_says():
     """400 experiments of 32 measurements each."""
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +149,7 @@ def test_the_interval_contains_the_truth_about_as_often_as_it_says():
     for _ in range(400):
         steps = W + SPREAD * torch.randn(32, n, FEED, SIZE, generator=generator).mean(2)
         pairs = torch.stack([steps[:, 0].square().sum(1), steps.mean(1).square().sum(1)], 1)
-        found = estimate(pairs.tolist(), [n] * 32, FEED)
+        found = estimate(pairs.tolist(), [(FEED, n * FEED)] * 32)
         hits += found.low <= TRUTH <= found.high
     assert 0.90 <= hits / 400 <= 0.99
 
@@ -122,7 +158,7 @@ def test_without_a_gradient_there_is_no_upper_bound():
     generator = torch.Generator().manual_seed(0)
     steps = torch.randn(32, 4, SIZE, generator=generator)
     pairs = torch.stack([steps[:, 0].square().sum(1), steps.mean(1).square().sum(1)], 1)
-    found = estimate(pairs.tolist(), [4] * 32)
+    found = estimate(pairs.tolist(), [(1, 4)] * 32)
     assert math.isinf(found.high)
     assert "no upper bound" in str(found)
 

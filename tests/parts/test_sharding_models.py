@@ -138,6 +138,52 @@ def test_a_scalar_parameter_is_named(ranks):
         assert "cannot divide the scalar parameter 'scale': give it the shape (1,)" in text
 
 
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.none = nn.Embedding(6, 3, sparse=True), nn.Parameter(torch.zeros(0, 3))
+
+
+def test_sparse_gradients_and_empty_parameters_are_named(ranks):
+    for text in ranks.run(refused, Embedded, sgd):
+        assert "sharding with the sparse gradients of 'table' is not built yet: set sparse=False there" in text
+        assert "sharding of the empty parameter 'none' of shape (0, 3) is not built yet in torch: remove it" in text
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x.double()).float())
+
+
+def test_several_dtypes_in_a_segment_are_named(ranks):
+    for text in ranks.run(refused, TwoDtypes, sgd):
+        assert "'first.weight' is torch.float64 and 'last.weight' is torch.float32, but torch gathers them" in text
+
+
+def test_several_dtypes_in_segments_of_their_own(ranks):
+    for shards, expected in ranks.run(two_dtypes):
+        torch.testing.assert_close(shards, expected)
+
+
+def two_dtypes():
+    fleet.init()
+    x, results = torch.ones(4, 6), []
+    for settings in ({"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["first"]}, None):
+        model, strategy = TwoDtypes(), fleet.DistributedStrategy(sharding=settings or False)
+        model, optimizer = fleet.distribute(model, sgd(model), strategy)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({n: (p.full_tensor() if settings else p).detach() for n, p in model.named_parameters()})
+    return results
+
+
 def convolutional():
     torch.manual_seed(0)
     made = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)).double()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
 from fleetx.cli import main
 from fleetx.comm import kernel
@@ -21,7 +22,7 @@ from fleetx.errors import NOT_BUILT, NumbersError, StrategyError, UsageError
 from fleetx.parts.recompute.chain import Chain
 from fleetx.strategy.part import claims, defaults_of, every
 from fleetx.strategy.stage import Stage
-from fleetx.verify import oracle, report, runs
+from fleetx.verify import oracle, own_model, report, runs
 from fleetx.verify.combinations import (
     combinations,
     conflicts_of,
@@ -184,6 +185,22 @@ def test_a_model_that_does_not_move_has_a_distance():
     assert (distance(still, still, still), distance(moved, still, still)) == (0, math.inf)
 
 
+def test_numbers_that_are_not_finite_are_within_no_bound():
+    still, lost = {"w": torch.zeros(2)}, {"w": torch.tensor([0.0, math.nan])}
+    assert distance(lost, {"w": torch.ones(2)}, still) == distance({"w": torch.ones(2)}, lost, still) == math.inf
+    masked = {"mask": torch.tensor([0.0, -math.inf])}
+    assert distance(still | masked, {"w": torch.ones(2)} | masked, still | masked) == 1
+
+
+def test_a_model_that_diverges_later_is_not_equal_to_anything():
+    torch.manual_seed(0)
+    made = nn.Linear(4, 3), 9 * torch.randn(16, 4), torch.randn(16, 3), lambda y, t: (y - t).pow(4).mean()
+    own_model._try("mine:example", own_model._finite("mine:example", made), 2)  # the first step is fine
+    results = [{"state": made[0].state_dict(), "share": 0}]
+    with pytest.raises(UsageError, match=r"^--model mine:example: .* is (nan|-?inf) in plain PyTorch"):
+        own_model._numbers("mine:example", own_model._finite("mine:example", made), 6, {}, results, torch.float64)
+
+
 def test_two_gpus_are_enough_for_what_runs_on_two_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for chosen, needs in ((["clip"], 2), (["clip", "pipeline"], 4)):
@@ -316,6 +333,8 @@ def test_the_command(tmp_path):
         (["--model", "mine:shapes"], "loss_fn(model(x), y) and its backward raised RuntimeError: "),
         (["--model", "mine:few"], "x has 1 samples and y has 1: they need equally many, at least one per rank"),
         (["--model", "mine:dropout"], "dropout (0) draws different random numbers on each rank"),
+        (["--model", "mine:logs"], "--model mine:logs: loss_fn(model(x), y) is nan in plain PyTorch, without any"),
+        (["--model", "mine:roots"], "--model mine:roots: the gradient of weight is nan in plain PyTorch"),
         (["--output", "no/such/x.html"], "there is no folder"),
         (["--model", "json:dumps", "--output", "x.html"], "--output is for the matrix of all strategies: remove it"),
         (["--output", "x.txt"], "--output x.txt: the name must end in .html, .json, .md"),
@@ -346,6 +365,8 @@ def argument(n): return None
 def broken(): raise KeyError("train.csv")
 def shapes(): return nn.Linear(9, 2), x, y, mse_loss
 def few(): return nn.Linear(3, 2), x[:1], y[:1], mse_loss
+def logs(): return nn.Linear(3, 2), x, y, lambda y, t: (0 * y - 1).log().mean()
+def roots(): return nn.Linear(3, 2, bias=False), x, y, lambda y, t: y.sum().sqrt()
 def dropout(): return nn.Sequential(nn.Dropout(), nn.Linear(3, 2)), x, y, mse_loss
 """
 

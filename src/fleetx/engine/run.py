@@ -124,6 +124,7 @@ class Run:
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
         self.plan, self.model, self.optimizer = plan, model, optimizer
+        self.users_kind = type(optimizer)  # a part may change it
         self.world = world = world.owned(self)  # its groups end with this training
         self.names: Mapping[nn.Parameter, str] = {p: plain_name(n) for n, p in model.named_parameters()}
         self.device: torch.device = next((p.device for p in self.names), world.device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+import torch
 from torch import nn
 
 from fleetx.comm import peers
@@ -30,7 +31,7 @@ class NoiseEstimate:
     gradient: float  # |G|^2, the square of the gradient without noise
     noise: float  # tr(C), the variance of the gradient of one sample
     measurements: int
-    feed: int  # samples of a step on one rank
+    feed: int  # samples of a measured step on one rank, on average
     confidence: float = 0.95
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     grows during training, and it is known to mislead for adaptive optimizers: `fleetx batch` measures the critical
     batch itself. Every worker must call it.
 
-    feed: samples of a step on one worker; by default those of the last forward, counted by the first dimension.
+    feed: samples of every step on one worker; by default, those of each forward, counted by the first dimension.
     """
     engine: Engine = current().find(model)
     part = next((p for p in engine.plan.parts if isinstance(p, NoiseScale)), None)
@@ -68,22 +69,28 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
             f"or measure more often (noise_scale_configs['every'] = {part.every})"
         )
     peers.meet("fleet.noise_scale")
-    squares = state["squares"][: len(state["steps"])].clone()
+    squares = state["squares"][: len(state["steps"])]
+    rows = torch.cat([squares, squares.new_tensor(state["shares"])], 1)
     if group.size > 1:
-        group.sum(squares)
-    feed = feed if feed is not None else ctx.notes.get("feed") or 1
-    return estimate((squares / group.size).cpu().tolist(), state["steps"], feed)
+        group.sum(rows)
+    means, steps = (rows / group.size).cpu().tolist(), state["steps"]
+    if feed is not None:
+        sizes = [(feed, feed * n) for n in steps]
+    else:  # the variance of a mean over steps is the sum of theirs, divided by the square of their number
+        sizes = [(1 / first, n**2 / (every * group.size)) for (_, _, first, every), n in zip(means, steps, strict=True)]
+    return estimate([row[:2] for row in means], sizes)
 
 
-def estimate(squares: Sequence[Sequence[float]], steps: Sequence[int], feed: int = 1) -> NoiseEstimate:
-    """squares: for each measured update, |gradient|^2 of one step's batch and of the batch of `steps` such steps.
+def estimate(squares: Sequence[Sequence[float]], sizes: Sequence[tuple[float, float]]) -> NoiseEstimate:
+    """squares: for each measured update, |gradient|^2 of a small and of a big batch; sizes: the samples of these.
 
     Each pair gives an unbiased estimate of |G|^2 and of tr(C) (McCandlish et al. 2018, appendix A.1). The interval of
     the ratio of their means is Fieller's, which is unbounded where |G|^2 cannot be told from 0.
     """
-    gradients = [(n * big - small) / (n - 1) for (small, big), n in zip(squares, steps, strict=True)]
-    noises = [feed * (small - big) / (1 - 1 / n) for (small, big), n in zip(squares, steps, strict=True)]
-    n = len(steps)
+    pairs = list(zip(squares, sizes, strict=True))
+    gradients = [(b * big - a * small) / (b - a) for (small, big), (a, b) in pairs]
+    noises = [(small - big) / (1 / a - 1 / b) for (small, big), (a, b) in pairs]
+    n, feed = len(pairs), round(fmean(a for a, _ in sizes))
     g, s = fmean(gradients), fmean(noises)
     gg = sum((x - g) ** 2 for x in gradients) / (n - 1) / n  # variances of the means
     ss = sum((x - s) ** 2 for x in noises) / (n - 1) / n

@@ -27,6 +27,7 @@ class Lamb(Layerwise):
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps")
     own: ClassVar[tuple[str, ...]] = ("weight_decay", "adapt", "always_adapt", "excluded")
+    continues: ClassVar[tuple[str, ...]] = ("Adam", "AdamW")
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class Lars(Layerwise):
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "momentum")
     own: ClassVar[tuple[str, ...]] = ("weight_decay", "lars_coeff", "epsilon", "excluded")
+    continues: ClassVar[tuple[str, ...]] = ("SGD",)
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class Layerwise(Optimizer):
 
     own: ClassVar[tuple[str, ...]]  # options of a group that the plain optimizer does not have, and `weight_decay`
     needs: ClassVar[tuple[str, ...]]  # options of the plain optimizer that the update needs
+    continues: ClassVar[tuple[str, ...]] = ()  # torch's optimizers whose state it takes over
     excludes: ClassVar[str] = "exclude_from_weight_decay"  # what the user calls the patterns of excluded names
     # Set under a strategy, which then decides the `own` options instead of the user and the checkpoint:
     decide: Callable[[ParamGroup], ParamGroup] | None = None  # returns them for a group
@@ -111,12 +112,7 @@ class Layerwise(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load as torch does, but keep the options that a strategy sets, whatever the checkpoint says."""
-        needed = self.needs if self.declared is not None else (*self.needs, *self.own)
-        if missing := [key for key in needed if any(key not in group for group in state_dict["param_groups"])]:
-            raise ValueError(f"not a checkpoint of {type(self).__name__}: its groups lack {', '.join(missing)}")
-        for option in ("dampening", "amsgrad"):
-            if any(group.get(option) for group in state_dict["param_groups"]):
-                raise ValueError(f"the checkpoint used {option}, which {type(self).__name__} does not support")
+        self.check_saved(state_dict["param_groups"])
         super().load_state_dict(dict(state_dict))
         for group in self.param_groups:  # older checkpoints lack these
             group.setdefault("maximize", False)
@@ -124,6 +120,15 @@ class Layerwise(Optimizer):
         for group, own in zip(self.param_groups, self.declared or (), strict=False):
             group.update(own)
         self._widen(state_dict)
+
+    def check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if the groups of a checkpoint lack options, or have one that this optimizer does not."""
+        needed = self.needs if self.declared is not None else (*self.needs, *self.own)
+        if missing := [key for key in needed if any(key not in group for group in groups)]:
+            raise ValueError(f"not a checkpoint of {type(self).__name__}: its groups lack {', '.join(missing)}")
+        for option in ("dampening", "amsgrad"):
+            if any(group.get(option) for group in groups):
+                raise ValueError(f"the checkpoint used {option}, which {type(self).__name__} does not support")
 
     def _noted(
         self, call: KernelCall, params: list[Tensor], decays: list[float], adapted: list[bool], formula: RatioFormula

@@ -32,6 +32,7 @@ class Muon(Layerwise):
 
     needs: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
     own: ClassVar[tuple[str, ...]] = ("momentum", "nesterov", "ns_steps", "rms", "bf16", "excluded")
+    continues: ClassVar[tuple[str, ...]] = ("AdamW",)
     excludes: ClassVar[str] = "adamw"
     replicas: Any = None  # a process group whose ranks hold the same gradients and divide the work
 

@@ -36,7 +36,9 @@ class NoiseScale(Part):
     costs: ClassVar[str] = "time: two norms of the gradients, once every few rounds"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        return {"count": 0, "steps": [], "squares": None}
+        # For each measurement: its steps over all ranks, 1 / samples of the measured step and summed over this rank's
+        # steps, and the squared norms.
+        return {"count": 0, "steps": [], "shares": [], "squares": None}
 
     def for_other_ranks(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.init({})  # with other ranks, batches differ
@@ -59,7 +61,7 @@ class NoiseScale(Part):
     def see(self, ctx: StepContext) -> AbstractContextManager[None]:
         """note the number of samples in a step"""
         if torch.is_grad_enabled():
-            ctx.notes["feed"] = samples_in(ctx.inputs)
+            ctx.in_progress.setdefault("feeds", {})[ctx.clock[1]] = samples_in(ctx.inputs) or 1
         return nullcontext()
 
     @at(
@@ -77,7 +79,7 @@ class NoiseScale(Part):
     @at(Stage.PARAMETER)
     def record(self, params: list[Tensor], ctx: StepContext) -> None:
         """keep both norms, if the update was applied and they belong to different batches"""
-        squares = ctx.in_progress.pop("squares", None)
+        squares, feeds = ctx.in_progress.pop("squares", None), ctx.in_progress.pop("feeds", {})
         steps = ctx.clock[1] * ctx.replica_group.size  # over all ranks, in this update
         if squares is None or not ctx.updated or steps == 1:
             return
@@ -87,4 +89,7 @@ class NoiseScale(Part):
         place = state["count"] % self.window
         state["squares"][place].copy_(squares)
         state["steps"][place : place + 1] = [steps]
+        first = next(iter(feeds.values()), 1)  # stands for the steps of which this rank has skipped the forward
+        shares = [1 / feeds.get(step, first) for step in range(ctx.clock[1])]
+        state["shares"][place : place + 1] = [[shares[0], sum(shares)]]
         state["count"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -221,8 +222,13 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[st
     if missing := set(wanted) - set(found):
         raise RankError(f"no rank holds {', '.join(sorted(missing))}")
     wanted = {k: w for k, w in wanted.items() if w.is_floating_point()}
-    off = sum(float((found[k].double() - w.double()).square().sum()) for k, w in wanted.items())
-    went = sum(
-        float((w.double() - start[k.removeprefix(oracle.AVERAGED)].double()).square().sum()) for k, w in wanted.items()
-    )
-    return float((off / went) ** 0.5) if went else float("inf" if off else 0)
+    off = sum(_square(found[k], w) for k, w in wanted.items())
+    went = sum(_square(w, start[k.removeprefix(oracle.AVERAGED)]) for k, w in wanted.items())
+    share = float((off / went) ** 0.5) if went else float("inf" if off else 0)
+    return math.inf if math.isnan(share) else share  # NaN is not within any bound, but is not above it either
+
+
+def _square(a: Tensor, b: Tensor) -> float:
+    """|a - b|^2. The infinities of a mask are no distance from themselves."""
+    a, b = a.double(), b.double()
+    return float((a - b).masked_fill(a == b, 0).square().sum())

@@ -82,13 +82,43 @@ def _try(where: str, made: Made, size: int) -> None:
     try:
         loss = loss_fn(model(x), y)
         loss.backward()
+    except NotFiniteError:
+        raise
     except Exception as error:
         raise UsageError(f"--model {where}: loss_fn(model(x), y) and its backward raised {_told(error)}") from error
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _check_finite(where, f"the gradient of {name}", p.grad)
     if drops := [name for name, m in model.named_modules() if isinstance(m, DropoutBase) and m.p and m.training]:
         raise UsageError(
             f"--model {where}: dropout ({', '.join(drops[:3])}) draws different random numbers on each rank, so the "
             "result cannot be compared: return the model with p=0 there"
         )
+
+
+class NotFiniteError(UsageError):
+    """The user's model does not train in plain PyTorch, so there is nothing to compare with."""
+
+
+def _check_finite(where: str, what: str, values: Tensor) -> None:
+    values = values.coalesce().values() if values.is_sparse else values
+    if len(odd := values.detach()[~values.isfinite()]):
+        raise NotFiniteError(
+            f"--model {where}: {what} is {odd[0]:g} in plain PyTorch, without any strategy, so there is no result to "
+            f"compare with: return a model, a batch and a loss that stay finite in training at a rate of {runs.LR}"
+        )
+
+
+def _finite(where: str, made: Made) -> Made:
+    """The same, with a loss that must be finite: a step on a loss of NaN may leave finite parameters."""
+    model, x, y, loss_fn = made
+
+    def checked(output: Tensor, target: Tensor) -> Tensor:
+        loss = loss_fn(output, target)
+        _check_finite(where, "loss_fn(model(x), y)", loss)
+        return loss
+
+    return model, x, y, checked
 
 
 class NotComputableError(UsageError):
@@ -112,7 +142,7 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
     """Train with the strategy on `size` ranks. Returns whether the result is right, and the findings as sentences."""
     settings = _settings(strategy)
     check_computable(settings)
-    made = make(where)
+    made = _finite(where, make(where))
     _try(where, made, size)
     dtype = dtype_for(tuple(settings))
     steps = max(STEPS, 2 * settings.get("gradient_merge", {}).get("k_steps", 1) + 2)
@@ -125,7 +155,7 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
         if problems := next((r["refused"] for r in results if "refused" in r), None):
             return False, problems
         compared = results if exact == declared else run(exact, list(settings), dtype)
-        right, lines = _numbers(made, steps, _settings(DistributedStrategy(**exact)), compared, dtype)
+        right, lines = _numbers(where, made, steps, _settings(DistributedStrategy(**exact)), compared, dtype)
         for switch in settings:
             if exact != declared and (lossless := _needs(switch)):
                 lines.append(f"{switch} was compared with {lossless}, because it loses precision otherwise")
@@ -178,7 +208,7 @@ def _settings(strategy: DistributedStrategy) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(
-    made: Made, steps: int, settings: SwitchSettings, results: Results, dtype: torch.dtype
+    where: str, made: Made, steps: int, settings: SwitchSettings, results: Results, dtype: torch.dtype
 ) -> tuple[bool, list[str]]:
     model, x, y, loss_fn = made
     found, start, batches = state(results), model.state_dict(), [(x, y)] * steps
@@ -188,7 +218,10 @@ def _numbers(
     make_optimizer = partial(runs.optimizer_for, switches=list(settings))
 
     def gap(replicas: int) -> float:
-        return distance(found, oracle.train(model, make_optimizer, settings, batches, loss_fn, replicas), start)
+        wanted = oracle.train(model, make_optimizer, settings, batches, loss_fn, replicas)
+        for name in dict(model.named_parameters()).keys() & wanted.keys():
+            _check_finite(where, f"{name} after {steps} steps", wanted[name])
+        return distance(found, wanted, start)
 
     error = gap(replicas)
     lines = [

@@ -76,6 +76,7 @@ class SavedTraining(Strict):
     strategy: dict[str, Any]
     groups: list[SavedGroup]
     optimizer: str = ""  # its class
+    built: str = ""  # the same in the user's words
     fleetx: str
     torch: str
 

@@ -32,6 +32,7 @@ from fleetx.engine.checkpoint.together import together
 from fleetx.engine.engine import Engine
 from fleetx.engine.run import key_of
 from fleetx.errors import CheckpointError, FleetxError, UsageError
+from fleetx.optim.layerwise import Layerwise
 
 
 def read(engine: Engine, folder: Path, extras: Extras) -> SavedTraining:
@@ -84,8 +85,6 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
         with _said(folder):
             saved_by = [s["fleetx"]["parts"] for s in (state, *others)]
             state["fleetx"]["parts"] = _taken_over(engine, chunks, saved_by)
-    with _said(folder / manifest.rank_json(rank)):
-        saved = engine_state.checked(engine, state["fleetx"], own=same)
     _check_model(engine, chunks)
     _check_modules(engine, state["modules"])
     _check_parts(engine, chunks)
@@ -93,6 +92,8 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
         check_optimizer(chunks)
     with _said(folder / manifest.TRAINING):
         _check_groups(engine, training)
+    with _said(folder / manifest.rank_json(rank)):
+        saved = engine_state.checked(engine, state["fleetx"], own=same)
     for name in ("scheduler", "loader"):
         given = getattr(extras, name) is not None
         if given and state[name] is None:
@@ -205,21 +206,29 @@ def _check_parts(engine: Engine, chunks: Chunks) -> None:
 
 
 def _check_groups(engine: Engine, training: SavedTraining) -> None:
-    if training.optimizer not in ("", kind := type(engine.optimizer).__name__):
+    optimizer = engine.optimizer
+    continues = optimizer.continues if isinstance(optimizer, Layerwise) else ()
+    if training.optimizer not in ("", type(optimizer).__name__, *continues):
         raise UsageError(
-            f"the checkpoint is of {training.optimizer}, and this optimizer is {kind}: build it as in the saved run. "
-            "To start from the model alone, call fleet.export in the saved run"
+            f"the checkpoint is of {training.built or training.optimizer}, and this optimizer is "
+            f"{snapshot.built(engine)}: resume with the optimizer and strategy of the saved run. To start from the "
+            "model alone, call fleet.export in the saved run"
         )
     here = [[engine.names[p] for p in group["params"] if p in engine.names] for group in engine.optimizer.param_groups]
     if [g.params for g in training.groups] != here:
         raise UsageError("the optimizer's groups differ from the checkpoint's: build it as in the saved run")
-    for group, saved in zip(engine.optimizer.param_groups, training.groups, strict=True):
-        options = tree.decode(saved.options, no_tensor)
+    decoded = [tree.decode(saved.options, no_tensor) for saved in training.groups]
+    for group, options in zip(engine.optimizer.param_groups, decoded, strict=True):
         if not isinstance(options, dict):
             raise ValueError("the options of a group are not named")
         wanted = {key: _kind(engine.optimizer.defaults.get(key, group.get(key))) for key in options}
         if wrong := [key for key in options if wanted[key] and wanted[key] != _kind(options[key])]:
             raise ValueError(f"{wrong[0]} is not a {wanted[wrong[0]]}")
+    if isinstance(optimizer, Layerwise) and training.optimizer in continues:
+        try:
+            optimizer.check_saved(decoded)
+        except ValueError as error:
+            raise UsageError(f"{error}: resume with the optimizer and strategy of the saved run") from error
 
 
 def _kind(value: Any) -> str:

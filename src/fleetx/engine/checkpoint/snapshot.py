@@ -19,6 +19,7 @@ from fleetx.engine.dtensors import local, shard_of
 from fleetx.engine.engine import Engine
 from fleetx.engine.run import key_of
 from fleetx.errors import UsageError
+from fleetx.strategy.stage import Stage
 
 NUMBER, NONE = "#number", "#none"  # suffixes of keys in the optimizer's state whose values are not tensors
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape
@@ -106,7 +107,8 @@ def take(
         "step": extras.step, "round": engine.round, "ranks": engine.world.size,
         "replicas": engine.layout.replica_group.size, "window": engine.window(), "layout": layout(engine),
         "strategy": dict(strategy), "groups": _groups(engine),
-        "optimizer": type(engine.optimizer).__name__, "fleetx": __version__, "torch": torch.__version__,
+        "optimizer": type(engine.optimizer).__name__, "built": built(engine),
+        "fleetx": __version__, "torch": torch.__version__,
     }  # fmt: skip
     return made
 
@@ -142,6 +144,12 @@ def extra_states(engine: Engine) -> dict[str, tuple[nn.Module, Any]]:
 
 def _keeps_more(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def built(engine: Engine) -> str:
+    """The optimizer in the user's words: the class that the user chose, and the switch that has changed it."""
+    changed = "" if type(engine.optimizer) is engine.users_kind else engine.plan.at(Stage.UPDATE)[0].switch
+    return engine.users_kind.__name__ + (f" with strategy.{changed}" if changed else "")
 
 
 def params(engine: Engine) -> dict[str, nn.Parameter]:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
+from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name, sparse_problem
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext
 from fleetx.engine.dtensors import HOOKED
-from fleetx.errors import NOT_BUILT
+from fleetx.errors import NOT_BUILT, StrategyError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +46,14 @@ def incompatibilities(model: nn.Module, optimizer: Optimizer, anchors: Iterable[
             yield f"sharding of the complex parameter {plain_name(name)!r} {NOT_BUILT} in torch: turn sharding off"
         if p.dim() == 0:
             yield f"sharding cannot divide the scalar parameter {plain_name(name)!r}: give it the shape (1,)"
+        if not p.numel() and p.requires_grad:
+            yield (
+                f"sharding of the empty parameter {plain_name(name)!r} of shape {tuple(p.shape)} {NOT_BUILT} in torch: "
+                "remove it, or set requires_grad=False"
+            )
         if seams.hooks(p):
             yield HOOKED.format(f"parameter {plain_name(name)!r}")
+    yield from sparse_problem("sharding", model)
     name = type(optimizer).__name__
     if isinstance(optimizer, _NEEDS_WHOLE_TENSORS):
         yield f"{name} on shards {NOT_BUILT} in torch: use another optimizer, such as AdamW, or turn sharding off"
@@ -62,6 +68,25 @@ def segments(model: nn.Module, anchors: Sequence[str], size: int) -> list[str]:
         return named(model, anchors)
     tied = _tied(model)
     return [name for name in _by_size(model, "", size) if not any(t.startswith(f"{name}.") for t in tied)]
+
+
+def check_dtypes(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise an error if torch cannot gather one of these segments, or the rest of the model, in one piece."""
+    modules, seen = dict(named_modules(model)), set[nn.Parameter]()
+    for module in (*(modules[name] for name in names), model):
+        by_dtype: dict[torch.dtype, nn.Parameter] = {}
+        for p in module.parameters():
+            if p.requires_grad and p not in seen:
+                by_dtype.setdefault(p.dtype, p)
+        seen.update(module.parameters())
+        if len(by_dtype) > 1:
+            called = {p: plain_name(name) for name, p in model.named_parameters()}
+            a, b = list(by_dtype.values())[:2]
+            raise StrategyError(
+                f"sharding: {called[a]!r} is {a.dtype} and {called[b]!r} is {b.dtype}, but torch gathers them "
+                "together and needs one dtype for that: convert one of them, freeze it, or list the modules of one "
+                "dtype in sharding_configs['segment_anchors'], which are gathered on their own"
+            )
 
 
 def largest(model: nn.Module, size: int) -> int:
@@ -126,6 +151,7 @@ def shard(part: Sharding, model: nn.Module, names: Sequence[str], ctx: SetupCont
     from fleetx.parts.sharding.segment import Segments  # torch's FSDP takes a second to import
     from fleetx.parts.sharding.unshard import Unsharded, allow_copies
 
+    check_dtypes(model, names)
     world, plain = ctx.world, Unsharded(model)
     for p in model.parameters():
         p.data = p.data.contiguous()  # FSDP does not divide other layouts, such as channels_last
