@@ -9,7 +9,6 @@ The tokenized text is written to ./example_data/text, the checkpoint to ./exampl
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import prepared
@@ -51,9 +50,8 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.rate)  # weight decay is in lamb_configs
     model, optimizer = fleet.distribute(model, optimizer, strategy)
 
-    if (FOLDER / "loader.json").exists():
-        fleet.load(FOLDER)
-        loader.load_state_dict(json.loads((FOLDER / "loader.json").read_text()))
+    if FOLDER.exists():
+        fleet.load(FOLDER, loader=loader)
         if fleet.is_first_worker():
             print(f"resuming at epoch {loader.epoch}, sample {loader.position}", flush=True)
     step = 0
@@ -71,9 +69,7 @@ def main() -> None:
                 )
             if step == args.steps:
                 break
-    fleet.save(FOLDER)
-    if fleet.is_first_worker():
-        (FOLDER / "loader.json").write_text(json.dumps(loader.state_dict()))
+    fleet.save(FOLDER, loader=loader)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,6 @@ NIGHTLY_CASES = {
     "record/test_predicted_memory.py::test_the_predicted_peak_is_at_most_3_percent_low_and_20_percent_high": [
         "merged]", "sharding-2", "sharding-bits]", "sharding-merged]", "sharding-one-segment", "sharding-recompute]",
     ],
-    "test_examples.py::test_an_example_without_its_extra_says_which_to_install": ["finetune", "resnet"],
-    "test_examples.py::test_one_s_own_data_are_trained_on_resumed_and_reported": ["finetune"],
 }  # fmt: skip
 # Tests of which `make test` has every value of every parameter, and only `make nightly` every combination of them.
 # That is enough, because verify trains every pair of strategies.

@@ -1,6 +1,7 @@
 """Every example runs, as its first lines say.
 
-All are started with fleetrun nightly, and some run in the pool of ranks always: torch is imported already there.
+Nightly, fleetrun starts them all, for as long as they need to learn. A short run, mostly in the pool of ranks, is in
+`make test`: torch is imported already there.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def test_each_says_what_it_takes(name, tmp_path, capsys):
 def test_an_example_without_its_extra_says_which_to_install(tmp_path, name, package):
     script = str(EXAMPLES / f"{name}.py")
     (tmp_path / "without.py").write_text(
-        f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); sys.modules[{package!r}] = None; "
+        f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); "
+        f"imported = [name for name in sys.modules if name.startswith({package + '.'!r})]\n"  # what this is a fork of
+        f"sys.modules |= dict.fromkeys([{package!r}, *imported])\n"
         f"runpy.run_path({script!r}, run_name='__main__')"
     )
     done = forked_command.python(["without.py"], cwd=tmp_path)
@@ -97,7 +100,17 @@ def test_an_example_without_its_extra_says_which_to_install(tmp_path, name, pack
 
 
 def test_digits_trains_with_two_workers_and_reports_its_accuracy(ranks, tmp_path):
-    check_digits(in_ranks(ranks, "digits", "--epochs", 1, cwd=tmp_path))
+    """As `make train` runs it, which goes on when it is run again."""
+    options = ["--checkpoints", "run", "--record", "runs/digits"]
+    check_digits(in_ranks(ranks, "digits", "--epochs", 1, *options, cwd=tmp_path))
+    said = in_ranks(ranks, "digits", "--epochs", 2, *options, cwd=tmp_path)
+    assert "resumed after step 23 of 46" in said
+    assert re.findall(r"epoch +(\d+)", said) == ["2"]
+    record = read(tmp_path / "runs/digits")
+    assert record.plans[0]["predicted"] > 0
+    assert "resumed" in [event["what"] for event in record.events]
+    assert len(record.values) == 2
+    assert 'data-plot="loss"' in page.page([record])
 
 
 @pytest.mark.nightly
@@ -117,12 +130,34 @@ def test_digits_takes_a_strategy_from_a_file(tmp_path):
     assert "requested: amp\n" in said
 
 
+def some_listed_images(folder):
+    for phase, count in (("train", 16), ("val", 4)):
+        (folder / phase).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (40, 40), (100 * (i % 2), 10 * i, 0)).save(folder / phase / f"{i}.jpg")
+        (folder / f"{phase}.txt").write_text("".join(f"{i}.jpg {i % 2}\n" for i in range(count)))
+    return ["--data", folder, "--batch", 2, "--classes", 2, "--hidden", 4]
+
+
+def test_resnet_trains_on_one_s_own_pictures(ranks, tmp_path):
+    said = in_ranks(ranks, "resnet", *some_listed_images(tmp_path / "mine"), "--epochs", 2, cwd=tmp_path)
+    assert set(numbers(r"epoch id: (\d+), loss: [\d.]+, acc1: ", said)) == {0, 1}  # on each rank
+
+
 @pytest.mark.nightly
 def test_resnet_learns_pictures(tmp_path):
     said = fleetrun(EXAMPLES / "resnet.py", "--epochs", 4, cwd=tmp_path)
     found = numbers(r"acc1: ([\d.]+)", said)
     assert len(found) == 4
     assert found[-1] > 0.7
+
+
+def test_bert_goes_on_later(ranks, tmp_path):
+    options = ["--steps", 20, "--batch", 4]
+    (first,) = numbers(r"masked words ([\d.]+)", in_ranks(ranks, "bert", *options, cwd=tmp_path))
+    said = in_ranks(ranks, "bert", *options, cwd=tmp_path)
+    assert "resuming at epoch 0, sample 160" in said
+    assert numbers(r"masked words ([\d.]+)", said)[0] < first
 
 
 @pytest.mark.nightly
@@ -132,6 +167,14 @@ def test_bert_learns_words_and_goes_on_later(tmp_path):
     said = fleetrun(EXAMPLES / "bert.py", "--steps", 20, cwd=tmp_path)
     assert "resuming at epoch" in said
     assert numbers(r"masked words ([\d.]+)", said)[0] < found[0] - 0.3
+
+
+def test_an_epoch_in_the_static_style(tmp_path):
+    for name in ("static_style", "prepared"):
+        text = (EXAMPLES / f"{name}.py").read_text()
+        (tmp_path / f"{name}.py").write_text(text.replace("EPOCHS = 8", "EPOCHS = 1"))
+    said = fleetrun("static_style.py", cwd=tmp_path, options=["--paddle-api", "fleetx"])
+    assert len(numbers(r"epoch \d+: loss ([\d.]+)", said)) == 1
 
 
 @pytest.mark.nightly
@@ -181,14 +224,21 @@ def check_bytes(said, accuracy):
     assert all(float(values[1].rstrip("%")) > accuracy for values in found.values())
 
 
+def test_auto_chooses_and_the_file_repeats_it(ranks, tmp_path):
+    check_auto(lambda *args: in_ranks(ranks, "auto", "--epochs", 2, *args, cwd=tmp_path))
+
+
 @pytest.mark.nightly
-def test_auto_chooses_and_the_file_repeats_it(tmp_path):
-    said = fleetrun(EXAMPLES / "auto.py", "--epochs", 3, cwd=tmp_path)
+def test_auto_under_fleetrun(tmp_path):
+    check_auto(lambda *args: fleetrun(EXAMPLES / "auto.py", "--epochs", 3, *args, cwd=tmp_path))
+
+
+def check_auto(run):
+    said = run()
     assert "plans predicted" in said
     losses = numbers(r"loss ([\d.]+)", said)
     assert losses[-1] < losses[0]
-    repeated = fleetrun(EXAMPLES / "auto.py", "--epochs", 3, "--strategy", "strategy.yaml", cwd=tmp_path)
-    assert numbers(r"loss ([\d.]+)", repeated) == losses
+    assert numbers(r"loss ([\d.]+)", run("--strategy", "strategy.yaml")) == losses
 
 
 def some_images(folder):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ from layers import LONG, NIGHTLY, NIGHTLY_CASES, PRODUCTS, SLOW, left_out
 
 HERE = Path(__file__).parent
 FILES = [path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py")]
+
+
+def repeated(names):
+    return {name for name, count in Counter(names).items() if count > 1}
 
 
 @pytest.mark.parametrize("name", [*NIGHTLY, *NIGHTLY_CASES, *PRODUCTS])
@@ -38,3 +44,16 @@ def test_a_product_keeps_every_value_of_every_parameter():
     assert {letter for name in kept for letter in name} == set("abcxy")
     many = {f"{a}{b}": (a, b) for a in "abcd" for b in "xy"}
     assert sorted(name[1] for name in many.keys() - left_out(many)) == list("xxyy")
+
+
+def test_names_of_test_files_are_unique():
+    """Without packages, pytest imports two files of one name as one module, and then `make nightly` stops."""
+    assert not repeated(Path(path).name for path in FILES)
+
+
+def test_functions_of_a_test_file_have_different_names():
+    """The second would replace the first, which would silently never run."""
+    for path in FILES:
+        tree = ast.parse((HERE / path).read_text())
+        for scope in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
+            assert not repeated(node.name for node in scope.body if isinstance(node, ast.FunctionDef)), path

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 SITE = Path(pytest.__file__).parent.parent
 LIBRARIES = ["fleetx/optim/_kernels.so", "fleetx/parts/dgc/_codec.so", "fleetx/parts/_blocks/_blocks.so"]
 LAUNCH = ["-m", "fleetx.launch", "--device", "cpu", "--nproc_per_node", "2", "train.py"]
+FILTER = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
 TRAIN = """
 import torch
 from fleetx import fleet
@@ -83,8 +84,7 @@ def test_the_wheel_trains_with_its_compiled_kernels_under_any_python(tmp_path):
 
 @pytest.mark.nightly
 def test_the_source_package_builds_without_a_compiler_and_trains_too(tmp_path):
-    with tarfile.open(built("build_sdist", copied(tmp_path / "source"))) as package:
-        package.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(built("build_sdist", copied(tmp_path / "source")), tmp_path, **FILTER)
     wheel = built("build_wheel", next(tmp_path.glob("fleetx-*")), CC="/bin/false")
     assert not set(LIBRARIES) & set(zipfile.ZipFile(wheel).namelist())
     said = trained(wheel, tmp_path)

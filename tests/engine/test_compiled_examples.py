@@ -14,10 +14,9 @@ import pytest
 import torch
 from compiled_graphs import EXAMPLES as SAID
 from functorch.compile import make_boxed_func
-from PIL import Image
 from torch._dynamo.backends.common import aot_autograd
 
-from test_examples import EXAMPLES, printed, some_images, some_sentences, some_text
+from test_examples import EXAMPLES, printed, some_images, some_listed_images, some_sentences, some_text
 
 BACKEND = "counted"
 
@@ -26,19 +25,10 @@ def some_digits(folder):
     return ["--epochs", 1, "--batch", 64]
 
 
-def some_listed_images(folder):
-    for phase, count in (("train", 16), ("val", 4)):
-        (folder / phase).mkdir(parents=True)
-        for i in range(count):
-            Image.new("RGB", (40, 40), (100 * (i % 2), 10 * i, 0)).save(folder / phase / f"{i}.jpg")
-        (folder / f"{phase}.txt").write_text("".join(f"{i}.jpg {i % 2}\n" for i in range(count)))
-    return ["--data", folder, "--epochs", 1, "--batch", 2, "--classes", 2, "--hidden", 4]
-
-
 # what each is given, and how many steps that is
 CASES = {
     "digits": (some_digits, 11),
-    "resnet": (some_listed_images, 4),
+    "resnet": (lambda folder: [*some_listed_images(folder), "--epochs", 1], 4),
     "image_folder": (some_images, 6),
     "bert": (lambda folder: ["--steps", 4, "--batch", 2], 4),
     "finetune": (some_sentences, 6),

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sysconfig
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -35,6 +39,19 @@ def test_version_and_help(args, code, text):
     result = run(*args)
     assert result.exit_code == code
     assert text in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "option", "text"),
+    [("fleetrun", "--version", f"version {__version__}\n"), ("fleetx", "--help", "explain")],
+)
+def test_the_installed_commands_start(tmp_path, command, option, text):
+    """As pip has written them. The other tests fork a process that has imported fleetx."""
+    program = Path(sysconfig.get_path("scripts")) / command
+    done = subprocess.run([program, option], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert text in done.stdout
 
 
 def test_a_missing_file_is_an_error():

@@ -206,8 +206,16 @@ def test_what_schedulers_say():
     assert (job.nodes, job.workers) == (1, 3)
     job = job_of(PET_NNODES="1", PET_NPROC_PER_NODE="auto")
     assert (job.nodes, job.workers) == (1, 1)
+    two = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1"}
+    job = job_of(**two, PET_MASTER_ADDR="10.0.0.1", PET_MASTER_PORT="1234")
+    assert (job.nodes, job.workers, job.rank, job.master) == (2, 1, 1, ("10.0.0.1", 1234))
+    assert job_of(**two, PET_MASTER_ADDR="10.0.0.1").master == ("10.0.0.1", 29500)
+    assert job_of(**two, PET_RDZV_ENDPOINT="10.0.0.1:99").master == ("10.0.0.1", 99)
     job = job_of(SM_HOSTS='["algo-1"]', SM_CURRENT_HOST="algo-1")
     assert job.nodes == 1
+    for rank, host in enumerate(["algo-1", "algo-2"]):
+        job = job_of(SM_HOSTS='["algo-2", "algo-1"]', SM_CURRENT_HOST=host)
+        assert (job.nodes, job.rank, job.master) == (2, rank, ("algo-1", 29500))
 
 
 def test_the_command_line_wins():

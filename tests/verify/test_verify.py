@@ -31,7 +31,7 @@ from fleetx.verify.combinations import (
     unbuilt_beside_others,
     unbuilt_messages,
 )
-from fleetx.verify.judge import Judge, Verdict, distance, key_of, observed, ranks_for
+from fleetx.verify.judge import Judge, Verdict, distance, key_of, observed, quantities, ranks_for, steps_for
 from fleetx.verify.observe import sent_since
 from fleetx.verify.ranks import RankError
 
@@ -124,6 +124,16 @@ def test_a_strategy_that_stops_acting_is_noticed(judge, chosen):
         assert not observed(switch, stopped, off).acts, switch
 
 
+@pytest.mark.parametrize("local", ["localsgd", "adaptive_localsgd"])
+def test_the_longest_period_ends_in_both_halves(judge, local):
+    """That of merged local updates. Otherwise a code that only acts when they are averaged is seen just once."""
+    chosen = ("gradient_merge", local)
+    on = judge._run(chosen, chosen, 2, False)
+    half = len(on[0]["steps"]) // 2
+    assert quantities(on, slice(half))["bytes_sent"] > 0
+    assert quantities(on, slice(half, None))["bytes_sent"] > 0
+
+
 def _without_segments(*args):
     """From the second step on, recompute runs every module once, as it once did under pipeline."""
     real, calls = Chain.forward, []
@@ -140,7 +150,7 @@ def _without_segments(*args):
 @pytest.mark.parametrize("chosen", [("recompute",), ("pipeline", "recompute")], ids=name)
 def test_recompute_that_stops_after_its_first_segments_is_noticed(judge, chosen):
     size = ranks_for(chosen)
-    stopped = judge._pools[size].run(_without_segments, declared(chosen), chosen, torch.float64)
+    stopped = judge._pools[size].run(_without_segments, declared(chosen), chosen, torch.float64, steps_for(chosen))
     off = judge._run(tuple(s for s in chosen if s != "recompute"), chosen, size, False)
     assert observed("recompute", stopped, off).acts is False
 
@@ -414,6 +424,13 @@ def test_the_model_of_the_user(tmp_path, monkeypatch):
     assert "clip + gradient_merge on 2 ranks equals the same training in one plain float64 process" in done.output
     assert "because BatchNorm (1) uses the statistics of each share: turn sync_batch_norm on" in done.output
     assert "gradient_merge acts: fewer steps update" in done.output
+
+
+def test_the_steps_of_the_user_s_model_are_two_periods_and_the_first_two():
+    assert runs.steps_for({"clip": {}}) == 6
+    assert runs.steps_for({"gradient_merge": {"k_steps": 4}}) == 10
+    assert runs.steps_for({"localsgd": {"k_steps": 8}}) == 18
+    assert runs.steps_for({"gradient_merge": {"k_steps": 2}, "adaptive_localsgd": {"init_k_steps": 4}}) == 22
 
 
 WIDE = """

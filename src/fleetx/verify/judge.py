@@ -108,7 +108,7 @@ class Judge:
             model,
             partial(runs.optimizer_for, switches=chosen),
             {switch: settings_of(part) for switch, part in parts(chosen, lossless=True).items()},
-            [(x.to(dtype), y.to(dtype)) for x, y in runs.batches()],
+            [(x.to(dtype), y.to(dtype)) for x, y in runs.batches(steps_for(chosen))],
             mse_loss,
             replicas,
         )
@@ -145,16 +145,16 @@ class Judge:
         lossless = lossless and any(every()[s].lossless is not None for s in chosen)
         if size not in self._pools:
             self._pools[size] = Ranks(size, device=self._device)
-        job = declared(chosen, full, lossless=lossless), full, dtype_for(full)
+        job = declared(chosen, full, lossless=lossless), full, dtype_for(full), steps_for(full)
         key = key_of(*job, size)
         if key not in self._results:
             self._results[key] = self._pools[size].run(runs.run, *job)
         return self._results[key]
 
 
-def key_of(strategy: Mapping[str, Any], full: Switches, dtype: torch.dtype, size: int) -> str:
-    """A key that is the same for equal runs. `full` only decides the optimizer, so many combinations share runs."""
-    return repr((strategy, type(runs.optimizer_for(nn.Linear(1, 1), full)), dtype, size))
+def key_of(strategy: Mapping[str, Any], full: Switches, dtype: torch.dtype, steps: int, size: int) -> str:
+    """A key that is the same for equal runs. Of `full`, only the optimizer counts, so many combinations share runs."""
+    return repr((strategy, type(runs.optimizer_for(nn.Linear(1, 1), full)), dtype, steps, size))
 
 
 def observed(switch: str, on: Results, off: Results) -> Seen:
@@ -209,6 +209,10 @@ def ranks_for(chosen: Switches) -> int:
 
 def dtype_for(chosen: Switches) -> torch.dtype:
     return torch.float32 if set(_FLOAT32) & set(chosen) else torch.float64
+
+
+def steps_for(chosen: Switches) -> int:
+    return runs.steps_for({switch: settings_of(part) for switch, part in parts(chosen).items()})
 
 
 def rounding(chosen: Iterable[str]) -> float:

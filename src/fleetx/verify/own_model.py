@@ -25,7 +25,6 @@ from fleetx.verify.oracle_updates import SwitchSettings
 from fleetx.verify.ranks import Ranks
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
-STEPS = 6
 _RETURNS = "it must return (model, x, y, loss_fn)"
 
 
@@ -145,7 +144,7 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
     made = _finite(where, make(where))
     _try(where, made, size)
     dtype = dtype_for(tuple(settings))
-    steps = max(STEPS, 2 * settings.get("gradient_merge", {}).get("k_steps", 1) + 2)
+    steps = runs.steps_for(settings)
     declared = _acting(strategy)
     exact = _lossless(declared, settings)
     pool = Ranks(size, device=device)

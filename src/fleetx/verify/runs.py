@@ -17,8 +17,10 @@ from fleetx.errors import StrategyError
 from fleetx.strategy import DistributedStrategy
 from fleetx.verify import oracle
 from fleetx.verify.observe import Observer
+from fleetx.verify.oracle_updates import SwitchSettings
 
-STEPS, SAMPLES, WIDTH = 6, 16, 128  # a weight of 128 * 128 elements is large enough for dgc
+STEPS = 6  # at least
+SAMPLES, WIDTH = 16, 128  # a weight of 128 * 128 elements is large enough for dgc
 LR = 0.05
 
 
@@ -34,11 +36,21 @@ class Stack(nn.Sequential):
         self.head = nn.Linear(WIDTH, 4)
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
+def steps_for(settings: SwitchSettings) -> int:
+    """The first two, which are not observed, and two periods: a code between averages only acts at the end of one."""
+    period = settings.get("gradient_merge", {}).get("k_steps", 1)
+    if "localsgd" in settings:
+        period *= settings["localsgd"]["k_steps"]
+    if "adaptive_localsgd" in settings:
+        period *= settings["adaptive_localsgd"]["init_k_steps"] + 1  # it may grow
+    return int(max(STEPS, 2 + 2 * period))
+
+
+def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(SAMPLES, 8, generator=generator), torch.randn(SAMPLES, 4, generator=generator))
-        for _ in range(STEPS)
+        for _ in range(steps)
     ]
 
 
@@ -48,9 +60,9 @@ def optimizer_for(model: nn.Module, switches: Sequence[str]) -> Optimizer:
     return SGD(model.parameters(), lr=LR, momentum=0.9)
 
 
-def run(declared: Mapping[str, Any], switches: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+def run(declared: Mapping[str, Any], switches: Sequence[str], dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """Train verify's own model."""
-    return train(Stack(), batches(), mse_loss, declared, switches, dtype)
+    return train(Stack(), batches(steps), mse_loss, declared, switches, dtype)
 
 
 def train(
