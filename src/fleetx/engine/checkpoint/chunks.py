@@ -14,7 +14,7 @@ from fleetx.engine.checkpoint.snapshot import Region
 from fleetx.engine.checkpoint.tensor_file import DTYPES, TensorFile
 from fleetx.errors import CheckpointError
 
-Ranks = frozenset[int] | None  # whose values to read; None: anybody's
+HeldBy = frozenset[int] | None  # whose values to read; None: anybody's
 
 
 class Chunks:
@@ -46,7 +46,7 @@ class Chunks:
         """What each rank held of a tensor."""
         return {rank: _region(c) for c in self._index.tensors[name].chunks for rank in c.holders}
 
-    def lacked(self, name: str, parameter: str, ranks: Ranks) -> bool:
+    def lacked(self, name: str, parameter: str, ranks: HeldBy) -> bool:
         """Did they have the parameter, but not this state of it? A branch that was never used has no momentum."""
         owned = f"model.{parameter}"
         if ranks is None or owned not in self or not ranks & self.regions(owned).keys():
@@ -58,7 +58,7 @@ class Chunks:
             self._files[rank] = TensorFile(self._folder / rank_tensors(rank))
         return self._files[rank]
 
-    def read(self, name: str, region: Region, out: Tensor, *, ranks: Ranks, mean: bool) -> None:
+    def read(self, name: str, region: Region, out: Tensor, *, ranks: HeldBy, mean: bool) -> None:
         """Copy a region into a tensor of its shape.
 
         ranks: prefer what these held. If they held different values, take their mean (`mean`, for floating-point

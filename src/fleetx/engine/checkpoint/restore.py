@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fleetx.engine import state as engine_state
 from fleetx.engine.checkpoint import random_states, snapshot, tree
-from fleetx.engine.checkpoint.chunks import Chunks, Ranks
+from fleetx.engine.checkpoint.chunks import Chunks, HeldBy
 from fleetx.engine.checkpoint.manifest import SavedTraining
 from fleetx.engine.checkpoint.snapshot import NONE, NUMBER, Extras
 from fleetx.engine.dtensors import local
@@ -72,13 +72,13 @@ def _give_back(name: str, owner: Any, saved: Any) -> None:
         ) from error
 
 
-def _copy(chunks: Chunks, name: str, t: Tensor, ranks: Ranks, *, mean: bool) -> None:
+def _copy(chunks: Chunks, name: str, t: Tensor, ranks: HeldBy, *, mean: bool) -> None:
     mine = snapshot.piece(t)
     if mine.tensor.numel():
         chunks.read(name, mine.region, mine.tensor, ranks=ranks, mean=mean)
 
 
-def _restore_optimizer(engine: Engine, found: Checked, ranks: Ranks) -> None:
+def _restore_optimizer(engine: Engine, found: Checked, ranks: HeldBy) -> None:
     optimizer, chunks = engine.optimizer, found.chunks
     declared = getattr(optimizer, "declared", None) or [{}] * len(optimizer.param_groups)  # the strategy's options win
     for group, saved, own in zip(optimizer.param_groups, found.training.groups, declared, strict=True):
@@ -121,7 +121,7 @@ def check_optimizer(chunks: Chunks) -> None:
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
-def _restore_parts(engine: Engine, found: Checked, ranks: Ranks) -> None:
+def _restore_parts(engine: Engine, found: Checked, ranks: HeldBy) -> None:
     """Restore what parts keep for each parameter."""
     for start, (part, key) in snapshot.per_parameter(engine).items():
         saved = {n: p for n, p in snapshot.params(engine).items() if start + n in found.chunks}
@@ -133,7 +133,7 @@ def _plain(key: str) -> Any:
     return snapshot.key_of_spelled(key.removesuffix(NUMBER).removesuffix(NONE))
 
 
-def _value(chunks: Chunks, full: str, p: Tensor, ranks: Ranks) -> Any:
+def _value(chunks: Chunks, full: str, p: Tensor, ranks: HeldBy) -> Any:
     """One entry of the state of a parameter."""
     if full.endswith(NONE):
         return None
