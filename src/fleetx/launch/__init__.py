@@ -4,6 +4,7 @@ The files, in the order of a run:
 
     options.py        the command line -> Job, or a one-line error
     help.py           the text of --help, and why some options of other launchers are not supported
+    schedulers.py     options from the environment that a scheduler sets
     devices.py        which GPUs this machine has, and which to use
     nodes.py          which of the machines in --ips this one is
     job.py            Job: the checked command line; Attempt: what the workers of one attempt share
@@ -24,6 +25,7 @@ The files, in the order of a run:
     secret.py         where the job secret comes from
     agent.py          torchelastic's agent: restarts all workers, and decides how soon, or stops them, when one fails
     report.py         what failed first
+    doctor.py         `fleetx doctor`, which is not part of a run
 
 Only agent.py, rendezvous.py and multi_node.py import torch (devices.py does on AMD GPUs), so a wrong command line is
 reported, and the first workers of a single node start, before torch is loaded.

@@ -3,7 +3,9 @@
 manifest.py        the files of a checkpoint, their schema and hashes
 snapshot.py        what a rank has to save
 write.py, read.py  a checkpoint, written and read by all ranks together
+together.py        ranks do each phase together: if one fails, all raise its error
 restore.py         the second half of a read: applies the checkpoint once everything is checked
+random_states.py   the states of the global random number generators
 chunks.py          any region of a tensor, from the pieces it was saved in
 loop.py            `fleet.checkpoints`
 term.py            SIGTERM

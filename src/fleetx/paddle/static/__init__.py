@@ -7,11 +7,13 @@ A program is an application. `minimize(loss)` records the optimizer and the stra
 `fleet.distribute`; `Executor.run` runs one step and fetches values by name. There is no training logic here.
 
     imports.py                   `import paddle` and its errors
+    strategy.py prototxt.py      the strategy of a script, and its text format
     optimizers.py rates.py       optimizers and learning rates of a script
     training.py executor.py      the training state of an application; one run of its program
     feeds.py values.py           inputs; outputs, and parameters by name
     devices.py programs.py       places; the default programs
     regularization.py            weight decay and clipping
+    saving.py                    fluid.io: parameters in a safetensors file
     ../api/                      the names that a Paddle script imports
 """
 
