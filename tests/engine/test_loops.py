@@ -11,6 +11,7 @@ from torch.distributions import Normal
 from torch.nn.functional import mse_loss
 
 from fleetx import NumbersError, StrategyError, UsageError, fleet
+from fleetx.comm.session import current
 from training import (
     Lazy,
     assert_close,
@@ -629,6 +630,29 @@ class TwiceAStep(torch.optim.SGD):
     def step(self, closure=None):
         closure()
         return super().step(closure)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_the_rates_of_a_branch_are_scaled_once_around_a_closure(factor):
+    """`fleetx batch` scales the rates. Without a strategy, the optimizer calls the closure inside its own step."""
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy())
+    (engine,) = current().entries
+    engine.rates.factor = factor
+    reference = net()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1 * factor)
+    for x, y in batches(2):
+        for net_, o in ((model, optimizer), (reference, plain)):
+
+            def closure(net_=net_, o=o, x=x, y=y):
+                loss = mse_loss(net_(x), y)
+                o.zero_grad(set_to_none=False)
+                loss.backward()
+                return loss
+
+            o.step(closure)
+    assert_close(weights(model), weights(reference))
 
 
 def test_a_closure_that_is_called_twice_is_refused_unless_there_is_nothing_to_do():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.trees import LossFn, loss_by, loss_of, map_tensors
+from fleetx.base.trees import loss_of, map_tensors
 from fleetx.base.user_line import warn
 from fleetx.comm import peers
 from fleetx.comm.session import current
@@ -246,12 +246,6 @@ class Engine(Rounds):
         if self.reducer is not None and self.opens():
             self.reducer.begin_backward()
 
-    def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
-        """Run forward and backward in the form that works under every strategy."""
-        loss = loss_by(self.model, inputs, target, loss_fn)
-        self.backward(loss)
-        return loss.detach()
-
     def backward(self, loss: Tensor) -> None:
         """Apply LOSS at the loss itself, for a loss that reads parameters other than through the model's output."""
         if local(loss) is not loss:
@@ -275,32 +269,46 @@ class Engine(Rounds):
         self.rates.restore()  # in case the previous step raised an error
         if dcp.makes_state(self):
             return None
+        self._begin_step()
+        changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
+        self._check_backward()
+        opens = self.opens()  # before this step counts
+        self.merged += not self.step.flushing
+        if opens:
+            self._finish_reduction()
+            if self.rates.factor != 1:
+                self.rates.scale(self.rates.factor)
+        elif self.merged == 1:
+            self._measure_step(self.gradients.present())
+        self.updated = opens and self._finish_gradient()
+        if (self._owns_grad or not self.step.finite) and not self.updated:
+            self.gradients.take_away(keep=not opens)
+            self.gradients.begin_idle_step()
+        return changed
+
+    def _begin_step(self) -> None:
         self._session.stepped = weakref.ref(self)
         self._session.begin_step()
         self._scaler.check(self.optimizer)
         if self._watching and self.taps and not self.layout.reduced:  # else there are no hooks on parameters
             self._slots.check()
-        changed = run_closure(self.optimizer, args, kwargs, after=None if self._active else self._look_at_gradient)
-        step, self.updated, self.finite = self.step, False, True
+
+    def _check_backward(self) -> None:
+        """Raise an error if a backward did what the strategy could not act on."""
+        step = self.step
         if self._watching or (self.weights.used and self._tapping):
             self.gradients.check_before_step(tapped=step.tapped)
         if self._calls[Stage.FORWARD] and not self._called and self.gradients.any:
             raise UsageError(taps.NOT_CALLED)
         if self.layout.reduced and step.called and step.backward == -1 and not self.gradients.any:
             warn(taps.NOT_REACHED)
-        opens = self.opens()
-        self.merged += not step.flushing
-        if opens and not step.tapped and self._calls[Stage.GATE]:
+
+    def _finish_reduction(self) -> None:
+        """Reduce what waits if no backward did it here, and check that a backward that did was complete."""
+        if not self.step.tapped and self._calls[Stage.GATE]:
             self._catch_up()
-        if opens and self.reducer is not None and step.tapped and not step.flushing:
+        if self.reducer is not None and self.step.tapped and not self.step.flushing:
             self.reducer.check_finished(self._slots)
-        self.updated = opens and self._finish_gradient()
-        if not opens and self.merged == 1:
-            self._measure_step(self.gradients.present())
-        if (self._owns_grad or not self.finite) and not self.updated:
-            self.gradients.take_away(keep=not opens)
-            self.gradients.begin_idle_step()
-        return changed
 
     def _look_at_gradient(self) -> None:
         """Called inside step(closure), if no strategy is active."""
@@ -332,10 +340,8 @@ class Engine(Rounds):
         # Other ranks of a divided model wait for this one, even if it has no gradient.
         if not self.gradients.any and self.layout.shard_group is None:
             return False
-        if self.rates.factor != 1:
-            self.rates.scale(self.rates.factor)
         for call, ctx in self._calls[Stage.GRADIENT]:
             call(self.gradients.present(), ctx)  # looked up each time: an act may add gradients that another rank has
         self._session.gradient(self)
-        self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
-        return self.finite
+        self.step.finite = self._numbers.fine(self, self.layout.shard_group is not None)
+        return self.step.finite

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.base.trees import samples_in
+from fleetx.base.trees import LossFn, loss_by, samples_in
 from fleetx.base.user_line import user_line
 from fleetx.comm.session import Undone
 from fleetx.comm.world import World
@@ -34,6 +34,7 @@ class Rounds(Run):
     """The part of the engine that the contexts of acts call, and that finishes what earlier steps have begun."""
 
     reducer: Reducer | None
+    backward: Callable[[Tensor], None]
     _checks: Checks
     _calls: dict[Stage, list[tuple[Any, Any]]]  # the acts of each stage, with their contexts
 
@@ -110,6 +111,12 @@ class Rounds(Run):
         for call, ctx in self._calls[Stage.WIRE] if bucket.network.world.size > 1 else ():
             return call(bucket, ctx)
         return bucket.network.mean(bucket.buffer, bucket.index)
+
+    def forward_backward(self, inputs: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
+        """Run forward and backward in the form that works under every strategy."""
+        loss = loss_by(self.model, inputs, target, loss_fn)
+        self.backward(loss)
+        return loss.detach()
 
     def close(self) -> None:
         """Drop what holds the process group."""

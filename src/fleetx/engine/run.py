@@ -48,6 +48,7 @@ class Step:
     loss: Tensor | None = None  # of this step or the last one, if it could be seen
     inputs: Any = None  # of the forward that is running
     norm: Tensor | None = None  # of the gradient, if an act has computed it
+    finite: bool = True  # was every gradient that was looked at finite?
     overflowed: bool = False  # was the update withheld because of the loss scale?
     made_by_torch: bool = False  # not a step: torch.distributed.checkpoint creates the optimizer's state
     own: dict[str, Tensor] | None = None  # this rank's own part of a loaded model, to be restored once more

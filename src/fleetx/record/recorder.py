@@ -283,7 +283,7 @@ class Recorder:
         for state in run.state.values():
             if "k" in state:
                 line["k"] = state["k"]
-        if not run.finite:
+        if not run.step.finite:
             what = "overflow" if run.step.overflowed else "skipped"
             self.counts[what] += 1
             self.say("event", what=what, round=run.round)
