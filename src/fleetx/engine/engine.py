@@ -58,8 +58,8 @@ class Engine(Windows):
         self._mixes = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE) or plan.makes(Fact.MOMENTUM))
         self._owns_grad = self._mixes  # is p.grad ours until the update?
         self._session = current()
-        self._checks = self._session.checks or Checks()
-        self._numbers = Numbers(self._checks, world=self.world, shared=self.updates_together)
+        self.checks = self._session.checks or Checks()
+        self._numbers = Numbers(self.checks, world=self.world, shared=self.updates_together)
         self.handles, self._called = list[Any](), False  # of hooks, to remove them; has model(x) ever been called?
         try:
             self._arm()
@@ -311,7 +311,7 @@ class Engine(Windows):
                 call(params, ctx)
             self.merged = 0
             self.step_norm.end_round()
-            if self._checks.compares(self.round):
+            if self.checks.compares(self.round):
                 self._look_at_parameters(params)
         self._session.mark("", run=self)
         self.step = self.step.next()

@@ -34,7 +34,7 @@ class Windows(Run):
     """The part of the engine that the contexts of acts call, and that finishes what earlier steps have begun."""
 
     reducer: Reducer | None
-    _checks: Checks
+    checks: Checks
     _calls: dict[Stage, list[tuple[Any, Any]]]  # the acts of each stage, with their contexts
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
@@ -210,7 +210,7 @@ class Windows(Run):
             raise UsageError(taps.RELEASED)
 
     def _look_at_parameters(self, params: list[nn.Parameter]) -> None:
-        if self._checks.on_nonfinite != "ignore":
+        if self.checks.looks:
             check_finite(self.names, params, round=self.round)
         several = self.layout.replica_group.size > 1 and self.updates_together
         if several and not self.layout.reduced:  # shards all differ
