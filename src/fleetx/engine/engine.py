@@ -319,13 +319,13 @@ class Engine(Windows):
     def _finish_gradient(self) -> bool:
         """Run GRADIENT on the gradients of this round. Returns whether the update may be applied."""
         self.gradients.check_none_left()
-        # Other ranks of a divided model wait for this one, even if it has no gradient.
-        if not self.gradients.any and self.layout.shard_group is None:
+        divided, skips = self.layout.shard_group is not None, not self.gradients.any
+        if skips and self.updates_together and not divided:  # else other ranks may wait in an act, or for the answer
             return False
         if self.rates.factor != 1:
             self.rates.scale(self.rates.factor)
         for call, ctx in self._calls[Stage.GRADIENT]:
             call(self.gradients.present(), ctx)  # looked up each time: an act may add gradients that another rank has
         self._session.gradient(self)
-        self.finite = self._numbers.fine(self, self.layout.shard_group is not None)
-        return self.finite
+        self.finite = self._numbers.fine(self, divided)
+        return self.finite and (divided or not skips)

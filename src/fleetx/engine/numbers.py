@@ -92,7 +92,7 @@ class Numbers:
             found = _not_finite(_chosen(grads, every=True), run.device)
             (bad,) = _read([Doubt(found, divided, lambda found: None)], self._world)
         if not bad:
-            self._bad = 0
+            self._bad = self._bad if not run.gradients.any else 0  # a rank that leaves out a batch has seen nothing
             return True
         self._bad += 1
         self._say(run, run.gradients.params())
