@@ -373,7 +373,7 @@ def test_a_rank_that_did_not_use_a_parameter_does_not_decay_it(ranks, k):
 
 
 def left_out(declared, at, how):
-    """Which updates this rank applied, the loss scale, and the weights, if rank 1 leaves out its batch in some steps."""
+    """Which updates this rank applied, the loss scale, and the weights, if rank 1 leaves out some batches."""
     model, optimizer = build(declared)
     applied = []
     for i, (x, y) in enumerate(share(batches(6), fleet.worker_index(), 2)):
@@ -422,3 +422,45 @@ def test_an_overflow_of_one_rank_between_two_averages_shrinks_the_scale_of_all(r
     (scaling, got), (other, same) = ranks.run(overflows_alone, how)
     assert scaling == other == {"scale": pytest.approx(819.2), "good": 1, "bad": 0}
     assert_equal(got, same)
+
+
+@pytest.mark.parametrize("how", ["zeroed", "no backward"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        FP16,
+        {"find_unused_parameters": True},
+        {"localsgd": {"k_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.5}},
+        {"localsgd": {"k_steps": 3, "overlap": True}},
+        {"fp16_allreduce": True},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:find_unused")
+def test_a_rank_may_leave_out_its_first_batch(ranks, others, how):
+    first, second = ranks.run(left_out, {"localsgd": {"k_steps": 3}} | others, (0, 4), how)
+    assert first[0] == [True] * 6
+    assert second[0] == [False, True, True, True, False, True]
+    assert_equal(first[2], second[2])
+    assert all(value.abs().max() < 2 for value in first[2].values())
+
+
+def test_an_island_may_leave_out_its_first_batch(four):
+    found = four.run(island_left_out)
+    assert [applied for applied, _ in found] == [[True] * 3] * 2 + [[False, True, True]] * 2
+    for _, got in found[1:]:
+        assert_equal(got, found[0][1])
+
+
+def island_left_out():
+    model, optimizer = build({"localsgd": {"k_steps": 3, "group_size": 2}})
+    applied = []
+    for i, (x, y) in enumerate(share(batches(3), fleet.worker_index(), 4)):
+        if i or fleet.worker_index() < 2:
+            zero_last(model, optimizer, x, y)
+        else:
+            optimizer.step()
+        applied.append(fleet.updated)
+    fleet.flush()
+    return applied, weights(model)
