@@ -5,6 +5,7 @@ import gc
 import io
 import re
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
+from fleetx.comm.session import current
 from fleetx.parts.dgc import DGC, exchange
 from fleetx.verify import oracle, oracle_updates
 from training import Batch, assert_close, assert_equal, big, net, share, train, train_fleet, weights, zero_last
@@ -224,29 +226,50 @@ def build(declared):
     return fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**declared))
 
 
-def overflow_on_one_rank():
-    """The residuals of every rank before and after a step that overflowed on rank 1 alone."""
-    model, optimizer = build({"dgc": {"sparsity": [0.99]}, "amp": {"init_loss_scaling": 1024.0}})
-    batches = share(data(), fleet.worker_index(), 2)
+def not_finite_on_one_rank(others, how, checks):
+    """What every rank holds before and after a step whose gradient is not finite on rank 1 alone."""
+    fleet.init()
+    current().checks = checks and fleet.Checks(**checks)  # as if the first fleet.init had asked for it
+    model, optimizer = build({"dgc": {"sparsity": [0.99]}} | others)
+    steps = others.get("gradient_merge", {}).get("k_steps", 1)
+    batches = [batch for batch in share(data(), fleet.worker_index(), 2) for _ in range(steps)]
     state = fleet._engine(model).state["DGC"]
-    for x, y in batches[:3]:
+    for x, y in batches[: 3 * steps]:
         zero_last(model, optimizer, x, y)
     before = [state[k]["0.weight"].clone() for k in "uv"], weights(model)
-    loss = mse_loss(model(batches[3][0]), batches[3][1])
-    (loss * (float("inf") if fleet.worker_index() == 1 else 1.0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rank 0 says that the update is skipped
+        for x, y in batches[3 * steps : 4 * steps]:
+            (mse_loss(model(x), y) * (float(how) if fleet.worker_index() == 1 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     skipped = not fleet.updated
     after = [state[k]["0.weight"].clone() for k in "uv"], weights(model)
-    zero_last(model, optimizer, *batches[4])
-    return skipped, before, after, fleet.updated, state["v"]["0.weight"].isfinite().all().item()
+    for x, y in batches[4 * steps : 5 * steps]:
+        zero_last(model, optimizer, x, y)
+    current().checks = None
+    finite = [state[k]["0.weight"].isfinite().all().item() for k in "uv"]
+    return skipped, before, after, fleet.updated, finite, all(p.isfinite().all() for p in model.parameters())
 
 
-def test_an_overflow_on_one_rank_leaves_every_residual_unchanged(ranks):
-    for skipped, before, after, updated, finite in ranks.run(overflow_on_one_rank):
+@pytest.mark.parametrize(
+    ("others", "how", "checks"),
+    [
+        ({}, "nan", None),
+        ({}, "inf", {"on_nonfinite": "restore"}),
+        ({"amp": {"init_loss_scaling": 1024.0}}, "inf", None),
+        ({"amp": {"init_loss_scaling": 1024.0}}, "nan", {"on_nonfinite": "ignore"}),
+        ({"amp": {"dtype": "bfloat16"}}, "nan", None),
+        ({"gradient_merge": {"k_steps": 2}}, "nan", None),
+        ({"lars": True}, "nan", None),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_every_residual_unchanged(ranks, others, how, checks):
+    for skipped, before, after, updated, *finite in ranks.run(not_finite_on_one_rank, others, how, checks):
         assert skipped
         assert updated
-        assert finite
+        assert finite == [[True, True], True]
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 

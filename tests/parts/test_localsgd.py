@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, fleet
 from training import (
@@ -369,3 +370,97 @@ def test_a_rank_that_did_not_use_a_parameter_does_not_decay_it(ranks, k):
     expected = by_hand(k)
     for got in found:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def left_out(declared, at, how):
+    """Which updates this rank applied, the loss scale, and the weights, if rank 1 leaves out some batches."""
+    model, optimizer = build(declared)
+    applied = []
+    for i, (x, y) in enumerate(share(batches(6), fleet.worker_index(), 2)):
+        out = fleet.worker_index() == 1 and i in at
+        if not out or how == "zeroed":
+            mse_loss(model(x), y).backward()
+        if out:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        applied.append(fleet.updated)
+    fleet.flush()
+    return applied, fleet._engine(model).state.get("AMP"), weights(model)
+
+
+FP16 = {"amp": {"init_loss_scaling": 1024.0, "decr_every_n_nan_or_inf": 1}}
+
+
+@pytest.mark.parametrize("others", [FP16, FP16 | {"clip": True}, FP16 | {"gradient_merge": {"k_steps": 1}}], ids=str)
+def test_a_rank_may_leave_out_batches_under_a_loss_scale(ranks, others):
+    first, second = ranks.run(left_out, {"localsgd": {"k_steps": 3}} | others, (0, 3, 4), "zeroed")
+    assert first[0] == [True] * 6
+    assert second[0] == [False, True, True, False, False, True]
+    assert first[1] == second[1] == {"scale": 1024.0, "good": 6, "bad": 0}
+    assert_equal(first[2], second[2])
+
+
+def overflows_alone(how):
+    """The loss scale and the weights after rank 1 alone has overflowed while rank 0 left out a batch, or trained."""
+    model, optimizer = build({"localsgd": {"k_steps": 100}} | FP16)
+    for i, (x, y) in enumerate(share(batches(4), fleet.worker_index(), 2)):
+        if i != 2 or fleet.worker_index() == 1 or how == "trains":
+            (mse_loss(model(x), y) * (float("inf") if i == 2 and fleet.worker_index() == 1 else 1.0)).backward()
+        before = weights(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == 2:
+            assert not fleet.updated
+            assert_equal(weights(model), before)
+    fleet.flush()
+    return fleet._engine(model).state["AMP"], weights(model)
+
+
+@pytest.mark.parametrize("how", ["trains", "leaves out a batch"])
+def test_an_overflow_of_one_rank_between_two_averages_shrinks_the_scale_of_all(ranks, how):
+    (scaling, got), (other, same) = ranks.run(overflows_alone, how)
+    assert scaling == other == {"scale": pytest.approx(819.2), "good": 1, "bad": 0}
+    assert_equal(got, same)
+
+
+@pytest.mark.parametrize("how", ["zeroed", "no backward"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        FP16,
+        {"find_unused_parameters": True},
+        {"localsgd": {"k_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.5}},
+        {"localsgd": {"k_steps": 3, "overlap": True}},
+        {"fp16_allreduce": True},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:find_unused")
+def test_a_rank_may_leave_out_its_first_batch(ranks, others, how):
+    first, second = ranks.run(left_out, {"localsgd": {"k_steps": 3}} | others, (0, 4), how)
+    assert first[0] == [True] * 6
+    assert second[0] == [False, True, True, True, False, True]
+    assert_equal(first[2], second[2])
+    assert all(value.abs().max() < 2 for value in first[2].values())
+
+
+def test_an_island_may_leave_out_its_first_batch(four):
+    found = four.run(island_left_out)
+    assert [applied for applied, _ in found] == [[True] * 3] * 2 + [[False, True, True]] * 2
+    for _, got in found[1:]:
+        assert_equal(got, found[0][1])
+
+
+def island_left_out():
+    model, optimizer = build({"localsgd": {"k_steps": 3, "group_size": 2}})
+    applied = []
+    for i, (x, y) in enumerate(share(batches(3), fleet.worker_index(), 4)):
+        if i or fleet.worker_index() < 2:
+            zero_last(model, optimizer, x, y)
+        else:
+            optimizer.step()
+        applied.append(fleet.updated)
+    fleet.flush()
+    return applied, weights(model)

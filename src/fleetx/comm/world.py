@@ -94,8 +94,12 @@ class World:
                 mine = made
         return mine
 
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        made = dist.new_group(ranks, timeout=self.timeout)
+    def alone(self) -> dist.ProcessGroup:
+        """A process group of this rank only. The other ranks need not call it."""
+        return self._new_group([self.number(self.rank)], use_local_synchronization=True)
+
+    def _new_group(self, ranks: list[int], **options: bool) -> dist.ProcessGroup:
+        made = dist.new_group(ranks, timeout=self.timeout, **options)
         self.groups.append(made)
         return made
 

@@ -261,9 +261,9 @@ class StepContext(Context):
         return self._run.weights.divisor(self._run.merged)
 
     @property
-    def scaled(self) -> bool:
-        """Is the gradient multiplied by a loss scale, so that an overflow may still be found?"""
-        return Fact.SCALED in self._facts
+    def withholds(self) -> bool:
+        """May the update still be withheld after backward, because a gradient on some rank is not finite?"""
+        return Fact.SCALED in self._facts or self._run.checks.looks
 
     def mean(self, bucket: Outgoing) -> Future[Tensor]:
         """Start replacing a bucket with its mean over the ranks of its network, coded as the strategy says."""

@@ -66,8 +66,8 @@ class Engine(Rounds):
         self._mixes = bool(plan.at(Stage.LOSS) or plan.at(Stage.GATE) or plan.makes(Fact.MOMENTUM))
         self._owns_grad = self._mixes  # is p.grad ours until the update?
         self._session = current()
-        self._checks = self._session.checks or Checks()
-        self._numbers = Numbers(self._checks, world=self.world, shared=self.updates_together)
+        self.checks = self._session.checks or Checks()
+        self._numbers = Numbers(self.checks, world=self.world, shared=self.updates_together)
         self.handles, self._called = list[Any](), False  # of hooks, to remove them; has model(x) ever been called?
         try:
             self._arm()
@@ -131,7 +131,11 @@ class Engine(Rounds):
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
         hook = self.reduce if ours or self.step_norm.every else None
         self.buffers.send(group, strict=self.shares_buffers)
-        return Reducer(self.model, self.names, group, hook, self.gradients, **self.reducer_settings)
+        within = None
+        if not self.updates_together:  # a rank may leave out a batch, for which no other may wait in its backward
+            island = self.layout.island
+            within = self.world.alone() if island is None or island.size == 1 else island.members
+        return Reducer(self.model, self.names, group, hook, self.gradients, **self.reducer_settings, within=within)
 
     def __del__(self) -> None:
         if hasattr(self, "handles"):  # else it was never armed
@@ -329,7 +333,7 @@ class Engine(Rounds):
                 call(params, ctx)
             self.merged = 0
             self.step_norm.end_round()
-            if self._checks.compares(self.round, loaded=self.loaded):
+            if self.checks.compares(self.round, loaded=self.loaded):
                 self._look_at_parameters(params)
         self._session.mark("", run=self)
         self.step = self.step.next()
@@ -337,11 +341,11 @@ class Engine(Rounds):
     def _finish_gradient(self) -> bool:
         """Run GRADIENT on the gradients of this round. Returns whether the update may be applied."""
         self.gradients.check_none_left()
-        # Other ranks of a divided model wait for this one, even if it has no gradient.
-        if not self.gradients.any and self.layout.shard_group is None:
+        divided, skips = self.layout.shard_group is not None, not self.gradients.any
+        if skips and self.updates_together and not divided:  # else other ranks may wait in an act, or for the answer
             return False
         for call, ctx in self._calls[Stage.GRADIENT]:
             call(self.gradients.present(), ctx)  # looked up each time: an act may add gradients that another rank has
         self._session.gradient(self)
-        self.step.finite = self._numbers.fine(self, self.layout.shard_group is not None)
-        return self.step.finite
+        self.step.finite = self._numbers.fine(self, divided)
+        return self.step.finite and (divided or not skips)

@@ -48,6 +48,11 @@ class Checks:
         if self.in_a_row < 1 or self.same_parameters < 0:
             raise ValueError("in_a_row must be at least 1, and same_parameters at least 0")
 
+    @property
+    def looks(self) -> bool:
+        """Is an update withheld if a gradient is found that is not finite?"""
+        return self.on_nonfinite != "ignore"
+
     def compares(self, round: int, *, loaded: bool) -> bool:
         """Compare after this round? Whatever makes ranks diverge in every step already does so in the first one."""
         return self.same_parameters > 0 and (round == 1 or loaded or round % self.same_parameters == 0)
@@ -68,7 +73,7 @@ class Numbers:
         The host waits for the device here and nowhere else in a step: it must know whether to withhold the update.
         """
         doubts, run.step.doubts = run.step.doubts, []
-        looks = self._checks.on_nonfinite != "ignore"
+        looks = self._checks.looks
         if looks and run.step.norm is not None:  # covers every gradient, on every rank that has a piece of it
             doubts.append(Doubt(_flag(run.step.norm.to(run.device)), False, lambda found: None))
         elif looks:
@@ -87,7 +92,7 @@ class Numbers:
             found = _not_finite(_chosen(grads, every=True), run.device)
             (bad,) = _read([Doubt(found, divided, lambda found: None)], self._world)
         if not bad:
-            self._bad = 0
+            self._bad = self._bad if not run.gradients.any else 0  # a rank that leaves out a batch has seen nothing
             return True
         self._bad += 1
         self._say(run, run.gradients.params())

@@ -9,6 +9,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -49,10 +50,13 @@ class Reducer(LateReducer):
         *,
         bucket_cap_mb: float,
         find_unused_parameters: bool,
+        within: dist.ProcessGroup | None = None,
     ):
+        """within: the ranks that need each other in a backward; None: all."""
         super().__init__(names, world, bucket_cap_mb)
         self._model, self._gradients, self._finds_unused = weakref.ref(model), gradients, find_unused_parameters
         self._on_bucket = self._hook(reduce) if reduce is not None else None
+        self._within = within
         self._changed = False  # were parameters frozen or unfrozen since the ranks last agreed?
         with _one_trained(names):  # a model that is all frozen may be unfrozen later
             self._make_buckets(first=True)
@@ -68,16 +72,20 @@ class Reducer(LateReducer):
         self.order = None
         self._restores: tuple[list[str] | None] | None = None  # an order to restore before the next reduction
         device = self._trained[0].device
+        make = partial(
+            DistributedDataParallel,
+            model,
+            device_ids=None if device.type == "cpu" else [device],
+            forward_sync_buffers=False,  # sent once per round, so evaluation does not communicate
+            bucket_cap_mb=self._cap / 2**20,
+            find_unused_parameters=self._finds_unused,
+            gradient_as_bucket_view=True,  # no second copy of the gradients
+        )
         with _without_buffers(model), Wrappers.ours():
-            self.ddp = DistributedDataParallel(
-                model,
-                device_ids=None if device.type == "cpu" else [device],
-                init_sync=first,  # without it nothing is communicated
-                forward_sync_buffers=False,  # sent once per round, so evaluation does not communicate
-                bucket_cap_mb=self._cap / 2**20,
-                find_unused_parameters=self._finds_unused,
-                gradient_as_bucket_view=True,  # no second copy of the gradients
-            )
+            if first and self._within is not None:
+                make(init_sync=True)  # only to copy the model, from rank 0 of all
+            # Without init_sync nothing is communicated.
+            self.ddp = make(init_sync=first and self._within is None, process_group=self._within)
         self.ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
         if self._on_bucket is not None:
             self.ddp.register_comm_hook(None, self._on_bucket)

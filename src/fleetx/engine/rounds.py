@@ -35,7 +35,7 @@ class Rounds(Run):
 
     reducer: Reducer | None
     backward: Callable[[Tensor], None]
-    _checks: Checks
+    checks: Checks
     _calls: dict[Stage, list[tuple[Any, Any]]]  # the acts of each stage, with their contexts
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World):
@@ -217,7 +217,7 @@ class Rounds(Run):
             raise UsageError(taps.RELEASED)
 
     def _look_at_parameters(self, params: list[nn.Parameter]) -> None:
-        if self._checks.on_nonfinite != "ignore":
+        if self.checks.looks:
             check_finite(self.names, params, round=self.round)
         if self.alike is not None and self.alike.size > 1:
             compare(self.names, params, self.alike, round=self.round, loaded=self.loaded)

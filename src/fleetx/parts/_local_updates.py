@@ -123,7 +123,7 @@ class LocalUpdates(Part):
     @at(Stage.REDUCE, makes={Fact.LOCAL, Fact.APART}, when=lambda self: not self._has_islands)
     def keep(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """keep each rank's own gradient, or that of its group under sharding: nothing is sent to others in backward"""
-        self._prepare(bucket, ctx)
+        self._note_missing(bucket, ctx)
         return completed(bucket.buffer)
 
     @at(
@@ -134,16 +134,18 @@ class LocalUpdates(Part):
     )
     def share(self, bucket: Bucket, ctx: StepContext) -> Future[Tensor]:
         """average each bucket within the island: nothing is sent between islands during backward"""
-        self._prepare(bucket, ctx)
+        self._note_missing(bucket, ctx)
         inside: Network = ctx.notes["inside"]
         return inside.mean(bucket.buffer, bucket.index)
 
-    def _prepare(self, bucket: Bucket, ctx: StepContext) -> None:
-        if (self._outer or ctx.coded) and "anchor" not in ctx.state:
+    @at(Stage.GRADIENT, needs={Fact.LOCAL})
+    def keep_anchor(self, grads: list[Tensor], ctx: StepContext) -> None:
+        """keep the parameters from before the first update, from which the exchanged distances are counted"""
+        # Not in backward, which a rank that leaves out its batch does not run.
+        if (self._outer or ctx.coded) and "anchor" not in ctx.state and ctx.network.parties > 1:
             if ctx.round:  # resumed from a checkpoint without an anchor: the ranks may differ
                 average(list(map(local, ctx.names)), ctx.network)
-            self._step.start(ctx)  # before the first update, while the ranks are still equal
-        self._note_missing(bucket, ctx)
+            self._step.start(ctx)  # the ranks are still equal
 
     @at(Stage.GRADIENT, needs={Fact.LOCAL})
     def leave_out(self, grads: list[Tensor], ctx: StepContext) -> None:

@@ -38,6 +38,8 @@ class Clip(Part):
     def shrink(self, grads: list[Tensor], ctx: StepContext) -> None:
         """limit the norm of the gradient to clip_norm"""
         norm = ctx.norm(grads)
+        if not grads:  # this rank left out its batch, and others may wait for the norm
+            return
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         # A tensor, not a float, so that the host does not wait for the device.
         if all(g.device == factor.device for g in grads):

@@ -127,4 +127,5 @@ class GradientMerge(Part):
     @at(Stage.GRADIENT, needs={Fact.SUMMED}, ends={Fact.SUMMED}, when=_averages)
     def mean(self, grads: list[Tensor], ctx: StepContext) -> None:
         """divide the summed gradient by the number of merged steps"""
-        seams.foreach_div_(grads, ctx.divisor)
+        if grads:  # a rank that updates on its own may have left out the whole window
+            seams.foreach_div_(grads, ctx.divisor)

@@ -81,8 +81,8 @@ class DGC(Part):
         "fp16_allreduce": "set dgc_configs['value_dtype'] = 'float16' instead of `fp16_allreduce`",
     }
     costs: ClassVar[str] = (
-        "network: the largest gradients, a share of 1 - sparsity, and their indices; memory: two copies of the "
-        "parameters, or four with amp in float16"
+        "network: the largest gradients, a share of 1 - sparsity, and their indices; memory: up to four copies "
+        "of the parameters, so that an update can be skipped"
     )
 
     def problems(self) -> Iterator[str]:
@@ -118,7 +118,8 @@ class DGC(Part):
         return {"u": {}, "v": {}}  # by parameter name, for what this rank holds, once it has been compressed
 
     def keeps(self, params: Iterable[Tensor], plan: Plan) -> int:
-        return (4 if plan.makes(Fact.SCALED) else 2) * sum(p.nbytes for p in params if _compressed(p))
+        copies = 2 if plan.makes(Fact.LOCAL) else 4  # u and v, and the old ones while an update may be withheld
+        return copies * sum(p.nbytes for p in params if _compressed(p))
 
     @classmethod
     def offers(cls, cluster: Cluster) -> Iterator[Offer]:
@@ -172,7 +173,7 @@ class DGC(Part):
         groups = {p: group for group in ctx.optimizer.param_groups for p in group["params"]}
         work = exchange.Exchange(
             tensors=[
-                self._tensor(name, g, groups, ctx, undoable=bucket.undoable and ctx.scaled)
+                self._tensor(name, g, groups, ctx, undoable=bucket.undoable and ctx.withholds)
                 for name, g in zip(bucket.names, bucket.gradients, strict=True)
             ],
             sparsity=self.sparsity_at(ctx.round),
@@ -235,7 +236,7 @@ class DGC(Part):
             if (buffer := ctx.optimizer.state.get(p, {}).pop("momentum_buffer", None)) is not None:
                 u.copy_(local(buffer))  # from the rounds before compression
         new = None
-        if undoable:  # an overflow may still be found on another rank, so keep the old u and v
+        if undoable:  # a gradient of another rank or bucket may not be finite, so keep the old u and v
             new = notes["spare"].pop(name, None) or (torch.empty_like(u), torch.empty_like(v))
             ctx.in_progress.setdefault("new", {})[name] = new  # until the update is known to be applied
         return exchange.LargeTensor(g, mine, u, v, new, momentum, decay)
