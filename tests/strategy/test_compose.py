@@ -201,6 +201,7 @@ class _Context:
         self.params, self.trained = params, {name: p.detach() for p, name in self.names.items()}
         self.state, self.notes, self.in_progress = part.init({name: p for p, name in self.names.items()}), {}, {}
         self.divisor, self.device, self.parted = 4.0, torch.device("cpu"), False
+        self.coded = False
         self.round, self.clock, self.step_square = 0, (0, 1), torch.ones((), dtype=torch.float64)
 
     def withhold_if(self, found, then):

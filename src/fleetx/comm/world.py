@@ -96,10 +96,10 @@ class World:
 
     def alone(self) -> dist.ProcessGroup:
         """A process group of this rank only. The other ranks need not call it."""
-        return self._new_group([self.number(self.rank)], use_local_synchronization=True)
+        return self._new_group([self.number(self.rank)], alone=True)
 
-    def _new_group(self, ranks: list[int], **options: bool) -> dist.ProcessGroup:
-        made = dist.new_group(ranks, timeout=self.timeout, **options)
+    def _new_group(self, ranks: list[int], *, alone: bool = False) -> dist.ProcessGroup:
+        made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=alone)
         self.groups.append(made)
         return made
 
