@@ -197,11 +197,11 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ),
         (
             {"sharding": config(1, hybrid_dp=True), "localsgd": {"group_size": 2}},
-            "with group_size=2 together with parameters sharded across ranks, which `sharding` produces, is not built",
+            "with group_size=2 combined with `sharding` is not built yet, because `sharding` produces parameters sharded",
         ),
         (
             {"sharding": config(2), "recompute": {"memory_budget": "min"}},
-            "together with parameters sharded across ranks, which `sharding` produces, is not built yet",
+            "combined with `sharding` is not built yet, because `sharding` produces parameters sharded across ranks",
         ),
     ],
 )
