@@ -624,6 +624,30 @@ def test_flush_before_the_step_is_refused():
         fleet.flush()
 
 
+@pytest.mark.parametrize(
+    "ends", [lambda o: fleet.flush(optimizer=o), lambda _: fleet.release()], ids=["flush", "release"]
+)
+def test_what_another_models_backward_left_can_be_erased_instead_of_applied(ends):
+    discriminator, optimizer = armed(MERGE)
+    discriminator(nn.Linear(4, 6)(torch.randn(2, 4))).sum().backward()
+    with pytest.raises(
+        UsageError, match=r"call it .*before fleet.*in a GAN, call zero_grad\(\) of this optimizer instead"
+    ):
+        ends(optimizer)
+    optimizer.zero_grad()
+    ends(optimizer)
+
+
+@pytest.mark.parametrize("ends", [fleet.flush, fleet.release], ids=["flush", "release"])
+def test_inside_a_merge_window_it_cannot_be_erased_any_more(ends):
+    model, optimizer = armed(MERGE)
+    x, y = batches(1)[0]
+    zero_last(model, optimizer, x, y)
+    mse_loss(model(x), y).backward()
+    with pytest.raises(UsageError, match=r"as in a GAN, call requires_grad_\(False\) on this one"):
+        ends()
+
+
 class TwiceAStep(torch.optim.SGD):
     """Evaluates its closure twice, as SAM does."""
 

@@ -172,7 +172,7 @@ def test_two_models_are_told_apart_by_name():
     fleet.init()
     merge = fleet.DistributedStrategy(gradient_merge={"k_steps": 3})
     (a, oa), (b, ob) = [fleet.distribute(m, sgd(m), s) for m, s in ((net(), merge), (net(), None))]
-    with pytest.raises(UsageError, match=r"2 models are distributed: pass model=... or optimizer=..."):
+    with pytest.raises(UsageError, match=r"2 models are distributed: pass optimizer=... to choose one"):
         fleet.flush()
     x, y = batches(1)[0]
     for model, optimizer in ((a, oa), (b, ob)):

@@ -164,6 +164,38 @@ def test_unsupported_optimizers_and_patterns_raise_an_error(make, settings, mess
     assert not isinstance(optimizer, Lars) or "already a Lars" in message
 
 
+def two_groups(make, **options):
+    return lambda model: make([{"params": [p]} for p in model.parameters()], lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "declared", "messages"),
+    [
+        (two_groups(torch.optim.SGD, momentum=0.9, dampening=0.1), {"lars": True}, ["lars with dampening"]),
+        (two_groups(torch.optim.SGD, momentum=1.5), {"lars": True}, ["lars: momentum must be in"]),
+        (two_groups(torch.optim.Adam, amsgrad=True), {"lars": True}, ["lars needs torch.optim.SGD"]),
+        (
+            two_groups(torch.optim.Adam, eps=0, weight_decay=0.1, amsgrad=True),
+            {"lamb": True},
+            ["own weight_decay (0.1), and lamb would apply a second", "lamb: eps must be above 0", "lamb with amsgrad"],
+        ),
+        (
+            two_groups(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+            {"lars": {"lars_weight_decay": 0.0}},
+            ["own weight_decay (0.1), and lars would replace it with 0: pass weight_decay=0"],
+        ),
+    ],
+)
+def test_each_problem_is_named_once(make, declared, messages):
+    fleet.init()
+    model = net()
+    with pytest.raises(StrategyError) as error:
+        fleet.distribute(model, make(model), fleet.DistributedStrategy(**declared))
+    assert len(error.value.problems) == len(messages), error.value.problems
+    for problem, message in zip(error.value.problems, messages, strict=True):
+        assert message in problem
+
+
 def test_a_subclass_with_its_own_step_raises_an_error():
     class Mine(torch.optim.SGD):
         def step(self, closure=None):

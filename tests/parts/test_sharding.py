@@ -187,6 +187,7 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2, sharding_group_size=4)}, "are the same setting: remove one"),
         ({"sharding": config(2, segment_anchors=["0"])}, "has no effect without sharding_segment"),
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),
+        ({"sharding": config(2) | SMALL | {"segment_anchors": ["no"]}}, "has no module 'no': the first modules are"),
         (
             {"sharding": config(2), "dgc": True},
             "`dgc` acts between replicas of the model, but `sharding` divides the only one between all 2 ranks",
@@ -197,11 +198,11 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ),
         (
             {"sharding": config(1, hybrid_dp=True), "localsgd": {"group_size": 2}},
-            "with group_size=2 together with parameters sharded across ranks, which `sharding` produces, is not built",
+            "with group_size=2 combined with `sharding` is not built yet, because `sharding` produces parameters",
         ),
         (
             {"sharding": config(2), "recompute": {"memory_budget": "min"}},
-            "together with parameters sharded across ranks, which `sharding` produces, is not built yet",
+            "combined with `sharding` is not built yet, because `sharding` produces parameters sharded across ranks",
         ),
     ],
 )

@@ -122,8 +122,8 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
         ),
         (
             [Sparse(), Rule()],
-            "`rule` together with gradients that already contain momentum, which `sparse` produces, is not built yet: "
-            "turn one of them off",
+            "`rule` combined with `sparse` is not built yet, because `sparse` produces gradients that already contain "
+            "momentum: turn one of them off",
         ),
         ([Hungry()], "`hungry` needs parameters sharded across ranks, which nothing in this strategy produces: turn"),
         ([Chicken(), Egg()], "`chicken` each need the other to run first: use only one of them"),

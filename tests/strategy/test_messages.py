@@ -221,5 +221,5 @@ def test_a_setting_out_of_range_is_named_as_it_is_written():
 
 @pytest.mark.parametrize("fact", Fact)
 def test_a_fact_reads_well_where_it_is_used(fact):
-    """`needs X`, `does not work with X` and `X, which ... produces` ask for a noun phrase."""
+    """`needs X`, `does not work with X` and `produces X` ask for a noun phrase."""
     assert re.match(r"(gradients|parameters|a model) \w+", fact.value)

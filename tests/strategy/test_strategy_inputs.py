@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetx import DistributedStrategy, StrategyError
+from fleetx.base.suggest import did_you_mean
 from fleetx.strategy import _attributes
 from fleetx.strategy.part import defaults_of, every
 
@@ -110,6 +111,14 @@ def test_bad_yaml_is_refused_in_a_short_message(tmp_path, text, sentence):
     with pytest.raises(StrategyError, match=sentence) as error:
         DistributedStrategy.load(path)
     assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "hint"),
+    [("am", ["amp"], "did you mean 'amp'?"), ("lr", ["lars"], ""), ("a", ["amp", "batch"], ""), (3, ["k_steps"], "")],
+)
+def test_a_hint_for_one_or_two_characters_must_be_close(given, known, hint):
+    assert did_you_mean(given, known, cutoff=0.4) == hint
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from fleetx.base import seams
+from fleetx.base.suggest import did_you_mean
 from fleetx.errors import NOT_BUILT
 
 
@@ -34,6 +35,13 @@ def sparse_problem(switch: str, model: nn.Module) -> Iterator[str]:
     """Why a strategy cannot exchange the gradients of this model; yields nothing if none is sparse."""
     if sparse := sparse_modules(model):
         yield f"{switch} with the sparse gradients of {sparse} {NOT_BUILT}: set sparse=False there"
+
+
+def no_module(name: str, modules: Iterable[str], otherwise: str) -> str:
+    """The error for a name that no module has. otherwise: what to do in a model without modules."""
+    names = list(modules)
+    first = f"the first modules are {', '.join(names[:5])}" if names else otherwise
+    return f"the model has no module {name!r}: {did_you_mean(name, names, otherwise=first, most=3, cutoff=0.4)}"
 
 
 def has_forward(module: nn.Module) -> bool:

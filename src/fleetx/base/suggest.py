@@ -12,6 +12,8 @@ def did_you_mean(
 ) -> str:
     """`did you mean 'x'?` if a known name is close to this one, else `otherwise`."""
     text = name if isinstance(name, str) else shown(name)
+    if len(text) < 3:  # one or two characters are close to many names by chance
+        known, cutoff = [choice for choice in known if len(choice) <= len(text) + 1], max(cutoff, 0.65)
     near = difflib.get_close_matches(text[:100], list(known), n=most, cutoff=cutoff)
     names = (repr(n) if quote else n for n in near)
     return f"did you mean {' or '.join(names)}?" if near else otherwise

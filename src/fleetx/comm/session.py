@@ -92,8 +92,11 @@ class Session:
             raise UsageError("fleet.init() has not been called: call it first")
         return self.world
 
-    def find(self, which: Any = None) -> Any:
-        """The engine of a model or an optimizer; without an argument, the only engine there is."""
+    def find(self, which: Any = None, *, by: str = "model") -> Any:
+        """The engine of a model or an optimizer; without an argument, the only engine there is.
+
+        by: what the caller can pass to choose one.
+        """
         if which is not None:
             for engine in self.entries:
                 if which is engine.model or which is engine.optimizer:
@@ -110,9 +113,7 @@ class Session:
                 f"nothing is distributed yet: call fleet.distribute(model, optimizer, strategy) first{both}"
             )
         if len(self.entries) > 1:
-            raise UsageError(
-                f"{len(self.entries)} models are distributed: pass model=... or optimizer=... to choose one"
-            )
+            raise UsageError(f"{len(self.entries)} models are distributed: pass {by}=... to choose one")
         return next(iter(self.entries))
 
     def check_not_distributed(self, model: nn.Module, optimizer: Optimizer) -> None:

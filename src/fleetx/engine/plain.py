@@ -17,6 +17,7 @@ from fleetx.engine.dtensors import local
 from fleetx.engine.run import Step
 from fleetx.errors import UsageError
 from fleetx.optim.adopt import become
+from fleetx.strategy.stage import Stage
 
 if TYPE_CHECKING:
     from fleetx.engine.engine import Engine
@@ -26,12 +27,12 @@ _MISSING = object()
 
 def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
     """Undo what the engine set up. Every rank must call it."""
-    if not engine.merged and not any(grad.any() for grad in engine.gradients.present()):
-        engine.step = Step()  # the gradients of the last backward were discarded
-    if engine.merged or engine.step.tapped:
-        raise UsageError(
-            "a merge window or a backward is still open: call optimizer.step() and fleet.flush() before fleet.release"
-        )
+    merges = bool(engine.plan.at(Stage.GATE))
+    engine.check_stepped("it and fleet.flush() before fleet.release()" if merges else "it before fleet.release()")
+    if engine.merged:
+        steps = "1 step is" if engine.merged == 1 else f"{engine.merged} steps are"
+        raise UsageError(f"inside a merge window: {steps} not applied: call fleet.flush() before fleet.release()")
+    engine.step = Step()  # the gradients of the last backward were discarded
     engine.drain(last=True)
     if not engine.updates_together:
         _average_optimizer(engine)

@@ -137,8 +137,7 @@ class Rounds(Run):
 
     def flush(self) -> bool:
         """Apply a partial window, divided by its true number of steps. Every rank must call it."""
-        if self.step.tapped:
-            raise UsageError("optimizer.step() is missing after the last backward(): call it before fleet.flush()")
+        self.check_stepped("it before fleet.flush()")
         flushed = self.merged > 0
         if flushed:
             self._collect(self.merged)
@@ -150,6 +149,19 @@ class Rounds(Run):
             self.gradients.take_away(keep=False)  # the loop has called zero_grad() already
         self.drain(last=True)
         return flushed and self.updated
+
+    def check_stepped(self, todo: str) -> None:
+        """Raise an error if a backward waits for its step, unless the loop has erased its gradients."""
+        if not self.step.tapped or (not self.merged and not any(grad.any() for grad in self.gradients.present())):
+            return
+        instead = (
+            "If another model trains through this one, as in a GAN, call requires_grad_(False) on this one for that "
+            "backward"
+            if self.merged
+            else "If its gradients are not wanted, such as those that another model's backward leaves in this one in a "
+            "GAN, call zero_grad() of this optimizer instead"
+        )
+        raise UsageError(f"optimizer.step() is missing after the last backward(): call {todo}. {instead}")
 
     @contextmanager
     def lend(self, to: str) -> Iterator[None]:

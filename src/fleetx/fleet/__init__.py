@@ -240,7 +240,7 @@ def forward_backward(
 def backward(loss: Tensor, *, optimizer: Optimizer | None = None) -> None:
     """`loss.backward()` for a loss that reads parameters directly, such as a penalty on weights."""
     with peers.naming():
-        _engine(optimizer).backward(loss)
+        _engine_of(optimizer).backward(loss)
 
 
 def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
@@ -249,7 +249,7 @@ def weight(n: float | Tensor, optimizer: Optimizer | None = None) -> None:
     The update then uses sum(n * gradient) / sum(n) over merged steps and ranks, as one large batch would. Call it in
     every step on every rank, or never. 0 means that this batch does not count.
     """
-    _engine(optimizer).weights.give(n)
+    _engine_of(optimizer).weights.give(n)
 
 
 def flush(*, optimizer: Optimizer | None = None) -> bool:
@@ -258,7 +258,7 @@ def flush(*, optimizer: Optimizer | None = None) -> bool:
     Returns whether an update was applied. Call it at the end of the data; otherwise these gradients wait for the next
     epoch.
     """
-    engine = _engine(optimizer)
+    engine = _engine_of(optimizer)
     if engine.flushes:
         peers.meet("fleet.flush")
     with peers.naming():
@@ -284,8 +284,12 @@ def batch(*, model: nn.Module | None = None) -> BatchPlan:
     return plan
 
 
-def _engine(which: nn.Module | Optimizer | None) -> Engine:
-    return current().find(which)
+def _engine(model: nn.Module | None) -> Engine:
+    return current().find(model)
+
+
+def _engine_of(optimizer: Optimizer | None) -> Engine:
+    return current().find(optimizer, by="optimizer")
 
 
 def __getattr__(name: str) -> Any:

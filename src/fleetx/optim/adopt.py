@@ -33,28 +33,36 @@ def adoption_problems(
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, Layerwise):
         yield f"the optimizer is already a {name}: turn strategy.{part} off, or pass {wanted}"
-    elif type(optimizer) not in kinds:  # a subclass may have its own step(), which would be lost
+        return  # the options of another optimizer do not matter
+    if type(optimizer) not in kinds:  # a subclass may have its own step(), which would be lost
         yield f"{part} needs {wanted}, not {name}: pass one to fleet.distribute"
-    elif decays and any(group["weight_decay"] for group in groups):
+        return
+    if decays and (own := max(group["weight_decay"] for group in groups)):
+        decay = own_options(groups[0], [])["weight_decay"]
         yield (
-            f"the optimizer has its own weight_decay ({max(group['weight_decay'] for group in groups)}), and {part} "
-            f"would apply a second one: pass weight_decay=0 to {name} and set "
+            f"the optimizer has its own weight_decay ({own}), and {part} would "
+            f"{'apply a second one' if decay else f'replace it with {decay:g}'}: pass weight_decay=0 to {name} and set "
             f"strategy.{part}_configs['{part}_weight_decay']"
         )
-    else:
-        for group in groups:
-            try:
-                target.check(group | own_options(group, []))
-            except ValueError as error:
-                yield f"{part}: {error}"
-        if other := {p.dtype for group in groups for p in group["params"] if not p.is_floating_point()}:
-            yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
+    yield from dict.fromkeys(f"{part}: {error}" for error in _errors(target, groups, own_options))
+    if other := {p.dtype for group in groups for p in group["params"] if not p.is_floating_point()}:
+        yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
     for option in ("differentiable", "capturable", "amsgrad"):
         if any(group.get(option) for group in groups):
             yield f"{part} with {option} {NOT_BUILT}: pass {option}=False to {name}"
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, seams.TRACKED):
         yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"
+
+
+def _errors(
+    target: type[Layerwise], groups: list[ParamGroup], own_options: Callable[[ParamGroup, list[int]], ParamGroup]
+) -> Iterator[str]:
+    for group in groups:
+        try:
+            target.check(group | {"dampening": 0} | own_options(group, []))  # the part says more about dampening
+        except ValueError as error:
+            yield str(error)
 
 
 def adopt(optimizer: Optimizer, kind: type[Layerwise], decide: Callable[[ParamGroup], ParamGroup]) -> Layerwise:

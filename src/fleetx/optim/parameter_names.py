@@ -60,23 +60,29 @@ def numbered(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
 
 
 # --- patterns -------------------------------------------------------------------------------------
-def problems(part: str, model: nn.Module, optimizer: Optimizer, patterns: Sequence[str]) -> Iterator[str]:
-    """Patterns that match nothing, or everything."""
+def problems(
+    part: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    patterns: Sequence[str],
+    setting: str = "exclude_from_weight_decay",
+) -> Iterator[str]:
+    """Patterns in a setting of a part that match nothing, or everything."""
     known = names(model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for pattern in patterns:
         if not pattern:
-            yield f"{part}: an empty string in exclude_from_weight_decay matches every parameter: remove it"
+            yield f"{part}: an empty string in {setting} matches every parameter: remove it"
         elif not (matching := _matching(model, pattern)):
             told = [" = ".join(aliases) for aliases in known.values()]
             shown = "; ".join([*told[:2], *told[-1:]] if len(told) > 3 else told)
             yield (
-                f"{part}: {pattern!r} in exclude_from_weight_decay matches no parameter name, so it has no effect. "
+                f"{part}: {pattern!r} in {setting} matches no parameter name, so it has no effect. "
                 f"The names are: {shown}" + (" ..." if len(told) > 3 else "")
             )
         elif not any(id(p) in held for p in matching):
             yield (
-                f"{part}: {pattern!r} in exclude_from_weight_decay only matches parameters that are not in the "
+                f"{part}: {pattern!r} in {setting} only matches parameters that are not in the "
                 "optimizer, so it has no effect: remove it"
             )
 

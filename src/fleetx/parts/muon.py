@@ -58,8 +58,7 @@ class MUON(Part):
         if type(optimizer) is Adam and any(group["weight_decay"] for group in optimizer.param_groups):
             yield "muon decays weights as AdamW does, not as Adam: pass torch.optim.AdamW"
         for key in ("adamw", "muon"):
-            for problem in parameter_names.problems("muon", model, optimizer, getattr(self, key)):
-                yield problem.replace("exclude_from_weight_decay", f"muon_configs['{key}']")
+            yield from parameter_names.problems("muon", model, optimizer, getattr(self, key), f"muon_configs['{key}']")
 
     @at(
         Stage.UPDATE,

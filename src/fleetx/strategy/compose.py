@@ -108,12 +108,12 @@ def _objections(act: Act, facts: Set[Fact], acts: list[Act]) -> Iterator[Conflic
     for fact in (f for f in Fact if f in (act.claim.bars | act.claim.unbuilt) & facts):
         for maker in (a for a in acts if fact in a.claim.makes):
             change = " or change these settings" if _settings(act) or _settings(maker) else ""
-            act_, cause = f"`{act.switch}`{_settings(act)}", f"which `{maker.switch}`{_settings(maker)} produces"
+            act_, maker_ = (f"`{a.switch}`{_settings(a)}" for a in (act, maker))
             if fact in act.claim.unbuilt:
-                statement = f"{act_} together with {fact.value}, {cause}, {NOT_BUILT}"
+                statement = f"{act_} combined with {maker_} {NOT_BUILT}, because `{maker.switch}` produces {fact.value}"
             else:
                 why = f", because {act.claim.because}" if act.claim.because else ""
-                statement = f"{act_} does not work with {fact.value}, {cause}{why}"
+                statement = f"{act_} does not work with {fact.value}, which {maker_} produces{why}"
             yield [act, maker], f"{statement}: turn one of them off{change}"
 
 

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.base.module_names import has_forward, named_modules, sparse_problem
+from fleetx.base.module_names import has_forward, named_modules, no_module, sparse_problem
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext, StepContext
@@ -96,9 +96,7 @@ class Pipeline(Part):
         modules = dict(named_modules(model))
         for name in self.stages:
             if name not in modules:
-                known = f"the first modules are {', '.join(list(modules)[:5])}" if modules else "turn pipeline off"
-                hint = did_you_mean(name, modules, otherwise=known, most=3, cutoff=0.4)
-                yield f"pipeline_configs['stages']: the model has no module {name!r}: {hint}"
+                yield f"pipeline_configs['stages']: {no_module(name, modules, otherwise='turn pipeline off')}"
             elif not has_forward(modules[name]):
                 yield f"pipeline_configs['stages']: {name!r} has no forward of its own: name a module inside it"
         if self.stages and device_guard.placements(model):

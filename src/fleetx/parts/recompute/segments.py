@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name
-from fleetx.base.suggest import did_you_mean
+from fleetx.base.module_names import has_forward, matches, named, named_modules, no_module, plain_name
 from fleetx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -22,9 +21,7 @@ def incompatibilities(model: nn.Module, patterns: Iterable[str]) -> Iterator[str
     for pattern in patterns:
         names = matches(pattern, modules)
         if not names:
-            known = f"the first modules are {', '.join(list(modules)[:5])}" if modules else "turn recompute off"
-            hint = did_you_mean(pattern, modules, otherwise=known, most=3, cutoff=0.4)
-            yield f"{setting}: the model has no module {pattern!r}: {hint}"
+            yield f"{setting}: {no_module(pattern, modules, otherwise='turn recompute off')}"
         elif bare := [n for n in names if not has_forward(modules[n])]:
             yield f"{setting}: {bare[0]!r} has no forward of its own, so it has no output to keep: use '{bare[0]}.*'"
     chosen = named(model, patterns)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetx.base import seams
-from fleetx.base.module_names import has_forward, matches, named, named_modules, plain_name, sparse_problem
-from fleetx.base.suggest import did_you_mean
+from fleetx.base.module_names import has_forward, matches, named, named_modules, no_module, plain_name, sparse_problem
 from fleetx.comm.world import World
 from fleetx.engine.context import SetupContext
 from fleetx.engine.dtensors import HOOKED
@@ -35,8 +34,7 @@ def incompatibilities(model: nn.Module, optimizer: Optimizer, anchors: Iterable[
         names = matches(pattern, modules)
         where = "sharding_configs['segment_anchors']"
         if not names:
-            hint = did_you_mean(pattern, modules, most=3, cutoff=0.4)
-            yield f"{where}: the model has no module {pattern!r}{': ' if hint else ''}{hint}"
+            yield f"{where}: {no_module(pattern, modules, otherwise='remove it')}"
         elif bare := [n for n in names if not has_forward(modules[n])]:
             yield f"{where}: {bare[0]!r} has no forward: use '{bare[0]}.*'"
         elif tied := [t for t in _tied(model) if any(t.startswith(f"{n}.") for n in names)]:
