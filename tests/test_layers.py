@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layers import LONG, NIGHTLY, NIGHTLY_CASES, PRODUCTS, SLOW, left_out
+from layers import LONG, NIGHTLY, PRODUCTS, SLOW, left_out
 
 HERE = Path(__file__).parent
 FILES = [path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py")]
@@ -19,7 +19,7 @@ def repeated(names):
     return {name for name, count in Counter(names).items() if count > 1}
 
 
-@pytest.mark.parametrize("name", [*NIGHTLY, *NIGHTLY_CASES, *PRODUCTS])
+@pytest.mark.parametrize("name", [*NIGHTLY, *PRODUCTS])
 def test_what_is_nightly_exists(name):
     file, _, test = name.partition("::")
     found = [path for path in FILES if path.startswith(file)]

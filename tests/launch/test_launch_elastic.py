@@ -201,7 +201,6 @@ def test_a_node_that_is_killed_while_another_waits_for_it_in_a_save_is_left_out_
     ]
 
 
-@pytest.mark.nightly  # it takes 15 s until a node that is silent counts as lost
 def test_a_node_that_freezes_while_another_waits_for_it_in_a_save_is_left_out(fleetrun, tmp_path):
     fault = f"""if size == 2 and rank == 1:
             from fleetx.engine.checkpoint import tensor_file

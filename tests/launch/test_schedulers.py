@@ -87,7 +87,7 @@ def test_open_mpi(tmp_path):
 
 @installed("mpirun.mpich")
 def test_mpich(tmp_path):
-    run(["mpirun.mpich", "-np", "2", sys.executable, "train.py"], tmp_path, MASTER_PORT=str(free_port()))
+    run(["mpirun.mpich", "-np", "2", *forked_python.command(), "train.py"], tmp_path, MASTER_PORT=str(free_port()))
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_two_nodes_of_a_scheduler(tmp_path, scheduler):
         folders.append(tmp_path / str(rank))
         folders[-1].mkdir()
         (folders[-1] / "train.py").write_text(SCRIPT.replace("fleet.local_rank()]", "fleet.worker_index()]"))
-        command = [sys.executable, "-m", "fleetx.launch", "--device", "cpu", "train.py"]
+        command = [*forked_python.command(), "-m", "fleetx.launch", "--device", "cpu", "train.py"]
         processes.append(
             subprocess.Popen(command, cwd=folders[-1], env=environment(**env), stderr=subprocess.PIPE, text=True)
         )

@@ -63,7 +63,7 @@ def sample():
     return torch.randn(2, 32), torch.randn(2, 32)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_predicted_tried_and_larger_with_recompute():
     fleet.init()
     micro = []

@@ -116,9 +116,7 @@ def test_a_triton_that_fails_is_a_reason_and_no_error(monkeypatch):
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize(
-    "target", [pytest.param("80", marks=pytest.mark.nightly, id="a100"), pytest.param("90", id="h100")]
-)
+@pytest.mark.parametrize("target", [pytest.param("80", id="a100"), pytest.param("90", id="h100")])
 def test_every_kernel_compiles(tmp_path, target):
     """To machine code, by the assembler that triton brings. In a process of its own, where nothing is interpreted."""
     script, modules = Path(__file__).with_name("compile_triton.py"), ["optim", "parts.dgc"]

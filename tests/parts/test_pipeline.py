@@ -107,8 +107,8 @@ def test_gpipe_is_another_name_for_f_then_b():
         config(["2", "4", "5"], 4),
         config(TWO, 4),
         config(FOUR, 4, "Interleaved1F1B"),
-        pytest.param(config(["2", "4", "5"], 8, "F-then-B"), marks=pytest.mark.nightly),
-        pytest.param(config(["1", "2", "3"], 4, "ZBVZeroBubble"), marks=pytest.mark.nightly),
+        config(["2", "4", "5"], 8, "F-then-B"),
+        config(["1", "2", "3"], 4, "ZBVZeroBubble"),
     ],
     ids=lambda d: f"{len(d['stages']) + 1} stages {d['schedule_mode']}",
 )
@@ -179,7 +179,7 @@ def test_merged_steps_are_more_micro_batches(ranks):
     assert_near(ranks.run(piped, declared, data()), reference(data(), every=2))
 
 
-@pytest.mark.parametrize("mode", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", ["1F1B", "InterleavedZeroBubble"])
 def test_recompute_changes_nothing(ranks, mode):
     plain = {"pipeline": config(TWO if mode == "1F1B" else FOUR, 4, mode)}
     declared = plain | {"recompute": {"checkpoints": ["1", "4", "5"]}}

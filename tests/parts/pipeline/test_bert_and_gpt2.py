@@ -83,7 +83,7 @@ def test_two_ranks_equal_one_and_hold_only_their_stages(ranks, name, mode):
         assert state == 2 * held
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_four_ranks_are_two_pipelines_that_are_cut_automatically(four, name):
     results = four.run(trained, name, {"pipeline": {"degree": 2, "micro_batch": 2}})
     joined(results)

@@ -50,7 +50,7 @@ def received(pipe):
     return pipe.recv()
 
 
-@pytest.mark.parametrize("killed", [0, 1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("killed", [0, 1, 3])
 def test_the_others_name_the_lost_rank(killed):
     context = get_context(forks())
     with socket.socket() as s:
