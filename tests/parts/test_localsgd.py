@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import deque
 
 import pytest
 import torch
@@ -464,3 +465,22 @@ def island_left_out():
         applied.append(fleet.updated)
     fleet.flush()
     return applied, weights(model)
+
+
+def one_after_another():
+    """Models come and go, two of them at a time, as in a GAN or a search."""
+    fleet.init()
+    strategy = fleet.DistributedStrategy(localsgd={"k_steps": 1})
+    kept = deque(maxlen=2)
+    for _ in range(5):
+        model = net()
+        kept.append(fleet.distribute(model, plain_sgd(model), strategy))
+        for each, optimizer in kept:
+            for x, y in share(batches(3), fleet.worker_index(), 2):
+                zero_last(each, optimizer, x, y)
+    return [weights(model) for model, _ in kept]
+
+
+def test_models_come_and_go(ranks):
+    for first, second in zip(*ranks.run(one_after_another), strict=True):
+        assert_equal(first, second)

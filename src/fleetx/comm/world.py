@@ -95,11 +95,18 @@ class World:
         return mine
 
     def alone(self) -> dist.ProcessGroup:
-        """A process group of this rank only. The other ranks need not call it."""
-        return self._new_group([self.number(self.rank)], alone=True)
+        """A process group of this rank only. The other ranks need not call it.
 
-    def _new_group(self, ranks: list[int], *, alone: bool = False) -> dist.ProcessGroup:
-        made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=alone)
+        All worlds share it, because torch may give two of them the same name.
+        """
+        if not _alone:
+            me = [self.number(self.rank)]
+            _alone.append(dist.new_group(me, timeout=self.timeout, use_local_synchronization=True))
+        self.groups.extend(_alone)
+        return _alone[0]
+
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        made = dist.new_group(ranks, timeout=self.timeout)
         self.groups.append(made)
         return made
 
@@ -113,6 +120,10 @@ class World:
     def destroy_groups(self) -> None:
         """Destroy the groups that were made from this world. Every rank must call it."""
         for group in self.groups:
+            if group in _alone:
+                if any(group in world.groups for _, world in _owned if world is not self):
+                    continue
+                _alone.clear()
             if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
                 dist.destroy_process_group(group)
         self.groups.clear()
@@ -186,6 +197,7 @@ class World:
 
 
 _owned: list[tuple[weakref.ref[object], World]] = []
+_alone: list[dist.ProcessGroup] = []  # the one of `World.alone`, if it exists
 
 
 def _destroy_abandoned() -> None:
@@ -205,6 +217,7 @@ def _destroy_abandoned() -> None:
 def forget_groups() -> None:
     """In a forked child: the parent's groups are not ours."""
     _owned.clear()
+    _alone.clear()
 
 
 def listed(ranks: list[int]) -> str:
