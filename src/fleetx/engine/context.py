@@ -249,7 +249,7 @@ class StepContext(Context):
         A collective: every rank must call it.
         """
         step = self._run.step
-        unseen = step.loss is None and step.backward != -1
+        unseen = step.loss is None and (self.updated or step.backward != -1)
         found = torch.tensor([0, step.loss is not None, unseen], dtype=torch.float64, device=self.device)
         if step.loss is not None:
             found[0] = step.loss.detach().reshape(())
