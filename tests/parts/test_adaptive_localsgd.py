@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -90,3 +91,40 @@ def test_one_worker_has_nothing_to_communicate():
     model = net()
     with pytest.raises(StrategyError, match="nothing to communicate"):
         fleet.distribute(model, plain_sgd(model), fleet.DistributedStrategy(adaptive_localsgd=True))
+
+
+def first_batch(how):
+    """The reference loss and the period, if rank 1 does something else with its first batch."""
+    fleet.init()
+    model = net()
+    model, optimizer = fleet.distribute(
+        model, plain_sgd(model), fleet.DistributedStrategy(adaptive_localsgd={"init_k_steps": 2})
+    )
+    state, known = fleet._engine(model).state["AdaptiveLocalSGD"], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rank 1 says that the update is skipped
+        for i, (x, y) in enumerate(share(batches(6), fleet.worker_index(), 2)):
+            if fleet.worker_index() == 0 or i or how != "left out":
+                bad = fleet.worker_index() == 1 and i == 0 and how == "nan"
+                loss = mse_loss(model(x * math.nan if bad else x), y)
+                loss.backward() if how == "unseen" else fleet.backward(loss)
+            try:
+                optimizer.step()
+            except UsageError as error:
+                return str(error)
+            optimizer.zero_grad()
+            known.append(state["loss"] > 0)
+    return known, state["k"]
+
+
+@pytest.mark.parametrize(("how", "first"), [("left out", True), ("nan", False)])
+def test_a_rank_may_leave_out_or_skip_its_first_batch(ranks, how, first):
+    found, same = ranks.run(first_batch, how)
+    assert found == same
+    assert found[0] == [first] + [True] * 5
+
+
+def test_an_unseen_loss_is_an_error_on_every_rank(ranks):
+    found, same = ranks.run(first_batch, "unseen")
+    assert found == same
+    assert "call fleet.backward(loss)" in found

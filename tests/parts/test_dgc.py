@@ -273,6 +273,26 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_every_residual_unchang
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def save_poisoned(folder):
+    """What fleet.save says on this rank if a residual of rank 1 is not finite."""
+    model, optimizer = build({"dgc": {"sparsity": [0.99]}})
+    zero_last(model, optimizer, *share(data(1), fleet.worker_index(), 2)[0])
+    if fleet.worker_index() == 1:
+        fleet._engine(model).state["DGC"]["v"]["0.weight"][0, 0] = float("nan")
+    with pytest.raises(UsageError) as raised:
+        fleet.save(folder / "saved")
+    checkpoints = fleet.checkpoints(folder / "loop", every=1)
+    checkpoints.stepped()
+    checkpoints.close()
+    return str(raised.value)
+
+
+def test_residuals_that_are_not_finite_are_not_saved(ranks, tmp_path):
+    for said in ranks.run(save_poisoned, tmp_path):
+        assert "what `dgc` keeps for parameter '0.weight' is not finite" in said
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def bytes_sent(declared):
     model, optimizer = build(declared)
     for x, y in share(data(), fleet.worker_index(), 2):

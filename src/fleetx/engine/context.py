@@ -243,17 +243,24 @@ class StepContext(Context):
         """Multiply the learning rates of all groups in this update only."""
         self._run.rates.scale(factor)
 
-    def loss(self) -> float:
-        """The last step's loss, averaged over the replica group. A collective: every rank must call it."""
-        value = self._run.step.loss
-        if value is None:
+    def loss(self) -> float | None:
+        """The last step's loss, averaged over the ranks of the replica group that had a batch; None: no rank had one.
+
+        A collective: every rank must call it.
+        """
+        step = self._run.step
+        unseen = step.loss is None and (self.updated or step.backward != -1)
+        found = torch.tensor([0, step.loss is not None, unseen], dtype=torch.float64, device=self.device)
+        if step.loss is not None:
+            found[0] = step.loss.detach().reshape(())
+        self.replica_group.sum(found)
+        total, known, unseen_on = found.tolist()
+        if unseen_on:  # on every rank, so that none waits for one that has stopped
             raise UsageError(
                 "this strategy follows the loss, which cannot be seen from inside loss.backward(): call "
                 "fleet.backward(loss) instead, or have the model return its loss"
             )
-        total = value.detach().to(self.device, torch.float64).reshape(1).clone()
-        self.replica_group.sum(total)
-        return total.item() / self.replica_group.size
+        return total / known if known else None
 
     @property
     def divisor(self) -> float:

@@ -61,7 +61,7 @@ def save(
     poisoned = checkpoint.write(snapshot, path, engine.world)
     current().note("checkpoint", str(folder))
     if poisoned and engine.world.rank == 0:
-        warn(f"{folder} was saved, but parameter {poisoned!r} is not finite: training cannot continue from it")
+        warn(f"{folder} was saved, but {poisoned} is not finite: training cannot continue from it")
 
 
 def load(

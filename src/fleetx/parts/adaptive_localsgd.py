@@ -58,8 +58,10 @@ class AdaptiveLocalSGD(LocalUpdates, _AdaptivePeriod):
         ctx.broadcast_in_island()
         state = ctx.state
         adapts = self.max_k_steps > 1  # otherwise the loss is not needed
-        if adapts and not (state["loss"] and state["lr"]):  # in round 1, unless the learning rate was 0
-            state["loss"], state["lr"] = ctx.loss(), ctx.lr
+        if adapts and not (state["loss"] and state["lr"]):  # in round 1, unless its loss or learning rate is of no use
+            loss = ctx.loss()
+            if loss is not None and math.isfinite(loss):
+                state["loss"], state["lr"] = loss, ctx.lr
         ended = self.end_periods(params, ctx, self.begin_step, state["k"])
         if ended and adapts and ctx.round > self.begin_step:
             self._adapt(ctx)
@@ -67,7 +69,7 @@ class AdaptiveLocalSGD(LocalUpdates, _AdaptivePeriod):
     def _adapt(self, ctx: StepContext) -> None:
         state, loss, lr = ctx.state, ctx.loss(), ctx.lr
         before = state["k"]
-        if lr > 0 and state["loss"] > 0 and loss >= 0 and math.isfinite(loss):
+        if loss is not None and lr > 0 and state["loss"] > 0 and loss >= 0 and math.isfinite(loss):
             k = math.ceil(math.sqrt(state["lr"] * loss / (lr * state["loss"])) * self.init_k_steps)
             state["k"] = min(max(k, 1), self.max_k_steps)
         if state["k"] != before and ctx.replica_group.rank == 0:

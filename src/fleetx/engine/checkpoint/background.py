@@ -49,7 +49,7 @@ class Saver:
             self._staging[name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype).zero_()
 
     def save(self, snapshot: Snapshot, folder: Path, done: Callable[[str], None]) -> None:
-        """done: called afterwards, with the name of a parameter that is not finite if that prevented saving, or ""."""
+        """done: called afterwards, with what is not finite if that prevented saving, or ""."""
         self.wait()
         if not self._asynchronous:
             done(write(snapshot, folder, self._world, only_finite=True))

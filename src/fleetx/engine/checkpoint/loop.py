@@ -232,7 +232,7 @@ class Checkpoints:
         first = self._engine.world.rank == 0
         if poisoned:
             if first:
-                why = "is not saved, and older checkpoints are kept: parameter %r is not finite"
+                why = "is not saved, and older checkpoints are kept: %s is not finite"
                 log.warning(f"%s {why}", folder.name, poisoned)
             return
         self._bad.discard(folder.name)

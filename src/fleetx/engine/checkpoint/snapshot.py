@@ -19,6 +19,7 @@ from fleetx.engine.dtensors import local, shard_of
 from fleetx.engine.engine import Engine
 from fleetx.engine.run import key_of
 from fleetx.errors import UsageError
+from fleetx.strategy.part import switch_of
 from fleetx.strategy.stage import Stage
 
 NUMBER, NONE = "#number", "#none"  # suffixes of keys in the optimizer's state whose values are not tensors
@@ -66,6 +67,7 @@ class Snapshot:
     pieces: dict[str, Piece]
     trained: frozenset[str] = frozenset()  # the pieces that are parameters of the optimizer
     own: dict[str, Tensor] = field(default_factory=dict)  # tensors of `document`
+    kept: dict[str, str] = field(default_factory=dict)  # those of `own` that a part keeps for a parameter, described
     document: dict[str, Any] = field(default_factory=dict)  # rank-<n>.json
     training: dict[str, Any] = field(default_factory=dict)  # training.json
 
@@ -103,6 +105,7 @@ def take(
         "modules": {name: value for name, (_, value) in extra_states(engine).items()},
     }
     made.document = {key: tree.encode(value, made.own, key) for key, value in document.items()}
+    made.kept = _kept(engine, made.document["fleetx"]["parts"])
     made.training = {
         "step": extras.step, "round": engine.round, "ranks": engine.world.size,
         "replicas": engine.layout.replica_group.size, "window": engine.window(), "layout": layout(engine),
@@ -111,6 +114,17 @@ def take(
         "fleetx": __version__, "torch": torch.__version__,
     }  # fmt: skip
     return made
+
+
+def _kept(engine: Engine, parts: Mapping[str, Any]) -> dict[str, str]:
+    """What parts keep for each parameter on this rank, such as residuals: {name of the tensor: what it is}."""
+    found = [
+        (part, parts.get(key_of(part), {}).get(key, {})) for part in engine.plan.parts for key in part.own_per_parameter
+    ]
+    return {
+        at["$tensor"]: f"what `{switch_of(type(part))}` keeps for parameter {name!r}"
+        for part, values in found for name, at in values.items()
+    }  # fmt: skip
 
 
 def _json(extra: Any) -> Any:

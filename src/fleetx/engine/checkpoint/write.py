@@ -38,7 +38,7 @@ _BLOCK = 1 << 15  # numbers that are hashed together
 
 
 def write(snapshot: Snapshot, folder: Path, world: World, *, only_finite: bool = False) -> str:
-    """Every rank must call it. Returns the name of a parameter that is not finite, or "".
+    """Every rank must call it. Returns which parameter is not finite, or "".
 
     only_finite: leave no checkpoint if there is such a parameter.
     """
@@ -164,10 +164,18 @@ def _index(described: Described, writers: dict[tuple[int, str], int]) -> dict[st
 def _write_own(
     snapshot: Snapshot, temporary: Path, writers: dict[tuple[int, str], int], only_finite: bool
 ) -> tuple[dict[str, Written], str]:
-    """The files, by name, and the name of a parameter in them that is not finite."""
+    """The files, by name, and which parameter in them is not finite, or what a part keeps for one."""
     rank = snapshot.rank
     mine = {name: piece.tensor for name, piece in snapshot.pieces.items() if writers[rank, name] == rank}
     poisoned = first_not_finite({name: t for name, t in mine.items() if name in snapshot.trained})
+    kept = first_not_finite({text: snapshot.own[name] for name, text in snapshot.kept.items()})
+    if kept and not only_finite:
+        raise UsageError(
+            f"fleet.save: {kept} is not finite, because an unchecked gradient was not finite, so training that resumed "
+            "from here would destroy the parameters: load an older checkpoint, and pass "
+            "fleet.init(checks=fleet.Checks(every_gradient=True)) to skip such updates"
+        )
+    poisoned = f"parameter {poisoned!r}" if poisoned else kept
     if poisoned and only_finite:
         return {}, poisoned
     tensors, document = manifest.rank_tensors(rank), manifest.rank_json(rank)
