@@ -72,21 +72,45 @@ def import_(path: Path, output: Path, ranks: int | None) -> None:
         click.echo("\n" + text, nl=False)
 
 
+def _speed(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    from fleetx.planner.whatif import speed
+
+    try:
+        return None if text is None else speed(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> str | None:
+    from fleetx.base.sizes import parse_bytes
+
+    try:
+        return text if text is None or parse_bytes(text) else None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 @main.command(context_settings={"allow_interspersed_args": True})
 @click.option("--nproc_per_node", type=_positive, help="Number of workers to measure with.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device to measure on.")
 @click.option("--global_batch", type=_positive, help="Samples per optimizer step, over all ranks.")
 @click.option("--objective", type=click.Choice(["throughput", "memory"]), help="What to optimize.")
 @click.option("--allow", type=click.Choice(["exact", "bf16", "lossy"]), help="Which strategies may be chosen.")
-@click.option("--memory", metavar="SIZE", help="Memory per rank, such as 80GiB.")
+@click.option("--memory", metavar="SIZE", callback=_size, help="Memory per rank, such as 80GiB.")
 @click.option("--trials", type=click.IntRange(min=0), help="Number of plans to test by running them.")
 @click.option(
     "--output", type=_output_file, default="strategy.yaml", show_default=True, help="Where to write the strategy."
 )
 @click.option("--nodes", type=_positive, help="Prediction: number of machines.")
 @click.option("--gpus_per_node", type=_positive, default=1, show_default=True, help="Prediction: ranks per machine.")
-@click.option("--link", metavar="SPEED", help="Prediction: bandwidth between machines, such as 25GB/s or 100Mbit/s.")
-@click.option("--inner_link", metavar="SPEED", help="Prediction: bandwidth inside a machine. [default: same as --link]")
+@click.option(
+    "--link", metavar="SPEED", callback=_speed,
+    help="Prediction: bandwidth between machines, such as 25GB/s or 100Mbit/s.",
+)  # fmt: skip
+@click.option(
+    "--inner_link", metavar="SPEED", callback=_speed,
+    help="Prediction: bandwidth inside a machine. [default: same as --link]",
+)  # fmt: skip
 @click.option("--latency", type=float, default=2e-5, show_default=True, help="Prediction: seconds per message.")
 @click.option(
     "--speed",
@@ -115,6 +139,11 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
 
     if script is None and options["nodes"] is None:
         raise click.UsageError("give a SCRIPT, or for a prediction --nodes N --link SPEED --memory SIZE")
+    if options["nodes"] is not None:
+        command.check_question(options)
+    elif unused := [f"--{name}" for name in ("link", "inner_link", "profile", "plot") if options[name] is not None]:
+        only, them = ("only matters", "it") if len(unused) == 1 else ("only matter", "them")
+        raise click.UsageError(f"{' and '.join(unused)} {only} to a prediction: add --nodes N, or remove {them}")
     try:
         if script is not None and (code := command.plan(script, arguments, options, fleetrun)):
             raise SystemExit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from dataclasses import asdict, replace
@@ -161,6 +162,26 @@ def test_invalid_questions_are_errors(words, told, profile):
     result = CliRunner().invoke(main, ["plan", *words, *(["--profile", str(profile)] if words else [])])
     assert result.exit_code != 0
     assert told in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nodes", "4", "--memory", "8GiB", "--link", "fast"], "Invalid value for '--link': 'fast' is not a speed"),
+        (["--nodes", "4", "--memory", "8GiB", "--link", "-5Gbit/s"], "'-5Gbit/s' is not a speed such as '25GB/s'"),
+        (["--nodes", "4", "--link", "1GB/s", "--memory", "8GiB", "--inner-link", "0GB/s"], "'--inner_link': '0GB/s'"),
+        (["--nodes", "4", "--link", "1GB/s", "--memory", "lots"], "Invalid value for '--memory'"),
+        (["--nodes", "4", "--link", "1GB/s"], "--nodes 4 needs --memory too"),
+        (["--link", "1GB/s"], "--link only matters to a prediction: add --nodes N, or remove it"),
+    ],
+)
+def test_an_invalid_question_is_told_before_the_script_runs(words, told, tmp_path):
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    with contextlib.chdir(tmp_path):
+        result = CliRunner().invoke(main, ["plan", *words, "train.py"])
+    assert result.exit_code != 0
+    assert told in result.output
+    assert not (tmp_path / "ran").exists()
 
 
 def test_without_a_profile_the_error_says_how_to_get_one(monkeypatch, tmp_path):

@@ -322,6 +322,8 @@ def test_the_command(tmp_path):
     ("arguments", "message"),
     [
         (["clipp"], "there is no strategy 'clipp': did you mean 'clip'?"),
+        (["auto"], "auto changes nothing in training itself, so there is nothing to verify: remove it"),
+        (["data_parallel"], "data_parallel is on in every combination, so there is nothing to verify: remove it"),
         (["--strategy", __file__], "--strategy needs --model"),
         (["--nproc_per_node", "2"], "--nproc_per_node needs --model"),
         (["--model", "json:dumps", "clip"], "with --model the strategy comes from --strategy"),
@@ -400,6 +402,7 @@ def example():
         ("localsgd: {k_steps: 2, outer_momentum: 0.5}", "localsgd with outer_momentum=0.5"),
         ("localsgd: {k_steps: 2, average_momentum: true}", "localsgd with average_momentum=True"),
         ("muon: {adamw: ['0']}", "muon with adamw=['0']"),
+        ("{auto: true, clip: true}", "auto, which only chooses a strategy: run fleetx plan with your script"),
     ],
 )
 def test_a_setting_that_the_oracle_does_not_know_is_no_verdict(strategy, said, tmp_path):
@@ -416,7 +419,7 @@ def test_the_oracle_names_only_settings_that_there_are():
 @pytest.mark.slow
 def test_the_model_of_the_user(tmp_path, monkeypatch):
     (tmp_path / "normed.py").write_text(MODEL)
-    (tmp_path / "mine.yaml").write_text("gradient_merge: {k_steps: 2}\nclip: {clip_norm: 0.1}\n")
+    (tmp_path / "mine.yaml").write_text("gradient_merge: {k_steps: 2}\nclip: {clip_norm: 0.1}\nbatch: {feed: 8}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = CliRunner().invoke(main, ["verify", "--model", "normed:example", "--strategy", "mine.yaml"])
@@ -424,6 +427,7 @@ def test_the_model_of_the_user(tmp_path, monkeypatch):
     assert "clip + gradient_merge on 2 ranks equals the same training in one plain float64 process" in done.output
     assert "because BatchNorm (1) uses the statistics of each share: turn sync_batch_norm on" in done.output
     assert "gradient_merge acts: fewer steps update" in done.output
+    assert "batch was left out: verify itself splits your batch between the ranks" in done.output
 
 
 def test_the_steps_of_the_user_s_model_are_two_periods_and_the_first_two():

@@ -25,10 +25,8 @@ def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetr
     output = Path(given["output"]).absolute()
     cache.check_output(output)
     settings = {key: given[key] for key in _PASSED if given[key] is not None} | {"cache": False, "output": str(output)}
-    if given["memory"] is not None:
-        parse_bytes(given["memory"])  # raises an error before anything is started
-        if given["nodes"] is None:  # with --nodes, it is the memory of the other cluster
-            settings["memory_budget"] = given["memory"]
+    if given["memory"] is not None and given["nodes"] is None:  # with --nodes, it is that of the other cluster
+        settings["memory_budget"] = given["memory"]
     options = [f"--{name}={given[name]}" for name in ("nproc_per_node", "device") if given[name] is not None]
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
@@ -42,8 +40,8 @@ def plan(script: str, arguments: Sequence[str], given: Mapping[str, Any], fleetr
     return code
 
 
-def what_if(given: Mapping[str, Any]) -> str:
-    """The answer to a what-if question, as text. Raises UsageError or ValueError for invalid options."""
+def check_question(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options of a what-if question that do not fit together, before anything is measured."""
     if missing := [f"--{name}" for name in ("link", "memory") if given[name] is None]:
         raise UsageError(f"--nodes {given['nodes']} needs {' and '.join(missing)} too")
     if not 0 < given["speed"] < math.inf or not 0 <= given["latency"] < math.inf:
@@ -51,13 +49,17 @@ def what_if(given: Mapping[str, Any]) -> str:
     batch, ranks = given["global_batch"], given["nodes"] * given["gpus_per_node"]
     if batch is not None and batch % ranks:
         raise UsageError(f"--global_batch {batch} cannot be split evenly between {ranks} ranks")
+
+
+def what_if(given: Mapping[str, Any]) -> str:
+    """The answer to a what-if question, as text. The options must have been checked."""
     stored = cache.load_profile(given["profile"])
     if stored is None:
         raise UsageError("no profile is stored yet: name a script, which is profiled first, or a file with --profile")
     machine = whatif.Machine(
-        nodes=given["nodes"], per_node=given["gpus_per_node"], link=whatif.speed(given["link"]),
-        inner=whatif.speed(given["inner_link"] or given["link"]), memory=parse_bytes(given["memory"]),
-        latency=given["latency"], compute=given["speed"], global_batch=batch,
+        nodes=given["nodes"], per_node=given["gpus_per_node"], link=given["link"],
+        inner=given["inner_link"] or given["link"], memory=parse_bytes(given["memory"]),
+        latency=given["latency"], compute=given["speed"], global_batch=given["global_batch"],
     )  # fmt: skip
     allow = given["allow"] or "exact"
     rows = whatif.rows(machine, stored, allow=allow)

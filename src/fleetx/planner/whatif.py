@@ -30,7 +30,7 @@ _POWERS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 def speed(text: str) -> float:
     """'25GB/s' or '100Mbit/s' -> bytes per second. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?)(bit|B|b)(/s|ps)?\s*", text)
-    if not match or not float(match[1]):
+    if not match or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"{text!r} is not a speed such as '25GB/s' or '100Mbit/s'")
     return float(match[1]) * _POWERS[match[2]] * _UNITS[match[3]]
 

@@ -14,6 +14,7 @@ from fleetx.base.files import write_atomic
 from fleetx.base.suggest import did_you_mean
 from fleetx.errors import UsageError
 from fleetx.strategy import DistributedStrategy
+from fleetx.strategy.part import every
 from fleetx.verify import own_model as own
 from fleetx.verify import report
 from fleetx.verify.combinations import combinations as every_combination
@@ -26,6 +27,9 @@ def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
     """Judge all combinations, show progress and write the reports. Returns whether nothing failed."""
     known = every_switch()
     for name in among:
+        if name in every() and name not in known:
+            why = "is on in every combination" if every()[name].always else "changes nothing in training itself"
+            raise UsageError(f"{name} {why}, so there is nothing to verify: remove it")
         if name not in known:
             raise UsageError(f"there is no strategy {name!r}: {did_you_mean(name, known) or ', '.join(known)}")
     for option in ("strategy", "nproc_per_node"):

@@ -139,6 +139,15 @@ def check_computable(settings: SwitchSettings) -> None:
 
 def verify(where: str, strategy: DistributedStrategy, size: int, device: str) -> tuple[bool, list[str]]:
     """Train with the strategy on `size` ranks. Returns whether the result is right, and the findings as sentences."""
+    if choosers := [switch for switch, part in every().items() if part.is_meta and getattr(strategy, switch)]:
+        raise NotComputableError(
+            f"verify cannot compute {choosers[0]}, which only chooses a strategy: run fleetx plan with your "
+            "script, and verify the strategy.yaml that it writes"
+        )
+    split = bool(strategy.batch)  # which fleetx plan writes too
+    if split:
+        given = strategy.declared()
+        strategy = DistributedStrategy(**{key: given[key] for key in given if key not in ("batch", "batch_configs")})
     settings = _settings(strategy)
     check_computable(settings)
     made = _finite(where, make(where))
@@ -166,6 +175,8 @@ def verify(where: str, strategy: DistributedStrategy, size: int, device: str) ->
             lines.append(f"{switch} acts: {seen.sentence}" if seen.acts else _not_seen(strategy, switch, seen, steps))
     finally:
         pool.stop()
+    if split:
+        lines.append("batch was left out: verify itself splits your batch between the ranks")
     return right, lines
 
 
