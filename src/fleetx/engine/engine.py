@@ -131,10 +131,7 @@ class Engine(Rounds):
         ours = self._calls[Stage.REDUCE] or self._calls[Stage.WIRE] or not self.network.plain
         hook = self.reduce if ours or self.step_norm.every else None
         self.buffers.send(group, strict=self.shares_buffers)
-        within = None
-        if not self.updates_together:  # a rank may leave out a batch, for which no other may wait in its backward
-            island = self.layout.island
-            within = self.world.alone() if island is None or island.size == 1 else island.members
+        within = self._meets_in_backward()
         return Reducer(self.model, self.names, group, hook, self.gradients, **self.reducer_settings, within=within)
 
     def __del__(self) -> None:
