@@ -89,7 +89,7 @@ def ranks_on_the_device():
     class AfterBackward(LateReducer):
         ddp = None
 
-        def __init__(self, model, names, world, reduce, gradients, *, bucket_cap_mb, find_unused_parameters):
+        def __init__(self, model, names, world, reduce, gradients, *, bucket_cap_mb, find_unused_parameters, within):
             super().__init__(names, world, bucket_cap_mb)
             self._act = reduce
             world.broadcast([p.detach() for p in names])

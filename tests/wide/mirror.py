@@ -35,9 +35,9 @@ def _done(result):
 
 
 class Mirror(dist.ProcessGroup):
-    def __init__(self, rank, size):
+    def __init__(self, rank, size, name):
         super().__init__(rank, size)
-        self._size, self._place, self._name = size, rank, ""
+        self._size, self._place, self._name = size, rank, name
         groups[size] += 1
 
     def size(self):
@@ -55,7 +55,6 @@ class Mirror(dist.ProcessGroup):
 
     @property
     def group_name(self):
-        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # it is asked again when it is gone
         return self._name
 
     @property
@@ -173,6 +172,9 @@ _kept = []
 
 def start(size, rank=0):
     """Become one rank of so many."""
-    dist.Backend.register_backend("mirror", lambda store, rank, size, timeout: Mirror(rank, size), devices=["cpu"])
+    def made(about, _):
+        return Mirror(about.group_rank, about.group_size, about.group_id)
+
+    dist.Backend.register_backend("mirror", made, extended_api=True, devices=["cpu"])
     _kept.append(MirrorStore(size))  # torch alone would keep only the half of it that is C++
     dist.init_process_group("mirror", store=_kept[-1], rank=rank, world_size=size)
