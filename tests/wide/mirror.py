@@ -172,6 +172,7 @@ _kept = []
 
 def start(size, rank=0):
     """Become one rank of so many."""
+
     def made(about, _):
         return Mirror(about.group_rank, about.group_size, about.group_id)
 
