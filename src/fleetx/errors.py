@@ -14,10 +14,17 @@ FleetxError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from os import PathLike, fspath
 
-NOT_BUILT = "is not built yet"  # marks a limit that more code could lift; other errors say why it can never work
+NOT_BUILT = "is not supported yet"  # marks a limit that more code could lift; other errors say why it can never work
+_LIMIT = re.compile(f"{NOT_BUILT}|does not support .* yet")
+
+
+def may_be_built(problem: str) -> bool:
+    """Does this error say that more code could lift the limit?"""
+    return bool(_LIMIT.search(problem))
 
 
 class FleetxError(Exception):

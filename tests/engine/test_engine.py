@@ -467,7 +467,7 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("declared", [{"clip": True}, {"amp": True}, MERGE], ids=str)
 def test_sparse_gradients_are_refused_where_they_cannot_be_taken(declared):
-    with pytest.raises(StrategyError, match="with the sparse gradients of 'table' is not built yet"):
+    with pytest.raises(StrategyError, match="with the sparse gradients of 'table' is not supported yet"):
         armed(declared, make=Sparse)
 
 

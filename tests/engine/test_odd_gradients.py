@@ -31,7 +31,7 @@ EXCHANGES = [
 def test_sparse_gradients_are_an_error_at_distribute(declared):
     fleet.init()
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
-    with pytest.raises(StrategyError, match=r"sparse gradients of '0' is not built yet: set sparse=False there"):
+    with pytest.raises(StrategyError, match=r"sparse gradients of '0' is not supported yet: set sparse=False there"):
         fleet.distribute(model, plain_sgd(model), fleet.DistributedStrategy(**declared))
 
 

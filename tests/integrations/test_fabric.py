@@ -237,8 +237,8 @@ def tried(job, declared):
         (two_optimizers, "fabric.setup was given 2 optimizers"),
         (model_alone, "a model without its optimizer: write fabric.setup(model, optimizer)"),
         (optimizer_alone, "an optimizer alone: write fabric.setup(model, optimizer)"),
-        (retain_graph, "fabric.backward with arguments for torch is not built yet"),
-        (with_filter, "a filter or storage options is not built yet"),
+        (retain_graph, "fabric.backward with arguments for torch is not supported yet"),
+        (with_filter, "a filter or storage options is not supported yet"),
     ],
     ids=lambda v: v.__name__ if callable(v) else "",
 )
@@ -264,7 +264,7 @@ def test_mixed_precision_of_fabric_is_an_error():
 @pytest.mark.parametrize("switch", ["auto", "pipeline"])
 def test_strategies_that_need_their_own_loop_are_an_error(switch):
     settings = {"pipeline": {"micro_batch_size": 1}, "auto": True}[switch]
-    with pytest.raises(StrategyError, match=f"{switch} in Fabric is not built yet"):
+    with pytest.raises(StrategyError, match=f"{switch} in Fabric is not supported yet"):
         fleet_strategy(fleet.DistributedStrategy(**{switch: settings}))
 
 

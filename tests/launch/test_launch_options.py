@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from launching import PACKAGES
 
@@ -231,6 +231,11 @@ WORDS = st.sampled_from(
 
 
 @given(st.lists(WORDS | st.text(max_size=5), max_size=8))
+@example(["\n"])
+@example(["--gpus", "a\nb", "train.py"])
+@example(["--elastic", "1\n", "train.py"])
+@example(["--master", "\n", "train.py"])
+@example(["--a\nb"])
 def test_any_command_line_gives_a_job_or_a_one_line_error(words):
     # Without the network: the names of hosts are nonsense here, and a name server may take its time.
     with pytest.MonkeyPatch.context() as patch:
@@ -250,7 +255,7 @@ def outcome_of(words):
             job = parse(words, environ=NO_GPUS)
             outcome = "" if job is None or 1 <= job.workers <= 4096 else "a job that cannot be run"
         except LaunchError as error:
-            outcome = str(error).strip().partition("\n")[1]
+            outcome = str(error).partition("\n")[1]
         assert os.listdir() == ["train.py"]
         return outcome
 

@@ -78,7 +78,7 @@ def test_a_new_period_is_logged(caplog):
     ("settings", "message"),
     [
         ({"init_k_steps": 20}, "init_k_steps = 20: must be at most max_k_steps = 16"),
-        ({"overlap": True, "average_momentum": True}, "overlap with average_momentum is not built yet"),
+        ({"overlap": True, "average_momentum": True}, "overlap with average_momentum is not supported yet"),
     ],
 )
 def test_bad_settings(settings, message):

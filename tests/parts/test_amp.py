@@ -253,7 +253,7 @@ def test_a_name_that_is_neither_module_nor_operation_is_an_error():
         ({"dtype": "bfloat16", "init_loss_scaling": 8.0}, "init_loss_scaling has no effect with dtype='bfloat16'"),
         ({"use_dynamic_loss_scaling": False, "incr_ratio": 3.0}, "incr_ratio has no effect"),
         ({"custom_black_varnames": ["x"]}, "no variable names"),
-        ({"use_pure_fp16": True}, "is not built yet"),
+        ({"use_pure_fp16": True}, "is not supported yet"),
         ({"custom_white_list": ["a"], "custom_black_list": ["a"]}, "'a' is in both custom_white_list and"),
     ],
 )

@@ -441,7 +441,7 @@ def test_residuals_belong_to_their_rank(ranks):
         (
             lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
             {"allow_single": True},
-            "dgc with SGD's nesterov is not built yet",
+            "dgc with SGD's nesterov is not supported yet",
         ),
         (lambda p: torch.optim.SGD(p, 0.1, 0.9), {}, r"one worker, so there is nothing to communicate.*allow_single"),
     ],

@@ -274,7 +274,7 @@ def test_one_worker_has_nothing_to_communicate():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"overlap": True, "average_momentum": True}, "overlap with average_momentum is not built yet"),
+        ({"overlap": True, "average_momentum": True}, "overlap with average_momentum is not supported yet"),
         ({"overlap_share": 0.25}, "overlap_share has no effect without overlap"),
         ({"k_steps": 0}, "k_steps"),
         ({"outer_momentum": 1.0}, "outer_momentum"),

@@ -209,7 +209,7 @@ def test_the_step_is_as_large_as_adamws():
         ({"muon": ["nothing"]}, adamw, r"'nothing' in muon_configs\['muon'\] matches no parameter name"),
         ({}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "muon needs torch.optim.AdamW, not SGD"),
         ({}, lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "as AdamW does, not as Adam"),
-        ({}, lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "muon with amsgrad is not built yet"),
+        ({}, lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "muon with amsgrad is not supported yet"),
     ],
 )
 def test_what_cannot_work_is_an_error(settings, optimizer, message):

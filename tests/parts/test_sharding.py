@@ -180,7 +180,7 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2, segment_broadcast_MB=1.0) | SMALL}, "remove segment_broadcast_MB"),
         ({"sharding": config(1)}, "sharding_degree = 1 makes 2 groups of ranks: set hybrid_dp=True"),
         ({"sharding": config(2, hybrid_dp=True)}, "hybrid_dp needs several groups"),
-        ({"sharding": config(2, mp_degree=2)}, "tensor parallelism is not built yet"),
+        ({"sharding": config(2, mp_degree=2)}, "tensor parallelism is not supported yet"),
         ({"sharding": config(2, pp_degree=2)}, "use strategy.pipeline"),
         ({"sharding": config(2, gradient_merge_acc_step=2)}, "use strategy.gradient_merge"),
         ({"sharding": config(2, optimize_offload=True)}, "use offload"),
@@ -198,11 +198,11 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ),
         (
             {"sharding": config(1, hybrid_dp=True), "localsgd": {"group_size": 2}},
-            "with group_size=2 combined with `sharding` is not built yet, because `sharding` produces parameters",
+            "`localsgd` with group_size=2 does not support `sharding` yet, which shards parameters across ranks",
         ),
         (
             {"sharding": config(2), "recompute": {"memory_budget": "min"}},
-            "combined with `sharding` is not built yet, because `sharding` produces parameters sharded across ranks",
+            "`recompute` with memory_budget='min' does not support `sharding` yet, which shards parameters across",
         ),
     ],
 )

@@ -111,10 +111,10 @@ def fused_adagrad(model):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (adafactor, "Adafactor on shards is not built yet in torch: use another optimizer"),
-        (rprop, "Rprop on shards is not built yet in torch: use another optimizer"),
-        (fused_sgd, "SGD(fused=True) on shards is not built yet in torch: remove fused=True"),
-        (fused_adagrad, "Adagrad(fused=True) on shards is not built yet in torch: remove fused=True"),
+        (adafactor, "Adafactor on shards is not supported yet in torch: use another optimizer"),
+        (rprop, "Rprop on shards is not supported yet in torch: use another optimizer"),
+        (fused_sgd, "SGD(fused=True) on shards is not supported yet in torch: remove fused=True"),
+        (fused_adagrad, "Adagrad(fused=True) on shards is not supported yet in torch: remove fused=True"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -146,8 +146,8 @@ class Embedded(nn.Module):
 
 def test_sparse_gradients_and_empty_parameters_are_named(ranks):
     for text in ranks.run(refused, Embedded, sgd):
-        assert "sharding with the sparse gradients of 'table' is not built yet: set sparse=False there" in text
-        assert "sharding of the empty parameter 'none' of shape (0, 3) is not built yet in torch: remove it" in text
+        assert "sharding with the sparse gradients of 'table' is not supported yet: set sparse=False there" in text
+        assert "sharding of the empty parameter 'none' of shape (0, 3) is not supported yet in torch: remove it" in text
 
 
 class TwoDtypes(nn.Module):

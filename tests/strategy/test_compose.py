@@ -117,13 +117,12 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
         ),
         (
             [Sparse(), FP16],
-            "`sparse` does not work with gradients multiplied by a loss scale, which `amp` with "
-            "init_loss_scaling=1024.0 produces, because values would overflow: turn one of them off or change these",
+            "`sparse` does not work with gradients multiplied by a loss scale, which `amp` produces, because values "
+            "would overflow: turn one of them off",
         ),
         (
             [Sparse(), Rule()],
-            "`rule` combined with `sparse` is not built yet, because `sparse` produces gradients that already contain "
-            "momentum: turn one of them off",
+            "`rule` does not support `sparse` yet, which adds momentum to gradients: turn one of them off",
         ),
         ([Hungry()], "`hungry` needs parameters sharded across ranks, which nothing in this strategy produces: turn"),
         ([Chicken(), Egg()], "`chicken` each need the other to run first: use only one of them"),
@@ -152,6 +151,13 @@ def test_two_switches_that_conflict_twice_are_one_problem():
     with pytest.raises(StrategyError) as caught:
         compose([DGC(momentum_correction=True), LarsPart()])
     assert len(caught.value.problems) == 1
+
+
+def test_what_a_switch_lacks_because_of_another_is_not_a_second_problem():
+    with pytest.raises(StrategyError) as caught:
+        compose([DGC(momentum_correction=True), LocalSGD()])  # dgc's update needs the momentum, which is not made here
+    (problem,) = caught.value.problems
+    assert problem.startswith("`dgc` with momentum_correction=True does not work with gradients that differ between")
 
 
 def test_all_conflicts_come_at_once():

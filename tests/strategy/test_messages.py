@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import typing
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,7 +18,8 @@ from torch import nn
 
 from fleetx import DistributedStrategy, StrategyError
 from fleetx.strategy.compose import compose
-from fleetx.strategy.part import defaults_of, every
+from fleetx.strategy.part import defaults_of, every, switch_of
+from fleetx.strategy.settings import place_of
 from fleetx.strategy.stage import Fact, Stage
 
 PARTS = every()
@@ -214,6 +217,67 @@ def test_a_conflict_names_both_switches():
         assert f"`{b}`" in problem
 
 
+def changed_as_told(change, first, second):
+    """Both parts after a remedy such as "set clip_configs['clip_norm'] = 1.0 instead of `dgc`"."""
+    told = re.fullmatch(r"set (?P<place>\S+?)( = (?P<value>\S+))?( instead of [`'](?P<instead>\w+)[`'])?", change)
+    assert told, change
+    (part,) = [p for p in (first, second) if told["place"] in places(p)]
+    key = places(part)[told["place"]]
+    value = ast.literal_eval(told["value"]) if told["value"] else dict(accepted(type(part)))[key]
+    given = {key: value}
+    if told["instead"] in defaults_of(type(part)):
+        given[told["instead"]] = defaults_of(type(part))[told["instead"]]
+    (other,) = [p for p in (first, second) if p is not part]
+    return [replace(part, **given), *([other] if switch_of(type(other)) != told["instead"] else [])]
+
+
+def places(part):
+    """Where each setting of a part is set, such as `clip_configs['clip_norm']`."""
+    return {place_of(type(part), key): key for key in defaults_of(type(part))}
+
+
+def one_setting(part):
+    """The part with its defaults, and with each setting changed alone: one value for each set of acts it leads to."""
+    found = {}
+    for settings in [{}, *({k: v} for k, v in accepted(part))]:
+        changed = part(**settings)
+        if not list(changed.problems()):
+            found.setdefault((tuple(settings), tuple(a.name for a in changed.acts())), changed)
+    return list(found.values())
+
+
+def test_each_remedy_for_a_conflict_helps():
+    told = set()
+    for a, b in itertools.combinations(PARTS.values(), 2):
+        for first, second in itertools.product(one_setting(a), one_setting(b)):
+            try:
+                compose([first, second])
+            except StrategyError as error:
+                (problem,) = error.problems
+            else:
+                continue
+            for remedy in problem.rpartition(": ")[2].split(", or "):
+                told.add(remedy)
+                if remedy in ("turn one of them off", "use only one of them"):
+                    left = [[first], [second]]
+                elif off := re.fullmatch(r"turn `(\w+)` off", remedy):
+                    left = [[p for p in (first, second) if switch_of(type(p)) != off[1]]]
+                    assert len(left[0]) == 1
+                else:
+                    left = [changed_as_told(remedy, first, second)]
+                for parts in left:
+                    assert compose(parts), problem
+                    assert not [text for p in parts for text in p.problems()], problem
+    assert {"turn one of them off", "set localsgd_configs['group_size'] = 1", "set nccl_comm_num = 1"} <= told
+    assert "set dgc_configs['momentum_correction'] = None" in told
+
+
+def test_no_change_of_settings_is_offered_where_none_helps():
+    for other in ({"localsgd": {"k_steps": 4, "group_size": 2}}, {"dgc": {"momentum_correction": False}}):
+        with pytest.raises(StrategyError, match=r"`noise_scale` does not support `\w+` yet, .*: turn one of them off$"):
+            DistributedStrategy(noise_scale=True, **other).plan()
+
+
 def test_a_setting_out_of_range_is_named_as_it_is_written():
     for name, problem in out_of_range():
         assert problem.startswith(name)
@@ -221,5 +285,6 @@ def test_a_setting_out_of_range_is_named_as_it_is_written():
 
 @pytest.mark.parametrize("fact", Fact)
 def test_a_fact_reads_well_where_it_is_used(fact):
-    """`needs X`, `does not work with X` and `produces X` ask for a noun phrase."""
-    assert re.match(r"(gradients|parameters|a model) \w+", fact.value)
+    """`needs X` and `does not work with X` ask for a noun, `does not support <switch> yet, which X` for a verb."""
+    assert re.match(r"(gradients|parameters|a model) \w+", fact.what)
+    assert re.match(r"[a-z]+s \w+", fact.how)

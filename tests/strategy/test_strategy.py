@@ -198,7 +198,7 @@ BAD = [
     ({"dgc": {"sparsity": [0.5, 1.5]}}, r"dgc_configs\['sparsity'\]\[1\] = 1.5: must be less than 1"),
     (
         {"recompute": {"memory_budget": []}},
-        r"= \[\]: must be a string, an integer or a number \(default None\)",
+        r"= \[\]: must be a size such as '6GiB', a share such as 0\.5, or 'min' \(default None\)",
     ),
     ({"pipeline": {"micro_batch": -1}}, r"micro_batch'\] = -1: must be at least 1"),
     ({"recompute": {"checkpoints": "layer1"}}, r"checkpoints'\] = 'layer1': must be a list"),
@@ -212,8 +212,8 @@ BAD = [
     ({"execution_strategy": {"num_threads": "many"}}, r"execution_strategy.num_threads = 'many': must be int"),
     ({"build_strategy": SimpleNamespace(sync_batch_norm=True)}, r"build_strategy has no 'sync_batch_norm'"),
     ({"fuse_grad_size_in_MB": float("inf")}, r"must be a finite number"),
-    ({"a_sync": True}, r"a_sync: parameter-server training is not built yet"),
-    ({"tensor_parallel": True}, r"tensor_parallel: .*not built yet: use sharding or pipeline"),
+    ({"a_sync": True}, r"a_sync: parameter-server training is not supported yet"),
+    ({"tensor_parallel": True}, r"tensor_parallel: .*not supported yet: use sharding or pipeline"),
 ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fleetx.cli import main
 from fleetx.comm import kernel
-from fleetx.errors import NOT_BUILT, NumbersError, StrategyError, UsageError
+from fleetx.errors import NumbersError, StrategyError, UsageError, may_be_built
 from fleetx.parts.recompute.chain import Chain
 from fleetx.strategy.part import claims, defaults_of, every
 from fleetx.strategy.stage import Stage
@@ -155,25 +155,25 @@ def test_recompute_that_stops_after_its_first_segments_is_noticed(judge, chosen)
     assert observed("recompute", stopped, off).acts is False
 
 
-def test_an_error_says_that_it_is_not_built_yet_or_why_it_never_can_be():
+def test_an_error_says_that_it_is_not_supported_yet_or_why_it_never_can_be():
     """Of every single strategy, pair and triple: here, because looking for them all takes a second."""
     reasons = [stage.because for stage in Stage] + [c.because for p in every().values() for c in claims(p).values()]
     reasons += ["and only one can"]
     problems = {problem: chosen for chosen in ALL for problem in conflicts_of(declared(chosen))}
     assert problems
     for problem, chosen in problems.items():
-        assert (NOT_BUILT in problem) != any(reason and reason in problem for reason in reasons), (chosen, problem)
+        assert may_be_built(problem) != any(reason and reason in problem for reason in reasons), (chosen, problem)
 
 
-def test_what_is_not_built_yet_is_listed_from_the_errors_themselves():
+def test_what_is_not_supported_yet_is_listed_from_the_errors_themselves():
     pairs, single = list(unbuilt_beside_others()), list(unbuilt_messages())
     assert [text.partition(": ")[0] for text in pairs] == [
         "recompute with memory_budget='min' + pipeline",
         "recompute with memory_budget='min' + sharding",
         "recompute with memory_budget='min' + sync_batch_norm",
     ]
-    assert "lars with dampening is not built yet: pass dampening=0 to SGD" in single
-    assert all(NOT_BUILT in text for text in (*pairs, *single))
+    assert "lars with dampening is not supported yet: pass dampening=0 to SGD" in single
+    assert all(may_be_built(text) for text in (*pairs, *single))
 
 
 def test_the_page_in_the_docs_lists_every_error_as_it_is_now():
@@ -286,13 +286,13 @@ VERDICTS = [
     Verdict(("dgc",), "lossy"),
     Verdict(("clip", "dgc"), "refused", "clip <bars> momentum"),
     Verdict(("sharding",), "equal"),
-    Verdict(("dgc", "sharding"), "unbuilt", "dgc with sharding is not built yet"),
+    Verdict(("dgc", "sharding"), "unbuilt", "dgc with sharding is not supported yet"),
 ]
 
 
 def test_the_matrix_as_text_html_and_json():
     assert [row[1:] for row in report.matrix(VERDICTS)[1:]] == [["=", "", ""], ["x", "~", ""], [" ", "o", "="]]
-    assert "2 equal, 1 lossy within bounds, 1 contradiction and 1 not built yet" in report.text(VERDICTS)
+    assert "2 equal, 1 lossy within bounds, 1 contradiction and 1 not supported yet" in report.text(VERDICTS)
     page = report.page(VERDICTS, "cpu", 1.0)
     assert '<td class="refused">x</td>' in page
     assert "clip &lt;bars&gt; momentum" in page

@@ -25,6 +25,11 @@ def either(choices: Iterable[object]) -> str:
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
+def printable(text: str) -> str:
+    """The text on one line: line breaks and other characters that a terminal would act on are escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:

@@ -63,7 +63,7 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
             "of the model and no gradient_merge. Start more workers, or set gradient_merge with k_steps of 2 or more"
         )
     if state["count"] < LEAST:
-        weighted = " (fleet.weight with noise_scale is not built yet)" if engine.weights.used else ""
+        weighted = " (fleet.weight with noise_scale is not supported yet)" if engine.weights.used else ""
         raise UsageError(
             f"the noise scale needs {LEAST} measured updates, and there are {state['count']}{weighted}: train longer, "
             f"or measure more often (noise_scale_configs['every'] = {part.every})"

@@ -39,7 +39,7 @@ def read(settings: dict[str, Any], folder: Path) -> Imported:
     else:
         found.ignored += [f"{name}: distributed_type is {kind}" for name in fsdp.rest()]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP"):
-        found.missing.append(f"distributed_type {kind}: not built in fleetx")
+        found.missing.append(f"distributed_type {kind}: not supported yet")
     _precision(given, found)
     _loop(given, found)
     _launch(given, found, processes, machines or 1)
@@ -112,7 +112,7 @@ def _fsdp(fsdp: Taken, found: Imported, processes: int | None, machines: int) ->
     for name in _FSDP1:
         if take(name) is not None:
             found.missing.append(f"{fsdp.name('fsdp_' + name)}: an option of FSDP1; fleetx uses FSDP2")
-    found.missing += [f"{name}: not built in fleetx" for name in fsdp.rest()]
+    found.missing += [f"{name}: not supported yet" for name in fsdp.rest()]
 
 
 def _precision(given: Taken, found: Imported) -> None:
@@ -121,7 +121,7 @@ def _precision(given: Taken, found: Imported) -> None:
     if wanted is not None:
         found.strategy.amp = wanted
     elif kind not in ("no", "False"):
-        found.missing.append(f"mixed_precision {kind}: not built in fleetx")
+        found.missing.append(f"mixed_precision {kind}: not supported yet")
 
 
 def _loop(given: Taken, found: Imported) -> None:
@@ -156,5 +156,5 @@ def _rest(given: Taken, found: Imported) -> None:
         found.script.append(f"dynamo_config {dynamo}: call torch.compile(model) before fleet.distribute")
     for name in ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config"):
         if given.take(name):
-            found.missing.append(f"{name}: not built in fleetx")
+            found.missing.append(f"{name}: not supported yet")
     found.missing += [f"{name}: accelerate has no such setting, and would raise an error" for name in given.rest()]

@@ -10,7 +10,7 @@ from fleetx.integrations.imported import Imported, Taken
 # to DeepSpeed too, which silently ignores it.
 _LOGS = "it only measures or prints: use torch.profiler or your own logs"
 _PERFORMANCE = "it changes speed and memory only"
-_NOT_BUILT = "not built in fleetx"
+_NOT_BUILT = "not supported yet"
 KNOWN = {
     **dict.fromkeys(
         ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger",
@@ -196,7 +196,7 @@ def _zero(zero: Taken, found: Imported) -> None:
         found.missing.append("zero_optimization.offload_param: DeepSpeed offers it for stage 3 only")
         devices["offload_param"] = "none"
     if "nvme" in devices.values():
-        found.missing.append("zero_optimization: offloading to NVMe: not built in fleetx")
+        found.missing.append("zero_optimization: offloading to NVMe: not supported yet")
     elif "cpu" in devices.values():
         settings["offload"] = True
         if devices["offload_param"] == "none":

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from fleetx import __version__
-from fleetx.base.suggest import did_you_mean
+from fleetx.base.suggest import did_you_mean, printable
 from fleetx.errors import LaunchError
 from fleetx.launch import devices, environment, nodes, schedulers
 from fleetx.launch.help import EPILOG, SUMMARY, UNSUPPORTED
@@ -154,11 +154,14 @@ def parse(arguments: list[str], *, environ: Mapping[str, str]) -> Job | None:
     """Parse and check the command line. Returns None after printing the help or the version."""
     try:
         options = _command.main(arguments, prog_name="fleetrun", standalone_mode=False)
+        return _job(environ=environ, **options) if isinstance(options, dict) else None
     except click.NoSuchOption as error:
-        raise LaunchError(_unknown(error.option_name)) from None
+        message = _unknown(error.option_name)
     except click.ClickException as error:
-        raise LaunchError(f"{error.format_message().rstrip('.')}; see fleetrun --help") from None
-    return _job(environ=environ, **options) if isinstance(options, dict) else None
+        message = f"{error.format_message().rstrip('.')}; see fleetrun --help"
+    except LaunchError as error:
+        message = str(error)
+    raise LaunchError(printable(message)) from None  # it quotes what was typed
 
 
 def _unknown(name: str) -> str:

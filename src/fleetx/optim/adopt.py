@@ -49,7 +49,7 @@ def adoption_problems(
         yield f"{part} needs real floating-point parameters, not {', '.join(map(str, other))}: turn {part} off"
     for option in ("differentiable", "capturable", "amsgrad"):
         if any(group.get(option) for group in groups):
-            yield f"{part} with {option} {NOT_BUILT}: pass {option}=False to {name}"
+            yield f"{part} with {option} {NOT_BUILT}: pass {option}=False"
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, seams.TRACKED):
         yield f"optimizer.step was patched, and {part} would undo that: patch it after fleet.distribute"

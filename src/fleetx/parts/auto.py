@@ -23,7 +23,9 @@ class Auto(Part):
     """What to optimize for."""
     global_batch: Annotated[int, Field(ge=1)] | None = None
     """Samples per update over all ranks. By default, every rank keeps the batch size of the sample."""
-    memory_budget: str | Annotated[int, Field(gt=0)] | None = None
+    memory_budget: Annotated[
+        str | Annotated[int, Field(gt=0)] | None, Field(description="a size such as '6GiB', or a number of bytes")
+    ] = None
     """Memory that each rank may use, such as "6GiB"; by default the device's, or a share of the machine's."""
     allow: Literal["exact", "bf16", "lossy"] = "exact"
     """Which strategies may be chosen: those that do not change the math, these and bfloat16, or all of them."""

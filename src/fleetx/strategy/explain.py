@@ -114,7 +114,7 @@ def _reason(plan: Plan, act: Act) -> str:
     here = plan.at(act.stage)
     facts = plan.facts_at(here[0])
     before = " and ".join(b.switch for b in here if first(b, act, facts))
-    barred = " or ".join(f.value for f in Fact if f in act.claim.bars & facts)
+    barred = " or ".join(f.what for f in Fact if f in act.claim.bars & facts)
     reasons = [f"runs after {before}"] if before else []
     reasons += [f"because it does not work with {barred}"] if barred else []
     return ", ".join(reasons)

@@ -204,7 +204,7 @@ class Part:
 
 
 def claims(part: type[Part]) -> dict[str, Claim]:
-    """The marked methods of a part. A part that has none is declared but not built yet."""
+    """The marked methods of a part. A part that has none is declared but not supported yet."""
     methods = {name: getattr(part, name) for name in dir(part) if not name.startswith("__")}
     return {name: method.claim for name, method in methods.items() if hasattr(method, "claim")}
 

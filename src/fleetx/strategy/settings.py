@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -91,26 +91,35 @@ class Settings(MutableMapping[str, Any]):
             place = self._where(key) + "".join(f"[{i}]" for i in e["loc"][1:] if isinstance(i, int))
             reasons.setdefault((key, f"{place} = {shown(e['input'])}"), []).append(_plain_english(e["msg"]))
         for (key, assignment), texts in reasons.items():
-            yield f"{assignment}: must be {either(dict.fromkeys(texts))} (default {self._defaults[key]!r})"
+            said = self.kind.__pydantic_fields__[key].description or either(dict.fromkeys(texts))  # type: ignore[attr-defined]
+            yield f"{assignment}: must be {said} (default {self._defaults[key]!r})"
 
     def _where(self, key: str = "") -> str:
-        """The setting as the user writes it."""
-        for name, field in self.kind.flat.items():
-            if field == key:
-                return name
-        configs = f"{switch_of(self.kind)}_configs"
-        return f"{configs}[{key!r}]" if key else configs
+        return place_of(self.kind, key)
 
     def _keys(self) -> str:
         return ", ".join(self._defaults)
 
 
+def place_of(kind: type[Part], key: str = "") -> str:
+    """Where the user sets the part's setting, or all of them: `clip_configs['clip_norm']`, `clip_configs`."""
+    for name, field in kind.flat.items():
+        if field == key:
+            return name
+    configs = f"{switch_of(kind)}_configs"
+    return f"{configs}[{key!r}]" if key else configs
+
+
 def changed(part: Part) -> str:
     """The settings of a part that differ from their defaults, such as `k_steps=4, avg=False`."""
     defaults = defaults_of(type(part))
-    values = {key: getattr(part, key) for key in defaults if getattr(part, key) != defaults[key]}
+    return ", ".join(assigned(part, [key for key in defaults if getattr(part, key) != defaults[key]]))
+
+
+def assigned(part: Part, keys: Iterable[str]) -> list[str]:
+    """These settings of a part as the user writes them, such as `k_steps=4`."""
     names = {field: name for name, field in part.flat.items()}
-    return ", ".join(f"{names.get(key, key)}={value!r}" for key, value in values.items())
+    return [f"{names.get(key, key)}={getattr(part, key)!r}" for key in keys]
 
 
 def _plain_english(message: str) -> str:

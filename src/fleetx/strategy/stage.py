@@ -74,20 +74,29 @@ _SOLO = {
 
 
 class Fact(Enum):
-    """What can be true of the gradients of a step. The value completes "does not work with ..." and "needs ..."."""
+    """What can be true of the gradients of a step, and how a part makes it true.
 
-    SCALED = "gradients multiplied by a loss scale"
-    SUMMED = "gradients summed over merged steps without averaging"
-    MOMENTUM = "gradients that already contain momentum"
-    RESIDUAL = "gradients of which each rank keeps a part for later steps"
-    LOCAL = "gradients that differ between ranks"
-    APART = "parameters that ranks have not averaged yet"
-    PARTED = "parameters sharded across ranks"
-    STAGED = "a model split into pipeline stages"
-    TOGETHER = "a model whose modules wait for all ranks"
-    ROUTED = "gradients sent over several process groups"
-    CLIPPED = "gradients whose norm was limited"
-    SPREAD = "gradients of shared weights not yet summed over the pipeline stages"
+    `what` completes "does not work with ..." and "needs ..."; `how` completes "does not support `x` yet, which ...".
+    """
+
+    SCALED = "gradients multiplied by a loss scale", "multiplies gradients by a loss scale"
+    SUMMED = "gradients summed over merged steps without averaging", "sums gradients over merged steps"
+    MOMENTUM = "gradients that already contain momentum", "adds momentum to gradients"
+    RESIDUAL = "gradients of which each rank keeps part for later steps", "keeps part of each gradient for later steps"
+    LOCAL = "gradients that differ between ranks", "lets gradients differ between ranks"
+    APART = "parameters that ranks have not averaged yet", "lets parameters differ between ranks"
+    PARTED = "parameters sharded across ranks", "shards parameters across ranks"
+    STAGED = "a model split into pipeline stages", "splits the model into stages"
+    TOGETHER = "a model whose modules wait for all ranks", "makes modules wait for all ranks"
+    ROUTED = "gradients sent over several process groups", "sends gradients over several process groups"
+    CLIPPED = "gradients whose norm was limited", "limits the norm of gradients"
+    SPREAD = (
+        "gradients of shared weights not yet summed over the pipeline stages",
+        "divides gradients of shared weights between the pipeline stages",
+    )
+
+    def __init__(self, what: str, how: str):
+        self.what, self.how = what, how
 
 
 def always(part: Any) -> bool:

@@ -1,7 +1,7 @@
 """`fleetx verify`: run every combination of strategies, compare its numbers with one plain process, and observe that
 each strategy acts.
 
-    combinations.py    which there are: those that raise an error, and those to run; what is not built yet
+    combinations.py    which there are: those that raise an error, and those to run; what is not supported yet
     ranks.py           processes that run one combination after another
     runs.py            one training run on the ranks, under a strategy
     observe.py         what is counted during a run

@@ -1,4 +1,4 @@
-"""Which combinations of strategies there are, how each is declared, and what the errors say is not built yet."""
+"""Which combinations of strategies there are, how each is declared, and what the errors say is not supported yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetx.errors import NOT_BUILT, StrategyError
+from fleetx.errors import NOT_BUILT, StrategyError, may_be_built
 from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import Part, claims, defaults_of, every
 
@@ -60,11 +60,11 @@ def conflicts_of(strategy: dict[str, Any]) -> list[str]:
 
 
 def kind_of(problems: Sequence[str]) -> str:
-    """Whether the problems are a contradiction ("refused"), or only not built yet ("unbuilt")."""
-    return "unbuilt" if all(NOT_BUILT in problem for problem in problems) else "refused"
+    """Whether the problems are a contradiction ("refused"), or only not supported yet ("unbuilt")."""
+    return "unbuilt" if all(may_be_built(problem) for problem in problems) else "refused"
 
 
-# --- what is not built yet ------------------------------------------------------------------------
+# --- what is not supported yet --------------------------------------------------------------------
 def unbuilt_beside_others() -> Iterator[str]:
     """Settings that raise an error with another strategy, although the switch itself works with it."""
     for switch, part in every().items():
@@ -79,12 +79,12 @@ def unbuilt_beside_others() -> Iterator[str]:
 
 
 def unbuilt_messages() -> Iterator[str]:
-    """Every message in the sources that says "not built yet", with <...> for inserted values."""
+    """Every message in the sources that says "is not supported yet", with <...> for inserted values."""
     found = set()
     for place in _SOURCES:
         spec = importlib.util.find_spec(place)
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-            for path in (p for p in Path(folder).rglob("*.py") if p.name != "compose.py"):  # its pairs are listed above
+            for path in Path(folder).rglob("*.py"):
                 found |= {
                     " ".join(_text(node).split())
                     for node in ast.walk(ast.parse(path.read_text()))

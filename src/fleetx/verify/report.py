@@ -18,7 +18,7 @@ LEGEND = [
     "= equal to one plain float64 process, up to rounding",
     "~ lossy: equal up to rounding at lossless settings, and within its bound at lossy ones",
     "x raises an error: a contradiction",
-    "o raises an error: not built yet",
+    "o raises an error: not supported yet",
     "! failed",
 ]
 
@@ -50,7 +50,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return (
         f"{len(verdicts)} combinations: {counts['equal']} equal, {counts['lossy']} lossy within bounds, "
         f"{counts['refused']} contradiction{'' if counts['refused'] == 1 else 's'} and "
-        f"{counts['unbuilt']} not built yet (both raise an error), "
+        f"{counts['unbuilt']} not supported yet (both raise an error), "
         f"{counts['failed']} failed; {seen} effects observed"
     )
 
@@ -99,7 +99,7 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     for v in (v for v in verdicts if len(v.switches) == 1):
         seen = v.effects[v.switches[0]]
         lines.append(f"| {v.switches[0]} | {seen.sentence} (`{seen.quantity}`) | {seen.on:g} | {seen.off:g} |")
-    for kind, title in (("refused", "Contradictions"), ("unbuilt", "Not built yet")):
+    for kind, title in (("refused", "Contradictions"), ("unbuilt", "Not supported yet")):
         lines += ["", f"## {title}", ""]
         lines += [f"- {_name(v)}: {v.reason}" for v in verdicts if v.kind == kind and len(v.switches) == 2]
     lines += [f"- {problem}" for problem in unbuilt_beside_others()]

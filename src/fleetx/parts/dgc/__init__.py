@@ -77,7 +77,7 @@ class DGC(Part):
     example: ClassVar[dict[str, Any]] = {"sparsity": [0.9]}
     lossless: ClassVar[dict[str, Any]] = {"sparsity": [0.0]}
     instead: ClassVar[dict[str, str]] = {
-        "clip": ("set dgc_configs['clip_norm'] instead of `clip`, or dgc_configs['momentum_correction'] = False"),
+        "clip": "set dgc_configs['clip_norm'] instead of `clip`, or set dgc_configs['momentum_correction'] = False",
         "fp16_allreduce": "set dgc_configs['value_dtype'] = 'float16' instead of `fp16_allreduce`",
     }
     costs: ClassVar[str] = (

@@ -43,7 +43,10 @@ class Recompute(Part):
 
     checkpoints: NameList = Field(default_factory=list)
     """Names of modules as in `model.named_modules()`, or patterns that match level by level (`encoder.layer.*`)."""
-    memory_budget: str | Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    memory_budget: Annotated[
+        str | Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)] | None,
+        Field(description="a size such as '6GiB', a share such as 0.5, or 'min'"),
+    ] = None
     """Instead of names: peak memory of a step, as "6GiB", as a share of the peak without recompute, or "min"."""
     enable_offload: bool = False
     """Move what is kept to host memory, and prefetch it one segment ahead."""
@@ -56,6 +59,9 @@ class Recompute(Part):
     effect: ClassVar[Effect] = more("calls", "modules run twice", by=0.5)
     example: ClassVar[dict[str, Any]] = {"checkpoints": ["blocks.*"]}
     other_examples: ClassVar[tuple[dict[str, Any], ...]] = ({"memory_budget": "min"},)
+    instead: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("pipeline", "sharding", "sync_batch_norm"), "set recompute_configs['checkpoints'] instead of 'memory_budget'"
+    )
     costs: ClassVar[str] = "time: a second forward of what is recomputed; memory: only the inputs of segments are kept"
 
     def problems(self) -> Iterator[str]:
