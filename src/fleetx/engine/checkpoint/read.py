@@ -179,7 +179,9 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
     known = {f"model.{plain_name(n)}" for n in (*engine.names.values(), *dict(engine.model.named_buffers()))}
     strange = sorted(n.removeprefix("model.") for n in chunks.names() if n.startswith("model.") and n not in known)
     if strange:
-        raise UsageError(f"the checkpoint has {', '.join(strange[:5])}, which the model lacks: is it from another one?")
+        raise UsageError(
+            f"the checkpoint has {', '.join(strange[:5])}, but the model does not: is it from another model?"
+        )
     for name, t in mine.items():
         dtype, shape, _ = chunks.described(f"model.{name}")
         here = snapshot.piece(t)
