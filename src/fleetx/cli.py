@@ -160,7 +160,10 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
     "--merges", default="1,2,4,8", show_default=True, help="Batches to try, as multiples of the script's own."
 )
 @click.option(
-    "--rates", default="1", show_default=True, help="Learning rates to try for each batch, as multiples of --rule's."
+    "--rates",
+    default="1",
+    show_default=True,
+    help="Learning rates per batch, as multiples of what --rule gives.",
 )
 @click.option(
     "--rule",
@@ -178,7 +181,9 @@ def plan(script: str | None, arguments: tuple[str, ...], **options: Any) -> None
     help="How many times --steps a larger batch may take.",
 )
 @click.option(
-    "--minutes", type=click.FloatRange(min=0), help="Start no new run after this time. Repeat the command to continue."
+    "--minutes",
+    type=click.FloatRange(min=0),
+    help="Start no new runs after this many minutes. Repeat the command to continue.",
 )
 @click.option("--output", type=_output_file, default="batch.json", show_default=True, help="Where to keep the losses.")
 @click.option("--plot", type=_output_file, help="Plot updates and samples against the batch to this PNG file.")
@@ -250,13 +255,13 @@ def verify(switches: tuple[str, ...], model: str | None, **options: Any) -> None
 @main.command()
 @click.option("--listen", metavar="ADDRESS", help="Answer other machines on this address until Ctrl-C.")
 @click.option(
-    "--port", type=click.IntRange(1, 65535), default=8617, show_default=True, help="Port to answer or ask on."
+    "--port", type=click.IntRange(1, 65535), default=8617, show_default=True, help="Port to listen on or connect to."
 )
 @click.option("--folder", type=click.Path(path_type=Path), help="Also check this folder, which all machines share.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("hosts", nargs=-1)
 def doctor(hosts: tuple[str, ...], listen: str | None, port: int, folder: Path | None, as_json: bool) -> None:
-    """Check this machine, and the machines HOSTS, before a run: names, ports, memory, files, links and versions.
+    """Check this machine and HOSTS before a run: names, ports, memory, files, links and versions.
 
     First run `fleetx doctor --listen ADDRESS` on each of HOSTS, with the address that the others should use. Reports
     what to fix. The exit code is 1 if a run could not work.

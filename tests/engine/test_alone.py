@@ -58,7 +58,7 @@ def alone(settings, call, before=lambda model: None):
 def test_an_evaluation_of_a_sharded_model_is_an_error(ranks, settings, call):
     said, took = ranks.run(alone, settings, call)[0]
     assert said == (
-        "rank 0 is in an evaluation, but rank 1 trains on without calling it: a rank has only part of the model, so "
+        "rank 0 is evaluating, but rank 1 has continued training: a rank has only part of the model, so "
         "every rank must evaluate, with the same number of batches (`for batch in fleet.join(loader)` stops all ranks "
         "together)"
     )
@@ -67,12 +67,12 @@ def test_an_evaluation_of_a_sharded_model_is_an_error(ranks, settings, call):
 
 def test_also_after_one_that_all_ranks_made(ranks):
     said, _ = ranks.run(alone, SHARDING[1], evaluate, evaluate)[0]
-    assert said.startswith("rank 0 is in an evaluation, but rank 1 trains on")
+    assert said.startswith("rank 0 is evaluating, but rank 1 has continued training")
 
 
 def test_a_flush_is_an_error(ranks):
     said, took = ranks.run(alone, {"gradient_merge": {"k_steps": 2}}, flush)[0]
-    assert said.startswith("rank 0 is in fleet.flush, but rank 1 trains on without calling it: every rank must call")
+    assert said.startswith("rank 0 is in fleet.flush, but rank 1 has continued training: every rank must call")
     assert took < 60
 
 
@@ -102,7 +102,7 @@ def unequal():
 
 def test_unequal_numbers_of_batches(ranks):
     said, other = ranks.run(unequal)
-    assert "rank 0 is in an evaluation, but rank 1 trains on" in said
+    assert "rank 0 is evaluating, but rank 1 has continued training" in said
     assert other == ""
 
 
@@ -117,8 +117,8 @@ def different_calls(folder):
 
 def test_another_call_on_the_other_rank_is_named(ranks, tmp_path):
     first, second = ranks.run(different_calls, tmp_path / "here")
-    assert first.startswith("rank 0 is in an evaluation, but rank 1 is in fleet.save")
-    assert second.startswith("rank 1 is in fleet.save, but rank 0 is in an evaluation")
+    assert first.startswith("rank 0 is evaluating, but rank 1 is in fleet.save")
+    assert second.startswith("rank 1 is in fleet.save, but rank 0 is evaluating")
 
 
 def one_group():
@@ -158,4 +158,4 @@ def staged():
 
 
 def test_an_evaluation_of_a_pipeline_is_an_error(ranks):
-    assert ranks.run(staged)[0].startswith("rank 0 is in an evaluation, but rank 1 trains on")
+    assert ranks.run(staged)[0].startswith("rank 0 is evaluating, but rank 1 has continued training")

@@ -241,7 +241,7 @@ def test_a_piece_that_is_listed_twice_is_refused(saved):
     index = json.loads((folder / "index.json").read_text())
     index["tensors"]["model.0.weight"]["chunks"] *= 2
     forge(folder, "index.json", json.dumps(index).encode())
-    refused(folder, *training, match="two pieces by one rank")
+    refused(folder, *training, match="two pieces from one rank")
 
 
 @pytest.mark.parametrize(

@@ -469,7 +469,7 @@ def alone(what, folder):
 def test_a_checkpoint_that_one_rank_alone_saves_is_an_error_within_seconds(ranks, tmp_path, what):
     said, _ = ranks.run(alone, what, tmp_path / "here")
     assert said == (
-        "rank 0 is in fleet.save, but rank 1 trains on without calling it: every rank must call fleet.save, so do not "
+        "rank 0 is in fleet.save, but rank 1 has continued training: every rank must call fleet.save, so do not "
         "call it under `if fleet.is_first_worker()`"
     )
 

@@ -434,7 +434,7 @@ def test_zero_redundancy_optimizer(ranks, declared):
 
 @pytest.mark.parametrize("declared", [{"sharding": True}, {"localsgd": True}], ids=["sharding", "localsgd"])
 def test_zero_redundancy_optimizer_is_an_error_where_ranks_update_their_own(ranks, declared):
-    is_an_error(ranks, "pass the optimizer that it divides", distributed, declared, double, zero_redundancy)
+    is_an_error(ranks, "pass the optimizer that it wraps", distributed, declared, double, zero_redundancy)
 
 
 def second():

@@ -921,7 +921,7 @@ def test_gradients_of_the_last_update_that_are_still_there_are_refused(declared)
         optimizer.step()
         updated = fleet.updated
     mse_loss(model(x), y).backward()
-    with pytest.raises(UsageError, match=r"were not erased.*: call optimizer.zero_grad\(\) after each step"):
+    with pytest.raises(UsageError, match=r"were not cleared.*: call optimizer.zero_grad\(\) after each step"):
         optimizer.step()
 
 
@@ -943,7 +943,7 @@ def _dgc(change):
         optimizer.step()
 
 
-CHANGES = {"clip": r"or contains momentum \(dgc\)", "no zero_grad": r"were not erased"}
+CHANGES = {"clip": r"or contains momentum \(dgc\)", "no zero_grad": r"were not cleared"}
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -238,7 +238,7 @@ def test_rank_0_has_no_gradients_of_others_to_broadcast(ranks):
 # --- what it cannot hold --------------------------------------------------------------------------
 def test_a_flat_state_dict_is_refused():
     model, optimizer = build(MERGE)
-    with pytest.raises(UsageError, match="flatten_optimizer_state_dict=True has no place for the state of the strat"):
+    with pytest.raises(UsageError, match="flatten_optimizer_state_dict=True leaves out the state of the strat"):
         get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 

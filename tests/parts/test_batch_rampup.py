@@ -194,7 +194,7 @@ def test_explain_shows_the_ramp_and_where_it_is():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rampup": [[4, 2], [2, 1]]}, "each must be above the one before"),
+        ({"rampup": [[4, 2], [2, 1]]}, r"each pair is \(until, steps\); `until` must increase"),
         ({"rampup_lr": "sqrt"}, "rampup_lr has no effect without rampup"),
         ({"rampup": [[4, 2]], "rampup_unit": "samples"}, "needs rampup_feed"),
         ({"rampup": [[4, 2]], "rampup_feed": 3}, "rampup_feed has no effect"),

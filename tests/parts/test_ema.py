@@ -238,7 +238,7 @@ def test_without_the_strategy_there_is_no_average():
 
 
 def test_a_decay_of_1_alone_is_an_error():
-    with pytest.raises(ValueError, match="keeps the average at the first parameters"):
+    with pytest.raises(ValueError, match="never moves the average: use a decay below 1"):
         fleet.DistributedStrategy(ema={"decay": 1.0}).plan()
 
 

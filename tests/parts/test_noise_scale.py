@@ -241,4 +241,4 @@ def test_where_it_cannot_be_known_the_error_says_why(declared, message):
 
 def test_explain_says_that_it_cannot_be_known_here():
     build(ON)
-    assert "noise_scale: cannot be known here" in str(fleet.explain())
+    assert "noise_scale: cannot be measured here" in str(fleet.explain())

@@ -136,7 +136,7 @@ def test_a_copy_of_the_model_runs_its_own_weights():
     ("settings", "message"),
     [
         (True, "checkpoints is empty"),
-        ({"memory_budget": "1GiB", "checkpoints": ["blocks.0"]}, "exclude each other"),
+        ({"memory_budget": "1GiB", "checkpoints": ["blocks.0"]}, "cannot both be set"),
         ({"memory_budget": "much"}, "'much' is not a number of bytes: .*'6GiB'.* or 'min'"),
         ({"memory_budget": 1.5}, "memory_budget"),
     ],

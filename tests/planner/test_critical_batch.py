@@ -181,7 +181,7 @@ def test_a_picture_can_be_made(tmp_path):
 @pytest.mark.parametrize(
     ("script", "changes", "message"),
     [
-        ({"sees_loss": False}, {}, "fleetx batch follows the loss"),
+        ({"sees_loss": False}, {}, "fleetx batch needs the loss"),
         ({"ends": 5}, {}, "ended before 40 steps"),
         ({}, {"merges": "2,4"}, "must include 1"),
         ({}, {"merges": "1,x"}, "numbers above 0"),

@@ -1,4 +1,4 @@
-"""A thread that runs collectives one at a time, in the order in which they were submitted.
+"""A thread that runs work, such as collectives, one at a time, in the order in which it was submitted.
 
 A reduction that takes several collectives cannot be chained with future callbacks on gloo: callbacks run in the order
 in which the futures complete, which differs between ranks, so one rank would reduce the first bucket while another
@@ -52,14 +52,14 @@ class WorkerThread:
             self._queue.put((ran.set, Future()))
             ran.wait(_JOIN_SECONDS)
 
-    def stop(self) -> None:
+    def stop(self, timeout: float = _JOIN_SECONDS) -> None:
         """Finish all submitted work, then end the thread.
 
         A thread that is still inside a collective when its process group is destroyed would abort the process.
         """
         if self._thread is not None and self._thread.is_alive():
             self._queue.put(None)
-            self._thread.join(timeout=_JOIN_SECONDS)
+            self._thread.join(timeout)
 
     def _on_stream(self, work: Work) -> Future[Any]:
         """On an accelerator the stream keeps the order: collectives are queued, and waiting only blocks the stream."""

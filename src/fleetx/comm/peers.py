@@ -28,6 +28,7 @@ from fleetx.comm.session import current
 from fleetx.comm.world import World
 from fleetx.errors import FleetxError, UsageError, WorldError
 
+EVALUATION = "an evaluation"  # a call of no function of fleetx
 POLL = 0.02  # seconds between checks of where the others are
 ASK = 0.5  # seconds between requests for the progress of the others
 PATIENCE = 40.0  # seconds for the other ranks to answer after a network error; usually it takes milliseconds
@@ -44,7 +45,7 @@ def start(world: World) -> None:
 def meet(call: str, *, otherwise: str = "", ranks: Sequence[int] | None = None) -> None:
     """Wait until every rank, or each of `ranks`, makes this call; raise an error within seconds if one does not.
 
-    otherwise: the error's advice if another rank continues to train instead.
+    otherwise: the error's advice if another rank continues to train instead, or has ended.
     """
     if (peers := current().peers) is not None:
         otherwise = otherwise or f"every rank must call {call}, so do not call it under `if fleet.is_first_worker()`"
@@ -218,16 +219,20 @@ class Peers:
         """What another rank does instead of making this call; empty while it may still make it."""
         key = f"{self._session}/call/{who}/{rank}"
         number, _, name = (self._store.get(key).decode() if self._store.check([key]) else "0 none").partition(" ")
-        where = f"rank {self._world.rank} is in {call}, but rank {rank}"
+        where = f"rank {self._world.rank} {_doing(call)}, but rank {rank}"
         if int(number) == self._calls[who] and name != call:
-            return f"{where} is in {name}: every rank must make the same calls in order"
+            return f"{where} {_doing(name)}: every rank must make the same calls in order"
         if int(number) >= self._calls[who] or self._watch is None:
             return ""
         if rank in self._watch.left:
-            return f"{where} has ended: every rank must call {call}"
+            return f"{where} has ended: {otherwise}"
         if self._watch.table.get(rank, 0) > self._base + current().progress:
-            return f"{where} trains on without calling it: {otherwise}"
+            return f"{where} has continued training: {otherwise}"
         return ""
+
+
+def _doing(call: str) -> str:
+    return "is evaluating" if call == EVALUATION else f"is in {call}"
 
 
 def _caused(text: str, last_words: str) -> WorldError:

@@ -50,7 +50,8 @@ def _from_torch(env: Mapping[str, str]) -> ProcessInfo:
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
     if missing:
         raise WorldError(
-            f"torchrun's variables are incomplete, without {' and '.join(missing)}: start the script with fleetrun"
+            f"torchrun's variables are incomplete: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
+            "missing. Start the script with fleetrun"
         )
     if not 0 < _number(env, "MASTER_PORT", 0) < 65536:
         raise WorldError(f"MASTER_PORT={env['MASTER_PORT']}: must be a port from 1 to 65535")

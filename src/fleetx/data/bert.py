@@ -155,7 +155,7 @@ def _load(
     if generate_neg_sample and lang == "en":
         raise UsageError(
             "generate_neg_sample=True is not supported for lines of 7 fields, which are masked already and have their "
-            "own negative samples: leave it out"
+            "own negative samples: remove it"
         )
     negatives = lang == "ch" if generate_neg_sample is None else generate_neg_sample
     errors = RecordErrors(options.get("on_error", "raise"))

@@ -55,14 +55,14 @@ def _check(dataset: Any, options: LoaderOptions) -> None:
         raise UsageError("this is a DataLoader: pass its dataset to fleet.loader, which makes the batches itself")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"{type(dataset).__name__} is not map-style: it has no samples by number, so they cannot be divided, "
+            f"{type(dataset).__name__} is not map-style: its samples have no index, so they cannot be divided, "
             "shuffled or resumed. Give it __getitem__ and __len__; or let each rank take its share in __iter__ "
             "(fleet.replica_index() of fleet.replica_num()), and iterate with fleet.join(DataLoader(dataset, ...))"
         )
     check_names("a loader of a dataset", options, ("batch_size", "shuffle", *LoaderOptions.__annotations__))
     if options.get("on_error", "raise") == "skip":
         raise UsageError(
-            'on_error="skip" is not supported here, because the error of a dataset does not say what is invalid: '
+            'on_error="skip" is not supported here, because an error from a dataset does not say what is invalid: '
             "remove it"
         )
 

@@ -85,7 +85,7 @@ def _optimizer(plan: Plan, optimizer: Optimizer, names: ParameterNames) -> Itera
     if apart and any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         yield (
             "ZeroRedundancyOptimizer updates only a share of the parameters on each rank and sends them to the others, "
-            "but this strategy has the ranks hold or update their own: pass the optimizer that it divides"
+            "but this strategy has the ranks hold or update their own: pass the optimizer that it wraps"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS changes parameters that have no gradient, so its update cannot be skipped: use another optimizer"

@@ -257,7 +257,7 @@ class StepContext(Context):
         total, known, unseen_on = found.tolist()
         if unseen_on:  # on every rank, so that none waits for one that has stopped
             raise UsageError(
-                "this strategy follows the loss, which cannot be seen from inside loss.backward(): call "
+                "this strategy needs the loss, which cannot be seen from inside loss.backward(): call "
                 "fleet.backward(loss) instead, or have the model return its loss"
             )
         return total / known if known else None

@@ -89,8 +89,7 @@ def _refuse_flat() -> None:
     info = caller.f_locals.get("info") if caller is not None else None
     if getattr(info, "flatten_optimizer_state_dict", False):
         raise UsageError(
-            "flatten_optimizer_state_dict=True has no place for the state of the strategies, which would be lost: "
-            "leave it out"
+            "flatten_optimizer_state_dict=True leaves out the state of the strategies, which would be lost: remove it"
         )
 
 

@@ -146,8 +146,9 @@ class Gradients:
             self._left = None
         elif raises:
             raise UsageError(
-                "the gradients of the last update were not erased, and what was added to them is still scaled or "
-                "summed, or they contain momentum (dgc): call optimizer.zero_grad() after each step()"
+                "the gradients of the last update were not cleared before the next backward, which added gradients "
+                "that are still scaled or summed, or contain momentum (dgc): call optimizer.zero_grad() after each "
+                "step()"
             )
 
     def look_again(self) -> None:

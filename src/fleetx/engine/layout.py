@@ -46,7 +46,7 @@ class Layout:
 
     def meet_to_evaluate(self) -> None:
         """Wait for the ranks that together hold one copy; raise an error within seconds if one does not evaluate."""
-        peers.meet("an evaluation", otherwise=_EVALUATE_TOGETHER, ranks=self.sharing)
+        peers.meet(peers.EVALUATION, otherwise=_EVALUATE_TOGETHER, ranks=self.sharing)
 
     def norm(self, grads: list[Tensor], params: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the whole gradient, over all shards and stages."""

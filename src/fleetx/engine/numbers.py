@@ -234,17 +234,17 @@ def compare(
     who = listed([group.number(rank) for rank in odd])
     raise NumbersError(
         f"the parameters of {who} differ from the others, first in {names.get(kept[column], '?')!r}, after {round} "
-        f"update{'s' if round > 1 else ''}. {_LOADED if loaded else _PARTED}"
+        f"update{'s' if round > 1 else ''}. {_WHY_AFTER_LOAD if loaded else _WHY}"
     )
 
 
-_PARTED = (
+_WHY = (
     "The script may have changed parameters or gradients on some ranks only, for example with a backward() that does "
     "not go through what model(x) returned: its gradients are not reduced, so add its loss to that of model(x). Or a "
     "bit has flipped in memory: load the last checkpoint, and test that host. If the ranks have different processors, "
     "which round differently, turn this check off with fleet.Checks(same_parameters=0)"
 )
-_LOADED = (
+_WHY_AFTER_LOAD = (
     "This was the first update after a checkpoint was loaded: the ranks may have loaded different parameters or "
     "optimizer states, as those of ranks that trained under localsgd are. Use fleet.save and fleet.load, which take "
     "the mean where the new strategy needs equal ranks, or load the same file on every rank"

@@ -54,7 +54,7 @@ def largest_batch(
     if divided := [switch_of(type(part)) for part in plan.parts if part.divides]:
         raise StrategyError(
             f"largest_batch assumes that each rank holds the whole model, but {' and '.join(divided)} divides it: turn "
-            "that off for this question, and treat the answer as a lower bound"
+            "it off for this call, and treat the answer as a lower bound"
         )
     if loss_fn is not None and not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise UsageError("with loss_fn, sample must be a pair (inputs, targets)")

@@ -59,7 +59,7 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     group, state = ctx.replica_group, ctx.state
     if group.size == 1 and not ctx.plan.at(Stage.GATE):
         raise UsageError(
-            "the noise scale cannot be known here: it takes gradients of two batch sizes, but there is one replica "
+            "the noise scale cannot be measured here: it needs gradients of two batch sizes, but there is one replica "
             "of the model and no gradient_merge. Start more workers, or set gradient_merge with k_steps of 2 or more"
         )
     if state["count"] < LEAST:

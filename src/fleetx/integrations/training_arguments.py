@@ -75,8 +75,8 @@ def _refused(args: TrainingArguments, strategy: DistributedStrategy) -> Iterator
         yield f"pipeline in a Trainer {NOT_BUILT}: write the loop yourself, with fleet.forward_backward"
     if strategy.auto:
         yield (
-            "auto needs a sample of the data, for which the Trainer has no place: search in a loop of your own, "
-            "and load the strategy that it writes"
+            "auto needs a sample of the data, which the Trainer cannot provide: run auto in your own loop, and load "
+            "the strategy that it writes"
         )
 
 

@@ -45,9 +45,7 @@ def rank_in(ips: Sequence[str]) -> int:
     if not mine:
         raise LaunchError(
             f"--ips {','.join(ips)}: none of these is an address of this machine ({', '.join(sorted(local))}); "
-            f"use --rank to tell which one it is, counting from 0"
+            f"use --rank to say which one it is, counting from 0"
         )
     matches = ", ".join(ips[index] for index in mine)
-    raise LaunchError(
-        f"--ips {','.join(ips)}: {matches} are all addresses of this machine; use --rank to tell which one to use"
-    )
+    raise LaunchError(f"--ips {','.join(ips)}: {matches} are all addresses of this machine; use --rank to choose one")

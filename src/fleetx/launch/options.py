@@ -50,12 +50,12 @@ OPTIONS = {
         click.Option(["--rank"], type=_not_negative, metavar="R", help=(
             "Rank of this node, from 0. [default with --ips: the position of its address]")),
         click.Option(["--secret_file"], metavar="FILE", help=(
-            "File with the job secret, by which the nodes recognize each other; only you may read it (chmod 600). "
-            "[default: $FLEETX_JOB_SECRET]")),
+            "File, readable only by you, with the secret that authenticates the nodes. [default: $FLEETX_JOB_SECRET]")),
         click.Option(["--node_ip"], metavar="a", help="Address of this node, one of --ips. [default: detected]"),
         click.Option(["--started_port"], type=click.IntRange(1025, 65535), metavar="P", help=(
             "First port in PADDLE_TRAINER_ENDPOINTS, like $FLAGS_START_PORT.")),
-        click.Option(["--run_mode"], type=click.Choice(["collective"]), help="Paddle's option; it has one mode."),
+        click.Option(["--run_mode"], type=click.Choice(["collective"]), help=(
+            "For compatibility with Paddle; it has only one value.")),
         click.Option(["--join_timeout"], type=_positive, metavar="S", help=(
             f"Seconds to wait for the other nodes. [default: {_SECONDS['join_timeout']}]")),
     ],
@@ -73,12 +73,12 @@ OPTIONS = {
             "With --elastic on one node: seconds until the workers that were left out come back. "
             f"[default: {_SECONDS['regrow_after']}]")),
         click.Option(["--restart_delay"], type=click.IntRange(0, 60), metavar="S", help=(
-            "Seconds to wait after two attempts in a row that failed within 10 s; doubles with each further one, up to "
-            f"60. 0 always restarts at once. [default: {_SECONDS['restart_delay']}]")),
+            "Seconds to wait after two attempts in a row that failed within 10 s; doubles after each further one up to "
+            f"60. 0: always restart at once. [default: {_SECONDS['restart_delay']}]")),
         click.Option(["--cold"], is_flag=True, help=(
             "Start the workers of a restart from scratch, instead of as forks of a process that has imported torch.")),
         click.Option(["--preload"], metavar="a,b", help=(
-            "Modules, such as transformers, that this process imports besides torch and fleetx. Not with --cold.")),
+            "Modules, such as transformers, to import besides torch before workers are forked. Not with --cold.")),
         click.Option(["--grace_period"], type=_not_negative, default=25, show_default=True, metavar="S", help=(
             "Seconds that a worker has to save its state and exit after fleetrun receives SIGTERM or before the number "
             "of workers changes.")),

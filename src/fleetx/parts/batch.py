@@ -26,4 +26,4 @@ class BatchSplit(Part):
 
     def problems(self) -> Iterator[str]:
         if self.feed is None:
-            yield "feed is not set: give the number of samples per step, or turn batch off"
+            yield "feed is not set: set it to the number of samples per step, or turn batch off"

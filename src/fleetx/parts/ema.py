@@ -43,7 +43,7 @@ class EMA(Part):
 
     def problems(self) -> Iterator[str]:
         if self.decay == 1 and self.power is None:
-            yield "decay = 1 keeps the average at the first parameters forever: use less, or set power as well"
+            yield "decay = 1 never moves the average: use a decay below 1, or set power as well"
 
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         return {"updates": 0, "average": {}, "divided": False}

@@ -66,7 +66,7 @@ class GradientMerge(Part):
     def problems(self) -> Iterator[str]:
         ends = [end for end, _ in self.rampup]
         if ends != sorted(set(ends)):
-            yield f"rampup = {self.rampup}: the first numbers say until when, so each must be above the one before"
+            yield f"rampup = {self.rampup}: each pair is (until, steps); `until` must increase"
         if not self.rampup:
             for key in ("rampup_unit", "rampup_feed", "rampup_lr"):
                 if getattr(self, key) != getattr(type(self)(), key):
@@ -91,7 +91,7 @@ class GradientMerge(Part):
             rate = "stays as it is" if self.rampup_lr == "none" else f"follows the rule {self.rampup_lr!r}"
             now = "" if ctx is None else f"; now {self.merged(ctx)}"
             yield f"merged steps: {steps}, then {self.k_steps}{now}. The learning rate {rate}"
-            yield "the planner predicts times and bytes for after the ramp-up"
+            yield "predicted times and bytes apply after the ramp-up"
 
     # --- the ramp-up ------------------------------------------------------------------------------
     def init(self, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class NoiseScale(Part):
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and ctx.replica_group.size == 1 and not ctx.plan.at(Stage.GATE):
-            yield "cannot be known here: there is one replica and no gradient_merge, so every batch has the same size"
+            yield "cannot be measured here: there is one replica and no gradient_merge, so all batches have one size"
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)

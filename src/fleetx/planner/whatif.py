@@ -144,7 +144,7 @@ def _noticed(candidate: Candidate) -> str:
 
 
 def crossovers(found: Sequence[Curve]) -> Iterator[tuple[float, Curve]]:
-    """(bytes per second, the curve that is best from there on), slowest link first; the first one is from 0 on."""
+    """(bytes per second, the curve that is best from there on), slowest link first. The first curve starts at 0."""
     best, before = None, 0.0
     for link in found[0].rates:
         winner = max(found, key=lambda curve: curve.rates[link])

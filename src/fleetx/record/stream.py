@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fleetx.base.worker_thread import WorkerThread
 from fleetx.record.schema import encode
 from fleetx.record.usage import Usage
 
@@ -37,26 +38,20 @@ class Stream:
         self._sent = 0  # messages that this rank has left in the store
         self._heard = [0] * size  # messages of each rank that rank 0 has read
         self._host = socket.gethostname()
-        self._queue: queue.SimpleQueue[tuple[list[dict[str, Any]], dict[str, Any]] | None] = queue.SimpleQueue()
-        self._everyone = True
         self._broken = False
-        self._thread = threading.Thread(target=self._run, name="fleetx-record", daemon=True)
-        self._thread.start()
+        self._thread = WorkerThread("record", torch.device("cpu"))
 
     def put(self, lines: list[dict[str, Any]], totals: dict[str, Any]) -> None:
-        self._queue.put((lines, totals))
+        self._thread.submit(partial(self._try, partial(self._handle, lines, totals)))
 
     def close(self, *, everyone: bool) -> None:
         """Write what is left. everyone: wait for the last lines of the other ranks, which are ending normally too."""
-        self._everyone = everyone
-        self._queue.put(None)
-        self._thread.join(timeout=2 * _LAST)
+        self._thread.submit(partial(self._end, everyone))
+        self._thread.stop(2 * _LAST)
 
     # --- in the thread ----------------------------------------------------------------------------
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._try(partial(self._handle, *item))
-        self._try(self._finish)
+    def _end(self, everyone: bool) -> None:
+        self._try(partial(self._finish, everyone))
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -100,14 +95,14 @@ class Stream:
             for line in lines:
                 sink(line)
 
-    def _finish(self) -> None:
+    def _finish(self, everyone: bool) -> None:
         if self._store is None:
             return
         if self.rank:
             self._store.set(f"{self.rank}/done", str(self._sent))
             return
         others, end = [f"{rank}/done" for rank in range(1, self._size)], time.monotonic() + _LAST
-        while self._everyone and not self._store.check(others) and time.monotonic() < end:
+        while everyone and not self._store.check(others) and time.monotonic() < end:
             time.sleep(0.01)
         self._write(list(self._collected()))
 

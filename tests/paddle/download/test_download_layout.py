@@ -241,7 +241,9 @@ def test_lists_written_on_windows_are_read(server, bring):
 def test_a_folder_without_its_lists_is_refused(server, bring, name):
     address = server.publish(TARS)
     del server.files[f"/set/{name}"]
-    with pytest.raises(DownloadError, match=rf"set/{name}: the server answered 404 .* must hold filelist.txt and meta"):
+    with pytest.raises(
+        DownloadError, match=rf"set/{name}: the server answered 404 .* must contain filelist.txt and meta"
+    ):
         bring(address)
 
 

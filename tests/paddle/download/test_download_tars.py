@@ -39,7 +39,7 @@ EVIL = {
         "only at its start",
     ),
     "a file behind a link": ([("l", symlink("a")), ("l/x", FILE)], "is behind a link"),
-    "a file over a link": ([("l", symlink("a")), ("l", FILE)], "is in the tar twice"),
+    "a file over a link": ([("l", symlink("a")), ("l", FILE)], "appears twice in the tar"),
     "a hard link upwards": ({"h": hardlink("../secret")}, "leaves the folder"),
     "an absolute hard link": ({"h": hardlink("/etc/passwd")}, "leaves the folder"),
     "a hard link to nothing": ({"h": hardlink("nothing")}, "which is not an earlier file of the tar"),

@@ -161,7 +161,7 @@ def test_the_startup_program_draws_the_weights_of_its_seed():
     assert fluid.default_startup_program() == model.startup_prog
     assert model.startup_prog.random_seed == 5
     model.startup_prog.random_seed = 7
-    with pytest.raises(UsageError, match="random_seed = 7 comes too late"):
+    with pytest.raises(UsageError, match="random_seed = 7 is set too late"):
         executor.run(model.startup_prog)
 
 

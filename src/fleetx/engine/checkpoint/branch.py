@@ -56,7 +56,7 @@ class Branch:
         loss = self._engine.step.loss
         if loss is None:
             raise UsageError(
-                "fleetx batch follows the loss, which cannot be seen from inside loss.backward(): call "
+                "fleetx batch needs the loss, which cannot be seen from inside loss.backward(): call "
                 "fleet.backward(loss) or fleet.forward_backward instead, or have the model return its loss"
             )
         self._losses.append(loss.detach().double().mean())

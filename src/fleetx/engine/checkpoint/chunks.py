@@ -90,7 +90,7 @@ class Chunks:
         if _real(entry.dtype) not in DTYPES:
             raise CheckpointError(path, f"{name!r} has an unknown type: {entry.dtype[:40]}")
         if len({chunk.writer for chunk in entry.chunks}) < len(entry.chunks):
-            raise CheckpointError(path, f"{name!r} has two pieces by one rank")
+            raise CheckpointError(path, f"{name!r} has two pieces from one rank")
         for chunk in entry.chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(entry.shape):
                 raise CheckpointError(path, f"{name!r} has a piece with a different number of dimensions")

@@ -101,7 +101,7 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
                 f"the checkpoint was saved without {name}=..., so it has no state of a {name}: leave it out"
             )
         if not given and state[name] is not None and extras.whole and engine.world.rank == 0:
-            warn(f"the checkpoint has the state of a {name}, which starts again: pass {name}=... to restore it")
+            warn(f"the checkpoint has the state of a {name}, but yours starts anew: pass {name}=... to restore it")
     return Checked(training, chunks, state, saved, same)
 
 
@@ -179,7 +179,9 @@ def _check_model(engine: Engine, chunks: Chunks) -> None:
     known = {f"model.{plain_name(n)}" for n in (*engine.names.values(), *dict(engine.model.named_buffers()))}
     strange = sorted(n.removeprefix("model.") for n in chunks.names() if n.startswith("model.") and n not in known)
     if strange:
-        raise UsageError(f"the checkpoint has {', '.join(strange[:5])}, which the model lacks: is it from another one?")
+        raise UsageError(
+            f"the checkpoint has {', '.join(strange[:5])}, but the model does not: is it from another model?"
+        )
     for name, t in mine.items():
         dtype, shape, _ = chunks.described(f"model.{name}")
         here = snapshot.piece(t)

@@ -133,7 +133,7 @@ def _json(extra: Any) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"extra cannot be written as JSON: {error}") from error
     if json.loads(text) != extra:
-        raise UsageError("extra would not come back equal from JSON: use strings as keys, and lists instead of tuples")
+        raise UsageError("extra would change when written as JSON: use strings as keys, and lists instead of tuples")
     return extra
 
 

@@ -97,5 +97,5 @@ def _prepare_libhdfs(settings: Mapping[str, str], *, shown: str) -> None:
 
 def _required(settings: Mapping[str, str], key: str, *, shown: str) -> str:
     if key not in settings:
-        raise DownloadError(f"{shown}: {key} is missing: it tells where the data is")
+        raise DownloadError(f"{shown}: {key} is missing: it says where the data is")
     return settings[key].strip()

@@ -77,7 +77,9 @@ class Folder:
             self._fetch_meta(name)
             return (self._local / name).read_text(encoding="utf-8-sig"), address  # sig: Windows editors write a BOM
         except DownloadError as error:
-            raise DownloadError(f"{error}; the remote folder must hold {FILELIST} and {META}", failed=[name]) from None
+            raise DownloadError(
+                f"{error}; the remote folder must contain {FILELIST} and {META}", failed=[name]
+            ) from None
         except UnicodeDecodeError:
             raise DownloadError(f"{address}: is not UTF-8 text", failed=[name]) from None
 

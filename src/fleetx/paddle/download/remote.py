@@ -126,7 +126,7 @@ class Web:
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise DownloadError(
                     f"{self.display(name)}: the server's certificate is not trusted ({reason.verify_message}); "
-                    "if your own authority signed it, set SSL_CERT_FILE to the certificate of that authority"
+                    "if your own authority signed it, set SSL_CERT_FILE to that authority's certificate"
                 ) from None
             raise TransientError(f"{type(reason).__name__}: {reason}") from error
         status, length = response.status, _length(response)

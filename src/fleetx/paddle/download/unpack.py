@@ -94,7 +94,7 @@ def _check(member: tarfile.TarInfo, members: Members, *, display: str) -> str:
     if name in members:
         before = members[name]
         if not (member.isreg() if isinstance(before, int) else member.isdir() and before is None):
-            raise DownloadError(f"{at} is in the tar twice, as two different things")
+            raise DownloadError(f"{at} appears twice in the tar, with different types")
     if member.issym():
         link = str(PurePosixPath(member.linkname))
         target = posixpath.normpath(posixpath.join(path.parent, link))

@@ -155,7 +155,7 @@ def start(application: Application) -> None:
         raise UsageError(f"this model has trained for {done} steps, which its startup program would undo")
     if (seed := application.startup_prog.random_seed) != state.seed:
         if state.started:
-            raise UsageError(f"random_seed = {seed} comes too late: set it before you run the startup program")
+            raise UsageError(f"random_seed = {seed} is set too late: set it before you run the startup program")
         application.redraw(seed)
         state.seed = seed
     state.started = True

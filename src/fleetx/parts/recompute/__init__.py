@@ -71,7 +71,7 @@ class Recompute(Part):
                 "recompute off"
             )
         if self.memory_budget is not None and self.checkpoints:
-            yield "checkpoints and memory_budget exclude each other: keep one"
+            yield "checkpoints and memory_budget cannot both be set: keep one"
         if isinstance(self.memory_budget, str) and self.memory_budget != "min":
             try:
                 parse_bytes(self.memory_budget)

@@ -55,7 +55,7 @@ class Table:
         return float(self._times[1][0][-1][self._slots(free)])
 
     def tree(self, free: int) -> Tree:
-        """The fastest solution. The input of the first block belongs to the user, so it is paid for."""
+        """The fastest solution. Its bytes do not include the input of the first block, which the user keeps anyway."""
         return self._tree(0, len(self.blocks) - 1, self._slots(free), True)
 
     def _slots(self, free: int) -> int:

@@ -99,7 +99,7 @@ class Sharding(Part):
             steps = self.gradient_merge_acc_step
             yield f"gradient_merge_acc_step = {steps}: sharding itself merges no steps: use strategy.gradient_merge"
         if self.optimize_offload:
-            yield "optimize_offload: FSDP2 offloads parameters, gradients and optimizer state together: use offload"
+            yield "optimize_offload: FSDP2 offloads parameters, gradients and optimizer state together: set offload"
         if self.segment_anchors and self.sharding_segment_strategy != "segment_anchors":
             yield "segment_anchors has no effect without sharding_segment_strategy='segment_anchors': set both"
         if self.sharding_segment_strategy == "segment_anchors" and not self.segment_anchors:
