@@ -112,7 +112,7 @@ def test_acts_take_what_their_stage_gives(part):
 GIVES = {
     Stage.MODEL: "nn.Module", Stage.FORWARD: "", Stage.LOSS: "", Stage.GATE: "int", Stage.REDUCE: "Bucket",
     Stage.WIRE: "Outgoing", Stage.GRADIENT: "list[Tensor]", Stage.UPDATE: "Optimizer",
-    Stage.PARAMETER: "list[Tensor]", Stage.SCHEDULE: "Any",
+    Stage.PARAMETER: "list[Tensor]", Stage.SCHEDULE: "StepInput",
 }  # fmt: skip
 VALUES = {Stage.GRADIENT: "grads", Stage.PARAMETER: "params"}
 
