@@ -14,7 +14,10 @@ import pytest
 import torch
 from cuda_scenarios import ALONE, RANKS, SHARDING, TWO_RANKS
 
+import fleetx
+
 HERE = Path(__file__).parent
+SOURCE = Path(fleetx.__file__).parent
 TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
@@ -68,6 +71,9 @@ def test_the_host_waits_once_per_update_unless_the_mathematics_needs_more(seen, 
         f".item() or copy from unpinned memory (docs/design/add_a_strategy.md)\n{found}"
     )
     assert waits.total() <= scenario.waits * found["updates"], told
+    assert all((SOURCE / line.partition(":")[0]).is_file() for line in waits), (
+        f"lines of fleetx are blamed, not {waits}"
+    )
 
 
 @pytest.mark.parametrize("place", ["alone", "rank 0", "rank 1"])
