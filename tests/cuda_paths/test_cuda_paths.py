@@ -71,9 +71,7 @@ def test_the_host_waits_once_per_update_unless_the_mathematics_needs_more(seen, 
         f".item() or copy from unpinned memory (docs/design/add_a_strategy.md)\n{found}"
     )
     assert waits.total() <= scenario.waits * found["updates"], told
-    assert all((SOURCE / line.partition(":")[0]).is_file() for line in waits), (
-        f"lines of fleetx are blamed, not {waits}"
-    )
+    assert all((SOURCE / line.partition(":")[0]).is_file() for line in waits), f"not lines of fleetx: {waits}"
 
 
 @pytest.mark.parametrize("place", ["alone", "rank 0", "rank 1"])
