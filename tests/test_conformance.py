@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from fleetx import DistributedStrategy, StrategyError, fleet
 from fleetx.comm.session import current
+from fleetx.engine.context import StepContext
 from fleetx.strategy.part import Part, claims, defaults_of, every, name_of, switch_of
 from fleetx.strategy.stage import Stage
 from training import adam, assert_equal, batches, net, resumes, sgd, train, train_fleet, zero_last
@@ -103,10 +105,45 @@ def test_a_part_has_tests_of_its_own(part):
 @each_built
 def test_acts_take_what_their_stage_gives(part):
     for method, claim in claims(part).items():
-        names = list(inspect.signature(getattr(part, method)).parameters)
-        takes = ["self", "ctx"] if claim.stage in (Stage.FORWARD, Stage.LOSS) else ["self", "a value", "ctx"]
-        told = f"{part.__name__}.{method} must take {', '.join(takes)}: see strategy/stage.py"
-        assert (names[-1], len(names)) == ("ctx", len(takes)), told
+        assert not (told := _mistake(getattr(part, method), claim.stage)), told
+
+
+# What an act receives; at PARAMETER its name too, because it would also be a list of tensors at GRADIENT.
+GIVES = {
+    Stage.MODEL: "nn.Module", Stage.FORWARD: "", Stage.LOSS: "", Stage.GATE: "int", Stage.REDUCE: "Bucket",
+    Stage.WIRE: "Outgoing", Stage.GRADIENT: "list[Tensor]", Stage.UPDATE: "Optimizer",
+    Stage.PARAMETER: "list[Tensor]", Stage.SCHEDULE: "StepInput",
+}  # fmt: skip
+VALUES = {Stage.GRADIENT: "grads", Stage.PARAMETER: "params"}
+
+
+def _mistake(method, stage):
+    """What is wrong with the parameters of an act at this stage."""
+    given = list(inspect.signature(method).parameters.values())
+    takes = ["self", "ctx"] if not GIVES[stage] else ["self", "a value", "ctx"]
+    if (given[-1].name, len(given)) != ("ctx", len(takes)):
+        return f"{method.__qualname__} must take {', '.join(takes)}: see strategy/stage.py"
+    for value in given[1:-1]:
+        if (value.annotation, value.name) == (GIVES[stage], VALUES.get(stage, value.name)):
+            continue
+        meant = [s.name for s in Stage if (GIVES[s], VALUES.get(s, value.name)) == (value.annotation, value.name)]
+        right = f"{VALUES[stage]}: {GIVES[stage]}" if stage in VALUES else GIVES[stage]
+        told = f"takes {value.name}: {value.annotation}, but at {stage.name} it receives {right}"
+        return f"{method.__qualname__} {told}" + f": did you mean {' or '.join(meant)}?" * bool(meant)
+    return ""
+
+
+def test_an_act_at_the_wrong_stage_is_told_which_one_was_meant():
+    def act(self, grads: list[Tensor], ctx: StepContext): ...
+
+    def alone(self, ctx: StepContext): ...
+
+    for stage, given in ((Stage.WIRE, "Outgoing"), (Stage.PARAMETER, "params: list[Tensor]")):
+        told = f"takes grads: list[Tensor], but at {stage.name} it receives {given}: did you mean GRADIENT?"
+        assert _mistake(act, stage).endswith(told)
+    assert "must take self, ctx" in _mistake(act, Stage.LOSS)
+    assert "must take self, a value, ctx" in _mistake(alone, Stage.GATE)
+    assert not _mistake(act, Stage.GRADIENT)
 
 
 def _declared(part, settings):
@@ -160,7 +197,11 @@ def test_a_part_resumes_bit_for_bit_whatever_it_keeps(part, how, ranks):
             DistributedStrategy(**(window | declared)).plan()
         except StrategyError:
             continue  # some parts cannot be merged, and some have no default that works
-        assert ranks.run(resumes, window | declared, _optimizer_for(part)) == [True, True]
+        told = (
+            f"{part.__name__} at {declared} trains differently after a resume: keep what it carries across steps in "
+            "`init`, and draw from a generator seeded with ctx.round (docs/design/add_a_strategy.md)"
+        )
+        assert ranks.run(resumes, window | declared, _optimizer_for(part)) == [True, True], told
         return
     if how != "default":
         pytest.fail(f"a part must resume at `{how}`")
@@ -212,4 +253,7 @@ def test_the_table_of_cards_lists_the_stages_of_a_part(part):
     text = (ROOT / "docs/parts/README.md").read_text()
     found = re.search(rf"\]\({name_of(part)}\.md\) \| [^|]* \| ([^|;]*[^|; ])", text)
     row = found and found[1]
-    assert row == told, f"the row of {name_of(part)} in docs/parts/README.md must list the stages {told}"
+    assert row == told, (
+        f"the row of {name_of(part)} in docs/parts/README.md must list the stages {told}; or, if that is not what you "
+        "meant, change `@at`"
+    )

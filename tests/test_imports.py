@@ -123,7 +123,9 @@ def test_the_map_names_every_file_of_a_package(name):
 def test_a_package_imports_only_packages_above_it(path):
     ours = {i for i in imports(path) if i.startswith("fleetx.") and (place(path), i) not in ALLOWED}
     below = [i for i in ours if PACKAGES.index(i.split(".")[1]) > PACKAGES.index(package(path))]
-    assert not below, f"{place(path)} imports {', '.join(below)}, which is below {package(path)}/"
+    assert not below, (
+        f"{place(path)} imports {', '.join(below)}, which is below {package(path)}/: move it up, or pass it in"
+    )
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if package(p) == "launch"], ids=place)
@@ -136,7 +138,9 @@ def test_the_launcher_imports_only_errors_and_base(path):
 def test_parts_never_import_each_other(path):
     mine = path.relative_to(SOURCE).parts[1].removesuffix(".py")
     others = {i.split(".")[2] for i in imports(path) if i.startswith("fleetx.parts.")}
-    assert {o for o in others if not o.startswith("_")} <= {mine}
+    strangers = sorted(o for o in others - {mine} if not o.startswith("_"))
+    told = "move what they share to parts/_name.py, or order the acts with a fact"
+    assert not strangers, f"{place(path)} imports part {', '.join(strangers)}: {told}"
 
 
 TORCHLESS = ["strategy", "comm/roles.py", "planner/cost.py", "planner/model_profile.py", "paddle/train_configs.py"]

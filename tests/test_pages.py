@@ -219,7 +219,7 @@ def test_every_page_is_in_the_contents_of_the_site():
 
     expected = {site_pages.place(page) for page in EVERY} | {f"api/{name}.md" for name in site_pages.API}
     assert not expected - set(flat), f"add to `nav` in mkdocs.yml: {sorted(expected - set(flat))}"
-    assert not set(flat) - expected, f"remove from `nav` in mkdocs.yml: {sorted(set(flat) - expected)}"
+    assert not set(flat) - expected, f"write, or remove from `nav` in mkdocs.yml: {sorted(set(flat) - expected)}"
 
 
 def test_the_figures_of_the_decision_table_are_those_of_the_pages_it_links_to():

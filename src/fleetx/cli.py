@@ -230,6 +230,7 @@ def report(runs: tuple[Path, ...], output: Path | None, live: bool) -> None:
 @main.command()
 @click.option("--quick", "size", flag_value=2, help="Every strategy and every pair. [default]")
 @click.option("--all", "size", flag_value=3, help="Every triple as well.")
+@click.option("--conflicts", is_flag=True, help="Only list which pairs raise an error, without training anything.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option(
     "--output", type=_output_file, multiple=True, help="Write the results to this .html, .json or .md file. Repeatable."

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TORCH = Path(importlib.util.find_spec("torch").origin).parent
+SOURCE = f"{Path(importlib.util.find_spec('fleetx').origin).parent}/"
 
 
 def load(guard):
@@ -100,7 +101,7 @@ def _faked():
 # --- accounts -------------------------------------------------------------------------------------
 class Accounts:
     def __init__(self):
-        self.reads, self.sends, self.queued = Counter(), Counter(), Counter()  # by the line of fleetx or the test
+        self.reads, self.sends, self.queued = Counter(), Counter(), Counter()  # by the line of fleetx
         self.streams = set()
 
     @property
@@ -128,8 +129,8 @@ def _note(kind, func):
 
 def _line(func):
     for frame in reversed(traceback.extract_stack()):
-        if "/fleetx/" in frame.filename and "cuda_paths" not in frame.filename:
-            return f"{frame.filename.rpartition('/fleetx/')[2]}: {frame.line}"
+        if frame.filename.startswith(SOURCE):
+            return f"{frame.filename.removeprefix(SOURCE)}: {frame.line}"
     return str(func)
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 import forked_command
 from fleetx import StrategyError, UsageError, fleet
 from fleetx.comm.session import current
+from fleetx.strategy.explain import in_order
 from training import assert_equal, batches, net, sgd, train, weights
 
 
@@ -238,6 +239,16 @@ def test_explain_says_what_happens_in_order_and_why(monkeypatch):
     for piece in ("requested: amp, clip, gradient_merge", "k_steps=4", "one rank", "runs after amp and"):
         assert piece in text, piece
     assert all(len(line) <= 118 for line in text.splitlines())
+
+
+def test_explain_gives_each_reason_with_the_switches_it_is_about():
+    plan = fleet.DistributedStrategy(amp=True, gradient_merge={"k_steps": 4}, clip=True, noise_scale=True).plan()
+    (told,) = [told for stage, switch, told in in_order(plan) if (stage.name, switch) == ("GRADIENT", "clip")]
+    assert told.split("; ")[1:] == [
+        "runs after amp and gradient_merge, because it does not work with gradients multiplied by a loss scale or "
+        "gradients summed over merged steps without averaging",
+        "after noise_scale, which must not see gradients that are no longer the mean over the batch",
+    ]
 
 
 def test_updated_tells_whether_the_last_step_applied():

@@ -15,6 +15,7 @@ from fleetx.parts.amp import AMP
 from fleetx.parts.clip import Clip
 from fleetx.parts.data_parallel import DataParallel
 from fleetx.parts.dgc import DGC
+from fleetx.parts.ema import EMA
 from fleetx.parts.fp16_allreduce import FP16AllReduce
 from fleetx.parts.gradient_merge import GradientMerge
 from fleetx.parts.lars import LarsPart
@@ -78,6 +79,26 @@ class Egg(Part):
 
     @at(Stage.GRADIENT, needs={Fact.PARTED}, makes={Fact.LOCAL})
     def lay(self, grads, ctx): ...
+
+
+@settings
+class Double(Part):
+    switch = "double"
+
+    @at(Stage.GRADIENT)
+    def multiply(self, grads, ctx):
+        for g in grads:
+            g.mul_(2)
+
+
+@settings
+class Shift(Part):
+    switch = "shift"
+
+    @at(Stage.GRADIENT)
+    def add(self, grads, ctx):
+        for g in grads:
+            g.add_(1)
 
 
 FP16 = AMP(init_loss_scaling=1024.0)
@@ -238,37 +259,76 @@ def test_a_part_acts_on_the_gradient_at_its_example(part):
     assert _at_gradient(part), f"`example` of {type(part).__name__} leaves out its act at GRADIENT: change it"
 
 
-def _on_gradients():
+def _sets(parts, sizes):
     """Every set of these parts that composes."""
-    made = [part for part in MADE if _at_gradient(part)]
-    for n in range(2, len(made) + 1):
-        for parts in itertools.combinations(made, n):
+    for n in sizes:
+        for chosen in itertools.combinations(parts, n):
             with contextlib.suppress(StrategyError):
-                compose(parts)
-                yield parts
+                compose(chosen)
+                yield chosen
 
 
-COMMUTE = "acts do not commute: order them with a fact, see `How parts find their order` in docs/design/architecture.md"
+ON_GRADIENTS = list(_sets([part for part in MADE if _at_gradient(part)], range(2, len(MADE) + 1)))
 
 
-@pytest.mark.parametrize("parts", list(_on_gradients()), ids=lambda parts: "-".join(switch_of(type(p)) for p in parts))
-def test_acts_whose_order_the_facts_leave_open_commute(parts):
-    """Run every legal order of the GRADIENT stage and compare."""
+def _after(order):
+    """The gradients and states after these acts."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(3, 4)) for _ in range(4)]
+    for p in params:
+        p.grad = torch.randn(3, 4) * 100
+    contexts = {act.switch: _Context(act.part, params) for act in sorted(order, key=lambda act: act.name)}
+    grads = [p.grad for p in params]
+    for act in order:
+        act.call(grads, contexts[act.switch])
+    return grads, [(ctx.state, ctx.in_progress) for ctx in contexts.values()]
+
+
+def _culprits(parts):
+    """Two acts that the facts leave in either order, although it matters, and what differs; empty if there are none.
+
+    Every legal order of the GRADIENT stage becomes any other by exchanging neighbours, each time in a legal order.
+    """
     plan = compose(parts)
     acts = plan.at(Stage.GRADIENT)
     facts = plan.facts_at(acts[0])
-    results = []
-    for order in itertools.permutations(acts):
-        if any(first(b, a, facts) for i, a in enumerate(order) for b in order[i + 1 :]):
-            continue
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(3)) for _ in range(4)]
-        for p in params:
-            p.grad = torch.randn(3) * 100
-        contexts = {act.switch: _Context(act.part, params) for act in acts}
-        grads = [p.grad for p in params]
-        for act in order:
-            act.call(grads, contexts[act.switch])
-        results.append((grads, [(ctx.state, ctx.in_progress) for ctx in contexts.values()]))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], msg=lambda why: f"{COMMUTE}\n{why}")
+    results = {
+        order: _after(order)
+        for order in itertools.permutations(acts)
+        if not any(first(b, a, facts) for i, a in enumerate(order) for b in order[i + 1 :])
+    }
+    if not any(_difference(results[acts], result) for result in results.values()):
+        return ""
+    for order, i in itertools.product(results, range(len(acts) - 1)):
+        other = (*order[:i], order[i + 1], order[i], *order[i + 2 :])
+        if why := other in results and _difference(results[order], results[other]):
+            one, two = sorted(act.name for act in order[i : i + 2])
+            return f"{one} and {two} give different results in either order: {ORDER_THEM}\n{why}"
+    raise AssertionError("no two neighbours explain it")
+
+
+def _difference(one, other):
+    try:
+        torch.testing.assert_close(one, other)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+ORDER_THEM = "order them with a fact, see `How parts find their order` in docs/design/architecture.md"
+
+
+@pytest.mark.parametrize("parts", ON_GRADIENTS, ids=lambda parts: "-".join(switch_of(type(p)) for p in parts))
+def test_acts_whose_order_the_facts_leave_open_commute(parts):
+    """In larger sets than pairs only if their pairs do: one mistake is one failure."""
+    if len(parts) > 2 and any(map(_culprits, _sets(parts, [2]))):
+        pytest.skip("the test of a pair of these fails")
+    assert not (found := _culprits(parts)), found
+
+
+def test_acts_that_do_not_commute_are_named():
+    """Also where a third act stands between them."""
+    told = "double.multiply and shift.add give different results in either order: order them with a fact"
+    assert _culprits((Shift(), Double())).startswith(told)
+    assert _culprits((Shift(), EMA(), Double())).startswith(told)
+    assert not _culprits((Shift(), EMA()))

@@ -10,7 +10,6 @@ import pytest
 from wide_child import PER_HOST, STRATEGIES, model
 
 import forked_command
-from fleetx.strategy.part import every, switch_of
 
 HERE = Path(__file__).parent
 PARAMETERS = sum(p.numel() for p in model().parameters())
@@ -84,11 +83,3 @@ def test_between_hosts_a_step_exchanges_shards(worlds, name):
         exchanged = FROM_EVERY_REPLICA.get(name.partition(", ")[2], 0) * ranks / PER_HOST
         assert step["all_gather"] <= 2 * PARAMETERS + 2 * ranks + exchanged
         assert step.get("all_to_all", 0) <= max(exchanged, 2 * PARAMETERS if "muon" in name else 0)
-
-
-def test_every_switch_is_trained_with_alone():
-    switches = {switch_of(part) for part in every().values() if not part.always}
-    declared = [switches & set(strategy) for strategy in STRATEGIES.values()]
-    alone = {switch for found in declared if len(found) == 1 for switch in found}
-    missing = switches - alone - {"auto", "batch"}  # a search of strategies, and a check of sizes on the host
-    assert not missing, f"add {', '.join(sorted(missing))} to STRATEGIES in tests/wide/wide_child.py, each alone"

@@ -33,7 +33,7 @@ class Clip(Part):
         Stage.GRADIENT,
         bars={Fact.SCALED, Fact.SUMMED, Fact.MOMENTUM, Fact.SPREAD},
         because="their norm is not that of the gradient",
-        makes={Fact.CLIPPED},
+        makes={Fact.CHANGED, Fact.CLIPPED},
     )
     def shrink(self, grads: list[Tensor], ctx: StepContext) -> None:
         """limit the norm of the gradient to clip_norm"""

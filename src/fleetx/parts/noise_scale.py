@@ -66,7 +66,7 @@ class NoiseScale(Part):
 
     @at(
         Stage.GRADIENT,
-        bars={Fact.SCALED, Fact.SUMMED, Fact.CLIPPED},
+        bars={Fact.SCALED, Fact.SUMMED, Fact.CHANGED},
         because="their norm is not that of the gradient",
         unbuilt={Fact.LOCAL, Fact.PARTED, Fact.STAGED, Fact.MOMENTUM, Fact.RESIDUAL},
     )

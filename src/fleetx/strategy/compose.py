@@ -81,13 +81,20 @@ def _arranged(parts: Iterable[Part]) -> tuple[Plan, list[Conflict]]:
 
 def first(b: Act, a: Act, facts: Set[Fact]) -> bool:
     """Must b run before a, in a stage that starts with these facts?"""
+    return bool(why_first(b, a, facts))
+
+
+def why_first(b: Act, a: Act, facts: Set[Fact]) -> dict[str, Set[Fact]]:
+    """The facts because of which b must run before a, by what follows "a runs after b, ..."."""
     if a is b:
-        return False
-    ends_what_a_bars = b.claim.ends & a.claim.bars & facts
-    needs_what_a_ends = b.claim.needs & a.claim.ends
-    bars_what_a_makes = b.claim.bars & (a.claim.makes - facts)
-    makes_what_a_needs = b.claim.makes & (a.claim.needs - facts)
-    return bool(ends_what_a_bars or needs_what_a_ends or bars_what_a_makes or makes_what_a_needs)
+        return {}
+    rules = {
+        "because it does not work with": b.claim.ends & a.claim.bars & facts,
+        "which must see": b.claim.needs & a.claim.ends,
+        "which must not see": b.claim.bars & (a.claim.makes - facts),
+        "because it needs": b.claim.makes & (a.claim.needs - facts),
+    }
+    return {rule: found for rule, found in rules.items() if found}
 
 
 def _ordered(here: list[Act], facts: Set[Fact], conflicts: list[Conflict]) -> list[Act]:

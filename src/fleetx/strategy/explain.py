@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fleetx.strategy.compose import first
+from fleetx.strategy.compose import why_first
 from fleetx.strategy.part import Part, every, switch_of
 from fleetx.strategy.settings import changed
 from fleetx.strategy.stage import Act, Fact, Stage
@@ -113,11 +113,17 @@ def _reason(plan: Plan, act: Act) -> str:
     """Why an act does not run earlier in its stage; derived, like the order itself."""
     here = plan.at(act.stage)
     facts = plan.facts_at(here[0])
-    before = " and ".join(b.switch for b in here if first(b, act, facts))
-    barred = " or ".join(f.what for f in Fact if f in act.claim.bars & facts)
-    reasons = [f"runs after {before}"] if before else []
-    reasons += [f"because it does not work with {barred}"] if barred else []
-    return ", ".join(reasons)
+    before: dict[str, tuple[list[str], set[Fact]]] = {}
+    for b in here:
+        for rule, found in why_first(b, act, facts).items():
+            switches, because = before.setdefault(rule, ([], set()))
+            switches += [] if b.switch in switches else [b.switch]
+            because |= found
+    reasons = [
+        f"after {' and '.join(switches)}, {rule} {' or '.join(f.what for f in Fact if f in because)}"
+        for rule, (switches, because) in before.items()
+    ]
+    return f"runs {'; '.join(reasons)}" if reasons else ""
 
 
 def _costs(plan: Plan) -> Table:

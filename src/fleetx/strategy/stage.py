@@ -21,7 +21,8 @@ what it returns:
     SCHEDULE   replaces forward and backward               StepInput -> loss
 
 The list at GRADIENT holds this rank's local part of each gradient that is not None, in the order of `param_groups`, to
-be changed in place. It can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
+be changed in place: they belong to `[p for p in ctx.params if p.grad is not None]`, and `ctx.names[p]` is a parameter's
+name. The list can be empty on a rank of a divided model, and can differ between ranks with unused parameters.
 
 Three questions, each with one answer, settle what crosses the network: *what* the ranks exchange (REDUCE), *how* it is
 encoded (WIRE), and *along which path* (the Network, configured by acts at MODEL).
@@ -89,6 +90,7 @@ class Fact(Enum):
     STAGED = "a model split into pipeline stages", "splits the model into stages"
     TOGETHER = "a model whose modules wait for all ranks", "makes modules wait for all ranks"
     ROUTED = "gradients sent over several process groups", "sends gradients over several process groups"
+    CHANGED = "gradients that are no longer the mean over the batch", "changes gradients"
     CLIPPED = "gradients whose norm was limited", "limits the norm of gradients"
     SPREAD = (
         "gradients of shared weights not yet summed over the pipeline stages",

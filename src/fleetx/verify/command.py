@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.strategy.part import every
 from fleetx.verify import own_model as own
 from fleetx.verify import report
+from fleetx.verify.combinations import Switches
 from fleetx.verify.combinations import combinations as every_combination
 from fleetx.verify.combinations import switches as every_switch
 from fleetx.verify.judge import Judge, ranks_for
@@ -42,6 +44,9 @@ def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
             raise UsageError(f"--output {path}: there is no folder {path.absolute().parent}: create it first")
     among = tuple(dict.fromkeys(among))
     chosen = list(every_combination(options["size"] or 2, among))
+    if options["conflicts"]:
+        _list_conflicts(chosen, options["output"])
+        return True
     _check_device(options["device"], max(map(ranks_for, chosen)))
     judge, verdicts, start = Judge(options["device"]), [], time.monotonic()
     try:
@@ -63,14 +68,31 @@ def combinations(among: tuple[str, ...], options: Mapping[str, Any]) -> bool:
     return all(v.ok for v in verdicts)
 
 
+def _list_conflicts(chosen: Sequence[Switches], pages: Sequence[Path]) -> None:
+    """Print the conflicts of these combinations, or rewrite only their list on these pages."""
+    for path in pages:
+        if path.suffix != ".md" or not path.exists():
+            raise UsageError(
+                f"--output {path}: --conflicts rewrites the list on a page, so it must be an .md file that fleetx "
+                "verify has written: pass that one, or remove --conflicts"
+            )
+        try:
+            write_atomic(path, report.with_conflicts(path.read_text(), chosen))
+        except UsageError as error:
+            raise UsageError(f"--output {path}: {error}") from None
+    if not pages:
+        click.echo(report.conflicts(chosen), nl=False)
+
+
 def own_model(where: str, switches: tuple[str, ...], options: Mapping[str, Any]) -> bool:
     """Verify the user's model and print the findings. Returns whether everything is right."""
     ranks = options["nproc_per_node"] or 2
     _check_device(options["device"], ranks)
     if switches or options["size"]:
         raise UsageError("with --model the strategy comes from --strategy: remove the switches, --quick and --all")
-    if options["output"]:
-        raise UsageError("--output is for the matrix of all strategies: remove it, or remove --model")
+    for option in ("output", "conflicts"):
+        if options[option]:
+            raise UsageError(f"--{option} is for the matrix of all strategies: remove it, or remove --model")
     strategy = DistributedStrategy.load(options["strategy"]) if options["strategy"] else DistributedStrategy()
     try:
         right, lines = own.verify(where, strategy, ranks, options["device"])

@@ -10,7 +10,15 @@ from dataclasses import asdict
 import torch
 
 from fleetx import __version__
-from fleetx.verify.combinations import unbuilt_beside_others, unbuilt_messages
+from fleetx.errors import UsageError
+from fleetx.verify.combinations import (
+    Switches,
+    conflicts_of,
+    declared,
+    kind_of,
+    unbuilt_beside_others,
+    unbuilt_messages,
+)
 from fleetx.verify.judge import Verdict
 
 SIGNS = {"equal": "=", "lossy": "~", "refused": "x", "unbuilt": "o", "failed": "!"}
@@ -99,13 +107,31 @@ def markdown(verdicts: Sequence[Verdict], device: str, seconds: float) -> str:
     for v in (v for v in verdicts if len(v.switches) == 1):
         seen = v.effects[v.switches[0]]
         lines.append(f"| {v.switches[0]} | {seen.sentence} (`{seen.quantity}`) | {seen.on:g} | {seen.off:g} |")
-    for kind, title in (("refused", "Contradictions"), ("unbuilt", "Not supported yet")):
-        lines += ["", f"## {title}", ""]
-        lines += [f"- {_name(v)}: {v.reason}" for v in verdicts if v.kind == kind and len(v.switches) == 2]
+    return "\n".join(lines) + "\n\n" + conflicts([v.switches for v in verdicts])
+
+
+_CONFLICTS = "## Contradictions\n"  # the page's last sections begin here
+
+
+def conflicts(chosen: Iterable[Switches]) -> str:
+    """The end of the page: the errors of these pairs, and everything that is not supported yet. Trains nothing."""
+    found: dict[str, list[str]] = {"refused": [], "unbuilt": []}
+    for pair in (switches for switches in chosen if len(switches) == 2):
+        if problems := conflicts_of(declared(pair)):
+            found[kind_of(problems)].append(f"- {' + '.join(pair)}: {'; '.join(problems)}")
+    lines = [_CONFLICTS, *found["refused"], "", "## Not supported yet", "", *found["unbuilt"]]
     lines += [f"- {problem}" for problem in unbuilt_beside_others()]
     lines += ["", "Settings and models, whatever they are combined with:", ""]
     lines += [f"- {text}" for text in unbuilt_messages()]
     return "\n".join(lines) + "\n"
+
+
+def with_conflicts(page: str, chosen: Iterable[Switches]) -> str:
+    """A page that `markdown` has written, with the conflicts as they are now."""
+    measured, heading, _ = page.partition(_CONFLICTS)
+    if not heading:
+        raise UsageError(f"it has no heading {_CONFLICTS.strip()!r}: pass a page that fleetx verify has written")
+    return measured + conflicts(chosen)
 
 
 def _exactness(verdicts: Sequence[Verdict]) -> list[str]:

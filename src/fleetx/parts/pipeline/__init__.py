@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from fleetx.base.module_names import has_forward, named_modules, no_module, sparse_problem
 from fleetx.base.suggest import did_you_mean
 from fleetx.comm.world import World
-from fleetx.engine.context import SetupContext, StepContext
+from fleetx.engine.context import SetupContext, StepContext, StepInput
 from fleetx.errors import NOT_BUILT
 from fleetx.parts.pipeline import device_guard, schedules
 from fleetx.strategy.cost_model import Cluster, CostTerms, Offer
@@ -153,7 +153,7 @@ class Pipeline(Part):
         ctx.notes["runtime"].before_update(ctx)
 
     @at(Stage.SCHEDULE, unbuilt={Fact.PARTED})
-    def run(self, batch: Any, ctx: StepContext) -> Tensor:
+    def run(self, batch: StepInput, ctx: StepContext) -> Tensor:
         """send the micro-batches through the stages, forward and backward"""
         loss: Tensor = ctx.notes["runtime"].step(batch)
         return loss
