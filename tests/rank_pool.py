@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,12 +53,8 @@ class Ranks(Pool):
 
 
 def forget() -> None:
-    """Give every test a session that knows no world and no model, and no program of a Paddle script."""
+    """Give every test a session that knows no world, no model, and no program of a Paddle script."""
     session.reset()
-    programs: Any = sys.modules.get("fleetx.paddle.static.programs")
-    if programs is not None:
-        programs._last_minimized, programs._in_use = None, WeakValueDictionary()
-        programs.Application.last = None
 
 
 def _destroy_groups() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import fleetx
+from imports_of import SOURCE, imported_by
 
-SOURCE = Path(fleetx.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MAP = (Path(__file__).parent.parent / "docs/design/architecture.md").read_text()
 
@@ -46,78 +45,9 @@ def module_of(path):
     return ".".join(("fleetx", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def is_module(name):
-    where = SOURCE.joinpath(*name.split(".")[1:])
-    return where.with_suffix(".py").exists() or (where / "__init__.py").exists()
-
-
-def type_checking(tree):
-    """Imports under `if TYPE_CHECKING` are for type checkers only and never run."""
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
-    return {id(n) for block in blocks for statement in block.body for n in ast.walk(statement)}
-
-
-DOTTED = re.compile(r"fleetx(\.\w+)+")
-IMPORTERS = {"__import__", "import_module", "find_spec"}
-COMPUTED = {  # import a module whose name no constant holds: the user's, another package's, or Paddle's, made from ours
-    "paddle/static/imports.py", "paddle/api/__init__.py", "record/trackers.py", "data/checks.py", "base/seams.py",
-    "base/triton_kernels.py", "verify/combinations.py", "verify/own_model.py", "launch/fork_server.py",
-    "launch/runner.py", "engine/plain.py", "strategy/part.py",
-}  # fmt: skip
-
-
 def imports(path, *, everywhere=True):
     """What a file imports: in functions too, as an attribute of the package, and by a name in a string."""
     return imported_by(path.read_text(), place(path), everywhere=everywhere)
-
-
-def imported_by(source, where, *, everywhere=True):
-    tree = ast.parse(source)
-    skipped = type_checking(tree)
-    found = set()
-    for node in ast.walk(tree) if everywhere else tree.body:
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-            assert not any(a.name == "fleetx" and a.asname for a in node.names), f"{where}: `as` hides the package"
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{where}: relative imports hide which package is meant"
-            names = {f"{node.module}.{a.name}" for a in node.names}
-            found |= {n if is_module(n) else home_of(n) for n in names}
-        elif everywhere and isinstance(node, ast.Constant):
-            if DOTTED.fullmatch(str(node.value)) and is_module(node.value):
-                found.add(node.value)
-        elif everywhere and computed(node):
-            assert where in COMPUTED, f"{where}: which package is meant is not to be seen from line {node.lineno}"
-        elif everywhere and isinstance(node, ast.Attribute) and DOTTED.fullmatch(name := dotted(node)):
-            found.add(name)
-    return found
-
-
-def home_of(name):
-    """The module that defines a name, of which fleetx itself passes some on."""
-    module, _, attribute = name.rpartition(".")
-    return fleetx._WHERE.get(attribute, module) if module == "fleetx" else module
-
-
-def computed(node):
-    """Is a module imported or looked up by a name that is not a constant, or is the whole of fleetx looked up?"""
-    if isinstance(node, ast.Call) and (dotted(node.func).rpartition(".")[2] in IMPORTERS) and node.args:
-        name = node.args[0]
-    elif isinstance(node, ast.Subscript) and dotted(node.value) == "sys.modules":
-        name = node.slice
-    else:
-        return False
-    return getattr(name, "value", "fleetx") == "fleetx" or not isinstance(name, ast.Constant)
-
-
-def dotted(node):
-    """`a.b.c`; an empty string if it begins with anything but a name."""
-    if isinstance(node, ast.Attribute):
-        before = dotted(node.value)
-        return before and f"{before}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 @pytest.mark.parametrize(
@@ -132,6 +62,7 @@ def dotted(node):
         "if 'fleetx.fleet' in sys.modules: pass",
         "sys.modules['fleetx.fleet'].init()",
         "import fleetx\nfleetx.fleet.init()",
+        "subprocess.run([sys.executable, '-c', 'import sys; from fleetx.fleet import init'])",
     ],
 )
 def test_every_way_to_import_is_seen(source):
@@ -142,10 +73,22 @@ def test_every_way_to_import_is_seen(source):
     "source",
     [
         "import fleetx as f\nf.fleet.init()",
+        "import fleetx\ngetattr(fleetx, 'fleet')",
+        "import fleetx\nf = fleetx\nf.fleet.init()",
         "import_module(f'fleetx.{name}')",
         "importlib.import_module('fleetx.' + name)",
+        "importlib.import_module(name='fleetx.' + name)",
+        "importlib.import_module('.fleet', 'fleetx')",
+        "from importlib import import_module as load",
+        "import importlib as i",
+        "pkgutil.resolve_name('fleetx.fleet:init')",
+        "exec('import ' + name)",
         "sys.modules['fleetx'].fleet.init()",
         "sys.modules[name].init()",
+        "sys.modules.get('fleetx.' + name)",
+        "from sys import modules",
+        "from . import fleet",
+        "TYPE_CHECKING = True\nif TYPE_CHECKING:\n    import fleetx.fleet",
     ],
 )
 def test_imports_that_cannot_be_seen_fail(source):
@@ -227,7 +170,7 @@ def test_one_name_for_one_class():
         if place(path).startswith("paddle/"):  # the names are Paddle's
             continue
         for name in re.findall(r"^(?:class _?|_?(?=[A-Z]\w* = [\w.]+[\[|]))([A-Z]\w*[a-z]\w*)", path.read_text(), re.M):
-            homes.setdefault(name, []).append(place(path))
+            homes.setdefault(name.lower(), []).append(place(path))
     assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 

@@ -11,6 +11,7 @@ from small_applications import MAKERS, batch, flat, make
 
 from fleetx import FleetxError, UsageError, applications
 from fleetx.applications import Program, Variable
+from fleetx.comm.session import current
 from fleetx.optim import parameter_names
 
 
@@ -213,7 +214,7 @@ def test_last_ignores_applications_that_could_not_be_created():
     for options in ({"lang": "zz"}, {"layer": 2}):
         with pytest.raises(UsageError):
             make("bert", **options)
-    assert applications.Application.last() is model
+    assert current().application() is model
 
 
 def test_an_unknown_parameter_is_an_error():

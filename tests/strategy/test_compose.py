@@ -17,7 +17,7 @@ from fleetx.parts.data_parallel import DataParallel
 from fleetx.parts.dgc import DGC
 from fleetx.parts.fp16_allreduce import FP16AllReduce
 from fleetx.parts.gradient_merge import GradientMerge
-from fleetx.parts.lars import LARS
+from fleetx.parts.lars import LarsPart
 from fleetx.parts.localsgd import LocalSGD
 from fleetx.parts.recompute import Recompute
 from fleetx.parts.sync_batch_norm import SyncBatchNorm
@@ -108,7 +108,7 @@ def test_the_order_is_derived_and_ignores_the_order_of_declaration():
             "`alone` and `localsgd` both decide what the ranks exchange, and they exchange one thing: use only one",
         ),
         (
-            [LARS(), Rule()],
+            [LarsPart(), Rule()],
             "`lars` and `rule` both change the optimizer's update rule, and an update follows one rule: use",
         ),
         (
@@ -149,7 +149,7 @@ def test_what_is_exchanged_and_how_it_is_coded_are_two_questions():
 
 def test_two_switches_that_conflict_twice_are_one_problem():
     with pytest.raises(StrategyError) as caught:
-        compose([DGC(momentum_correction=True), LARS()])
+        compose([DGC(momentum_correction=True), LarsPart()])
     assert len(caught.value.problems) == 1
 
 
@@ -179,7 +179,7 @@ def test_a_plan_knows_what_is_true_when_each_act_is_called():
 
 
 def test_dgc_leaves_the_momentum_to_another_update_rule():
-    (dgc,) = [part for part in compose([DGC(), LARS()]).parts if isinstance(part, DGC)]
+    (dgc,) = [part for part in compose([DGC(), LarsPart()]).parts if isinstance(part, DGC)]
     assert dgc.momentum_correction is False
     assert compose([DGC()]).parts == (DGC(),)
 

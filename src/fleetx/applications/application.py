@@ -15,6 +15,7 @@ from fleetx.applications.program import Parameter, Program, Targets, Variable
 from fleetx.base.files import atomic
 from fleetx.base.module_names import plain_name
 from fleetx.base.suggest import did_you_mean
+from fleetx.comm.session import current
 from fleetx.data.checks import check_names
 from fleetx.errors import UsageError
 from fleetx.optim import parameter_names
@@ -31,12 +32,12 @@ class Feed(NamedTuple):
 
 
 class _RemembersLast(type):
-    """Sets `Application.last` after each successful construction, and keeps the constructor's arguments."""
+    """Notes in the session which application was created last, and keeps the constructor's arguments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         application = super().__call__(*args, **kwargs)
         application._arguments = (args, kwargs)
-        Application.last = weakref.ref(application)
+        current().application = weakref.ref(application)
         return application
 
 
@@ -49,8 +50,6 @@ class Application(nn.Module, metaclass=_RemembersLast):
 
     outputs: ClassVar[tuple[str, ...]]
     """The fields of the tuple that forward returns."""
-    last: ClassVar[weakref.ref[Application] | None] = None
-    """The last application created. Its programs are the default programs of a static script."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     seeds: dict[str, int]
     """The `random_seed` of each of its programs, by kind."""
@@ -133,7 +132,7 @@ class Application(nn.Module, metaclass=_RemembersLast):
         args, kwargs = self._arguments
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            twin = type.__call__(type(self), *args, **kwargs)  # without setting Application.last
+            twin = type.__call__(type(self), *args, **kwargs)  # without noting it in the session
         self.load_state_dict(twin.state_dict())
 
     def save_params(self, path: str | Path) -> None:

@@ -1,8 +1,10 @@
 """The session of this process: the world it joined, the strategy it declared, and the models it trains.
 
 Everything that fleetx remembers about them between two calls of a training script is in the object that `current()`
-returns. What belongs to the process group outlives a session: the groups made from it (`comm/world.py`) and the number
-of data comparisons (`data/rank_share.py`). The default programs of Paddle scripts are in `paddle/static/programs.py`.
+returns. What belongs to something that outlives a session is kept beside that: to the process group, the groups made
+from it (`comm/world.py`) and the number of data comparisons (`data/rank_share.py`); to the process, its watcher
+(`comm/watch.py`), its handler of SIGTERM, the checkpoint folders that it holds, and caches; to torch, what is replaced
+while a model is distributed (`engine/guests.py`) and autocast's kernels (`parts/amp/op_lists.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class Session:
     checks: Any = None  # what `fleet.init` was given, or the defaults: `engine.numbers.Checks`
     peers: Any = None  # `comm.peers`: which rank is alive, which has left
     recorder: Any = None  # `record.recorder`: what happens in this run; None: not recorded
+    application: weakref.ref[Any] | None = None  # created last; a static script means its programs
+    script: Any = None  # what a Paddle script has created and set: `paddle.static.programs`
 
     @property
     def progress(self) -> int:

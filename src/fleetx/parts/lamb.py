@@ -20,7 +20,7 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
-class LAMB(Part):
+class LambPart(Part):
     """Layer-wise adaptive moments: Adam that scales the step of each tensor by |p| / |u|.
 
     Neutral: all parameters excluded.

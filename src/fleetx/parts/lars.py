@@ -21,7 +21,7 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
-class LARS(Part):
+class LarsPart(Part):
     """Layer-wise adaptive rate scaling: momentum SGD that scales the rate of each tensor by |p| / |g|.
 
     Neutral: lars_coeff=None, lars_weight_decay=0.

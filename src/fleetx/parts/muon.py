@@ -21,7 +21,7 @@ from fleetx.strategy.stage import Fact, Stage, at
 
 
 @settings
-class MUON(Part):
+class MuonPart(Part):
     """Orthogonalized momentum: Muon for the hidden matrices, AdamW for everything else.
 
     Neutral: all parameters stay with AdamW.

@@ -17,7 +17,6 @@ from fleetx.errors import StrategyError
 from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid, optimizer
 from fleetx.paddle.api.fluid.incubate.fleet import collective
-from fleetx.paddle.static import regularization
 
 
 @pytest.fixture
@@ -151,8 +150,7 @@ def test_groups_larger_than_a_node_are_the_node(said):
 
 
 # --- optimizers, fetches, files -------------------------------------------------------------------------
-def test_set_gradient_clip_clips_what_is_minimized_after_it(monkeypatch):
-    monkeypatch.setattr(regularization, "_for_all", None)
+def test_set_gradient_clip_clips_what_is_minimized_after_it():
     clip = fluid.clip.GradientClipByGlobalNorm(0.01)
     expected = losses(*started(described=fluid.optimizer.Momentum(0.1, 0.9, grad_clip=clip)), "resnet")
     fluid.clip.set_gradient_clip(clip)

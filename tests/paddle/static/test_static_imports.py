@@ -152,8 +152,7 @@ def test_paddle_itself_is_not_pushed_aside_once_it_is_loaded(monkeypatch):
         install()
 
 
-def test_the_mode_is_dynamic_until_static_is_enabled(monkeypatch):
-    monkeypatch.setattr(home, "_static", False)
+def test_the_mode_is_dynamic_until_static_is_enabled():
     assert home.in_dynamic_mode()
     home.enable_static()
     assert not home.in_dynamic_mode()

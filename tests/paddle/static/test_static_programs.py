@@ -13,7 +13,7 @@ from small_applications import resnet as resnet_of_any_seed
 from static_models import minimized, started
 
 from fleetx import UsageError
-from fleetx.applications import Application
+from fleetx.comm.session import current
 from fleetx.paddle.api import fleet as paddle_fleet
 from fleetx.paddle.api import fluid, static
 from fleetx.paddle.static import programs, training
@@ -45,11 +45,11 @@ def test_other_clones_are_refused():
             program.clone(for_test=for_test)
 
 
-def test_the_default_programs_are_those_of_the_model_that_was_made_last(monkeypatch):
+def test_the_default_programs_are_those_of_the_model_that_was_made_last():
     first, second = make("vgg"), make("resnet")
     assert fluid.default_main_program() == second.main_prog != first.main_prog
     assert fluid.default_startup_program() == second.startup_prog
-    monkeypatch.setattr(Application, "last", None)
+    current().application = None
     assert not programs.in_use()
     with pytest.raises(UsageError, match="there is no program yet"):
         fluid.Executor().run(fluid.default_main_program())
@@ -130,12 +130,12 @@ def test_a_model_of_which_a_script_keeps_nothing_is_run_by_the_default_programs(
 
 
 # --- random_seed ----------------------------------------------------------------------------------
-def test_a_default_program_that_is_seeded_before_the_model_seeds_its_weights(monkeypatch):
-    monkeypatch.setattr(Application, "last", None)
+def test_a_default_program_that_is_seeded_before_the_model_seeds_its_weights():
+    current().application = None
     main, startup = fluid.default_main_program(), fluid.default_startup_program()
     torch.manual_seed(5)
     expected = resnet_of_any_seed().state_dict()
-    monkeypatch.setattr(Application, "last", None)
+    current().application = None
     startup.random_seed = 5
     model = resnet_of_any_seed()
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)

@@ -18,7 +18,7 @@ from fleetx.paddle.static import rates, saving
 from fleetx.paddle.static.devices import CPUPlace, CUDAPlace, on_cpu
 from fleetx.paddle.static.executor import Executor
 from fleetx.paddle.static.imports import not_covered
-from fleetx.paddle.static.programs import default_main_program, default_startup_program
+from fleetx.paddle.static.programs import default_main_program, default_startup_program, script
 from fleetx.paddle.static.regularization import ClipByGlobalNorm, L2Decay, L2DecayRegularizer, set_gradient_clip
 from fleetx.paddle.static.strategy import PaddleStrategy
 from fleetx.paddle.static.values import global_scope
@@ -43,18 +43,16 @@ __all__ = [
 ]
 
 __version__ = "2.0.0"  # the version that these names come from, for scripts that check it
-_static = False
 
 
 def enable_static(place: object = None) -> None:
     """Only affects in_dynamic_mode: programs run in both modes. For eager training, use PyTorch."""
-    global _static
-    _static = True
+    script().static = True
 
 
 def in_dynamic_mode() -> bool:
     """True until enable_static is called, as in Paddle 2."""
-    return not _static
+    return not script().static
 
 
 def seed(number: int) -> None:

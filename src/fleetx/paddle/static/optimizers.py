@@ -13,8 +13,8 @@ from torch import nn
 from fleetx.applications import Application, Parameter, Program, Variable
 from fleetx.applications.not_covered import not_covered_by
 from fleetx.errors import UsageError
-from fleetx.paddle.static import rates, training
-from fleetx.paddle.static.regularization import ClipByGlobalNorm, L2Decay, clip_for_all
+from fleetx.paddle.static import programs, rates, training
+from fleetx.paddle.static.regularization import ClipByGlobalNorm, L2Decay
 from fleetx.strategy import DistributedStrategy
 
 Parameters = training.Parameters
@@ -100,7 +100,7 @@ class DistributedOptimizer:
         if startup_program is not None and startup_program.application is not getattr(loss, "application", None):
             raise UsageError("startup_program belongs to a different model than the loss: remove it")
         only = self.recipe.parameters if parameter_list is None else parameter_list
-        strategy = training.prepare_strategy(self.strategy, self.recipe.clip or clip_for_all())
+        strategy = training.prepare_strategy(self.strategy, self.recipe.clip or programs.script().clip)
         training.minimize(loss, self.recipe, strategy, only, no_grad_set)
         return [], []
 

@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 
 from fleetx.applications.application import Application
 from fleetx.applications.program import Program, check_seed
+from fleetx.comm.session import current
 from fleetx.errors import UsageError
 
-_numbers = count()
-_in_use: WeakValueDictionary[int, Application] = WeakValueDictionary()
-# Kept alive: a script may hold only the name of the loss and still run the default programs.
-_last_minimized: Application | None = None
+if TYPE_CHECKING:
+    from fleetx.paddle.static.regularization import ClipByGlobalNorm
+
+
+@dataclass
+class Script:
+    """What a Paddle script has created and set; part of the session."""
+
+    numbers: count[int] = field(default_factory=count)
+    in_use: WeakValueDictionary[int, Application] = field(default_factory=WeakValueDictionary)
+    # Kept alive: a script may hold only the name of the loss and still run the default programs.
+    last_minimized: Application | None = None
+    clip: ClipByGlobalNorm | None = None  # of set_gradient_clip
+    static: bool = False  # has enable_static been called?
+
+
+def script() -> Script:
+    session = current()
+    if session.script is None:
+        session.script = Script()
+    found: Script = session.script
+    return found
 
 
 def register(application: Application, *, minimized: bool) -> None:
     """Mark an application as in use."""
-    global _last_minimized
+    mine = script()
     if not any(application is other for other in in_use()):
-        _in_use[next(_numbers)] = application
+        mine.in_use[next(mine.numbers)] = application
     if minimized:
-        _last_minimized = application
+        mine.last_minimized = application
 
 
 def in_use() -> list[Application]:
     """The applications in use that still exist, newest last."""
-    return list(_in_use.values())
+    return list(script().in_use.values())
 
 
 def _newest() -> Application | None:
     """The application created last; if it no longer exists, the newest one in use."""
-    created = Application.last() if Application.last is not None else None
-    return created or next(reversed(in_use()), None)
+    last = current().application
+    return (last() if last is not None else None) or next(reversed(in_use()), None)
 
 
 def last_application() -> Application:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetx.errors import UsageError
+from fleetx.paddle.static.programs import script
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,10 @@ class ClipByGlobalNorm:
             )
 
 
-_for_all: ClipByGlobalNorm | None = None
-
-
 def set_gradient_clip(clip: Any, param_list: Any = None, program: Any = None) -> None:
     """Clip the gradients of every model that is minimized afterwards, unless its optimizer has a grad_clip."""
-    global _for_all
     if not isinstance(clip, ClipByGlobalNorm):
         raise UsageError(f"clip = {clip!r}: must be a GradientClipByGlobalNorm")
     if param_list is not None or program is not None:
         raise UsageError("set_gradient_clip clips all gradients by one global norm: remove param_list and program")
-    _for_all = clip
-
-
-def clip_for_all() -> ClipByGlobalNorm | None:
-    """The clip that set_gradient_clip has set."""
-    return _for_all
+    script().clip = clip
