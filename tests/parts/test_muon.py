@@ -210,6 +210,11 @@ def test_the_step_is_as_large_as_adamws():
         ({}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "muon needs torch.optim.AdamW, not SGD"),
         ({}, lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "as AdamW does, not as Adam"),
         ({}, lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "muon with amsgrad is not supported yet"),
+        (
+            {},
+            lambda m: torch.optim.Adam(m.parameters(), amsgrad=True, weight_decay=0.1),
+            "pass amsgrad=False\n.*: pass torch.optim.AdamW",  # not "to Adam"
+        ),
     ],
 )
 def test_what_cannot_work_is_an_error(settings, optimizer, message):

@@ -68,7 +68,7 @@ class _Processes(SubprocessContext):
 
 
 class Pace:
-    """Restarts at once after the first quick failure, and waits longer and longer after further ones in a row.
+    """Restarts at once after the first quick failure, and waits longer after each further one in a row.
 
     A script that always fails at once must not restart in a tight loop.
     """

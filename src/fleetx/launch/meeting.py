@@ -60,7 +60,7 @@ class Meeting:
     CALLS = ("join", "arrive", "look", "done", "stop", "depart", "report", "reports", "leave")
 
     def call(self, name: str, node: int, **arguments: Any) -> Any:
-        """Handle a call from a node, also a sign of life. Raises MeetingError, or TypeError for wrong arguments."""
+        """Handle a call from a node, a sign of life too. Raises MeetingError, or TypeError for wrong arguments."""
         if name not in self.CALLS:
             raise MeetingError("no such call")
         with self._lock:

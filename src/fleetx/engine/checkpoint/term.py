@@ -23,7 +23,7 @@ _noticing: list[Term] = []
 
 
 class Term:
-    """Notices SIGTERM. Another one ends the process at once, unless it comes soon after the first: then a launcher may
+    """Notices SIGTERM. A second one ends the process at once, unless it comes soon after the first: then a launcher may
     have passed on what the scheduler sent to every process."""
 
     def __init__(self) -> None:

@@ -101,7 +101,7 @@ class Table:
         return np.where(enough, rest + block.forward + block.backward, np.inf)
 
     def _segment(self, i: int, keep: Floats) -> tuple[Floats, Cuts]:
-        """The best segment that begins with block i, whose input is paid for."""
+        """The best segment that begins with block i, if the bytes of its input are counted already."""
         n, free = len(self.blocks), np.arange(self.slots + 1)
         times, cuts = np.full_like(keep, np.inf), np.zeros(keep.shape, dtype=np.int32)
         peak = 0  # of the forward from i to k - 1
