@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from fleetx import NumbersError, fleet
 from fleetx.comm.session import current
@@ -19,11 +21,11 @@ ISLANDS = {"localsgd": {"k_steps": 100, "begin_step": 1, "group_size": 2}}
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-def build(declared, make=sgd):
+def build(declared, make=sgd, model_of=net):
     warnings.filterwarnings("ignore", message="the checkpoint has state of `localsgd`")
     fleet.init()
     current().entries.clear()
-    model = net()
+    model = model_of()
     return fleet.distribute(model, make(model.parameters()), fleet.DistributedStrategy(**declared))
 
 
@@ -142,6 +144,74 @@ def test_what_localsgd_releases_is_the_mean_momentum_included(ranks):
         torch.testing.assert_close(momentum, mean([one for _, one in before]))
     exactly(plain[0], plain[1])
     exactly(final[0], final[1])
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs() + self.bias
+
+
+class Numbers(torch.optim.Optimizer):
+    """Keeps a Python number for each parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                seen = self.state[p]["seen"] = self.state[p].get("seen", 0.0) + p.grad.norm().item()
+                p.add_(p.grad, alpha=-0.05 / (1 + seen))
+
+
+class OneBranch(nn.Module):
+    """Each rank trains a branch of its own, in bfloat16; LAMB keeps its state in float32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        self.bfloat16()
+
+    def forward(self, x):
+        return self.branches[fleet.worker_index()](x.bfloat16()).float()
+
+
+ODD = {
+    "complex": (Complex, partial(torch.optim.Adam, lr=0.05), {}),
+    "numbers": (net, Numbers, {}),
+    "one branch": (OneBranch, partial(torch.optim.Adam, lr=0.01), {"lamb": True, "find_unused_parameters": True}),
+}
+
+
+def odd_released(name, folder):
+    """Parameters and state after a release from localsgd, and after a save and a load."""
+    (make, optimize, declared), found = ODD[name], []
+    for load in (False, True):
+        model, optimizer = build(LOCAL | declared, optimize, make)
+        train(model, optimizer, 0, 3)
+        if load:
+            fleet.save(folder)
+            model, optimizer = build(declared, optimize, make)
+            fleet.load(folder)
+        else:
+            fleet.release(model)
+        found.append([list(model.parameters()), [dict(optimizer.state[p]) for p in model.parameters()]])
+    return copy.deepcopy(found)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_release_and_a_load_take_the_same_mean_of_odd_states(ranks, tmp_path, name):
+    with_rank_0, with_rank_1 = ranks.run(odd_released, name, tmp_path / "c")
+    for released, loaded in (with_rank_0, with_rank_1):
+        torch.testing.assert_close(released, loaded)
+    exactly(with_rank_0, with_rank_1)
 
 
 def loaded_by_hand():

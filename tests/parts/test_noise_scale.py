@@ -242,3 +242,29 @@ def test_where_it_cannot_be_known_the_error_says_why(declared, message):
 def test_explain_says_that_it_cannot_be_known_here():
     build(ON)
     assert "noise_scale: cannot be measured here" in str(fleet.explain())
+
+
+def called_twice(extra):
+    model, o = build({**ON, "gradient_merge": {"k_steps": 2}})
+    for x in samples(20):
+        loss = model(x)
+        extra(model, x)
+        loss.backward()
+        o.step()
+        o.zero_grad()
+
+
+def test_several_forwards_in_a_step_are_an_error_unless_the_samples_are_given():
+    called_twice(lambda model, x: model(x))
+    with pytest.raises(UsageError, match=r"in 10 of 10 measured updates the model .* pass feed"):
+        fleet.noise_scale()
+    assert fleet.noise_scale(feed=FEED).feed == FEED
+
+
+def test_an_evaluation_without_gradients_does_not_count():
+    def evaluate(model, x):
+        with torch.no_grad():
+            model(torch.cat([x] * 5))
+
+    called_twice(evaluate)
+    assert fleet.noise_scale().feed == FEED

@@ -183,7 +183,7 @@ def test_the_peak_of_a_rank_follows_the_formula(ranks):
         ({"sharding": config(2, mp_degree=2)}, "tensor parallelism is not supported yet"),
         ({"sharding": config(2, pp_degree=2)}, "use strategy.pipeline"),
         ({"sharding": config(2, gradient_merge_acc_step=2)}, "use strategy.gradient_merge"),
-        ({"sharding": config(2, optimize_offload=True)}, "use offload"),
+        ({"sharding": config(2, optimize_offload=True)}, "optimizer state together: set offload"),
         ({"sharding": config(2, sharding_group_size=4)}, "are the same setting: remove one"),
         ({"sharding": config(2, segment_anchors=["0"])}, "has no effect without sharding_segment"),
         ({"sharding": config(2) | SMALL | {"segment_anchors": ["00"]}}, "the model has no module '00'"),

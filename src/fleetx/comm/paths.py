@@ -6,6 +6,7 @@ which path it takes, so ranks agree without communicating.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from fleetx.base.worker_thread import WorkerThread
 from fleetx.comm import duplex
 from fleetx.comm.world import World
 
+_CLOSE_SECONDS = 10.0  # how long to wait at the end for ranks that may be lost
 PIECE_BYTES = 4 * 1024 * 1024  # the pieces in which a buffer passes through a hierarchy
 
 
@@ -33,7 +35,12 @@ class Path:
     """The interface of a path."""
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
-        """Start replacing a buffer with its sum over the ranks."""
+        """Start replacing a buffer with its sum over the ranks.
+
+        A callback of the future must not refer to a process group, not even through a Path, Network or Outgoing. gloo
+        calls it on a thread of the group and frees it there; if that drops the last reference to the group, the thread
+        would wait for itself, and the process aborts.
+        """
         raise NotImplementedError
 
     def gather(self, message: Tensor) -> list[Tensor]:
@@ -83,12 +90,21 @@ class FlatPath(Path):
         self._world, self._group, self._traffic = world, group, traffic
         self._messages = self._between = messages
         self.ends, self.end = world.size, world.rank
+        self._pending = list[Future[Tensor]]()
 
     def sum(self, buffer: Tensor) -> Future[Tensor]:
         self._traffic.sent += _ring(buffer, self._world.size)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda future: (future.value(), buffer)[1])  # value() raises its error
+        done = work.get_future().then(lambda future: (future.value(), buffer)[1])  # value() raises its error
+        self._pending = [*(each for each in self._pending if not each.done()), done]
+        return done
+
+    def close(self) -> None:
+        """Wait for what is under way: its callbacks run Python on threads of gloo, which abort if Python has ended."""
+        end = time.monotonic() + _CLOSE_SECONDS
+        while time.monotonic() < end and not all(each.done() for each in self._pending):
+            time.sleep(0.005)
 
     def gather(self, message: Tensor) -> list[Tensor]:
         return _gather(message, self._world.size, self._messages, self._traffic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,25 +51,36 @@ def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
 def _average_optimizer(engine: Engine) -> None:
     """Ranks that updated on their own have different momenta, and would drift apart under any other strategy.
 
-    `drain` has averaged the parameters. A state that only some ranks have counts as zero on the others.
+    `drain` has averaged the parameters. As in a load, the mean is over the ranks that have a state.
     """
     world = engine.layout.replicas
-    state = {name: (p, engine.optimizer.state.get(p, {})) for p, name in engine.names.items()}
-    mine = [[name, key, list(local(v).shape)] for name, (_, s) in state.items() for key, v in s.items() if _averaged(v)]
-    for name, key, shape in {json.dumps(entry): entry for found in world.gather_json(mine) for entry in found}.values():
-        p, kept = state[name]
-        own = kept.get(key)
+    states = {name: (p, engine.optimizer.state.get(p, {})) for p, name in engine.names.items()}
+    mine = [
+        [name, key, list(local(value).shape), str(value.dtype).removeprefix("torch."), number]
+        for name, (_, state) in states.items()
+        for key, (value, number) in ((key, _as_tensor(each)) for key, each in state.items())
+        if value is not None
+    ]
+    holders = Counter(json.dumps(entry) for found in world.gather_json(mine) for entry in found)
+    for entry, count in holders.items():
+        name, key, shape, dtype, number = json.loads(entry)
+        p, state = states[name]
+        own = _as_tensor(state[key])[0] if key in state else None
         if own is None:
-            like = list(local(p).shape) == shape
-            own = torch.zeros_like(p) if like else torch.zeros(shape)
-            engine.optimizer.state[p][key] = own
+            like, kind = list(local(p).shape) == shape, getattr(torch, dtype)
+            own = torch.zeros_like(p, dtype=kind) if like else torch.zeros(shape, dtype=kind)
         mean = local(own).to(world.device)
         world.sum(mean)
-        local(own).copy_(mean / world.size)
+        local(own).copy_(mean / count)
+        engine.optimizer.state[p][key] = own.item() if number else own
 
 
-def _averaged(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _as_tensor(value: Any) -> tuple[Tensor | None, bool]:
+    """A state that can be averaged, and whether it is a Python number."""
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64), True
+    fits = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return (value if fits else None), False
 
 
 def take_off(engine: Engine) -> None:

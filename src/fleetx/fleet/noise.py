@@ -49,7 +49,8 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     grows during training, and it is known to mislead for adaptive optimizers: `fleetx batch` measures the critical
     batch itself. Every worker must call it.
 
-    feed: samples of every step on one worker; by default, those of each forward, counted by the first dimension.
+    feed: samples of every step on one worker; by default, those of each forward, counted by the first dimension. Pass
+    it if a step calls the model more than once.
     """
     engine: Engine = current().find(model)
     part = next((p for p in engine.plan.parts if isinstance(p, NoiseScale)), None)
@@ -76,6 +77,12 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
     means, steps = (rows / group.size).cpu().tolist(), state["steps"]
     if feed is not None:
         sizes = [(feed, feed * n) for n in steps]
+    elif unknown := sum(math.isnan(first) for _, _, first, _ in means):
+        raise UsageError(
+            f"in {unknown} of {len(means)} measured updates the model was called several times in one step, so the "
+            "number of samples in its gradient is not known: pass feed=..., the samples of every step on one worker, "
+            "and evaluate under torch.no_grad()"
+        )
     else:  # the variance of a mean over steps is the sum of theirs, divided by the square of their number
         sizes = [(1 / first, n**2 / (every * group.size)) for (_, _, first, every), n in zip(means, steps, strict=True)]
     return estimate([row[:2] for row in means], sizes)

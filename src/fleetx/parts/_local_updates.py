@@ -224,12 +224,12 @@ class LocalUpdates(Part):
             ctx.state["last"], ctx.state["together"] = [ctx.round] * self.fragments, ctx.round
 
     def unfinished(self, ctx: StepContext) -> Iterator[str]:
-        rounds = ctx.round - min(ctx.state["last"])
-        if rounds and ctx.network.world.size > 1:
-            yield (
-                f"while the ranks have different parameters, because {name_of(type(self))} has not averaged them for "
-                f"{rounds} round{'s' if rounds > 1 else ''}"
-            )
+        rounds, switch = ctx.round - min(ctx.state["last"]), name_of(type(self))
+        why = f"{switch} has not averaged them for {rounds} round{'s' if rounds > 1 else ''}" if rounds else ""
+        if any(each.under_way for each in ctx.notes.get("delayed", ())):
+            why = why or f"the last average of {switch} is not applied"
+        if why and ctx.network.world.size > 1:
+            yield f"while the ranks have different parameters, because {why}"
 
     def _delayed(self, ctx: StepContext) -> list[Delayed]:
         """The step in progress of each fragment, restored if a checkpoint has been loaded."""

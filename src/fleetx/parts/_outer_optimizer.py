@@ -88,6 +88,10 @@ class Delayed:
         self._step, self._network = step, network
         self._pending: list[tuple[Tensor, Future[Tensor]]] = []  # for each bucket: s, and the mean of x
 
+    @property
+    def under_way(self) -> bool:
+        return bool(self._pending)
+
     def turn(self, params: Sequence[Tensor], ctx: StepContext) -> None:
         """Finish the step in progress and start the next. Every rank must call this in the same round.
 

@@ -59,4 +59,5 @@ class FP16AllReduce(Part):
         # Divide in float32, so that the sum does not overflow.
         torch.div(bucket.buffer, bucket.network.parties, out=bucket.buffer)
         sent.copy_(bucket.buffer)
-        return bucket.network.sum(sent, bucket.index).then(lambda future: bucket.buffer.copy_(future.value()))
+        buffer = bucket.buffer  # not the bucket: see Path.sum
+        return bucket.network.sum(sent, bucket.index).then(lambda future: buffer.copy_(future.value()))

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -58,11 +59,19 @@ class NoiseScale(Part):
         return model
 
     @at(Stage.FORWARD, replay=False)
-    def see(self, ctx: StepContext) -> AbstractContextManager[None]:
+    @contextmanager
+    def see(self, ctx: StepContext) -> Iterator[None]:
         """note the number of samples in a step"""
-        if torch.is_grad_enabled():
-            ctx.in_progress.setdefault("feeds", {})[ctx.clock[1]] = samples_in(ctx.inputs) or 1
-        return nullcontext()
+        outermost = not ctx.in_progress.get("inside")  # a model may call itself
+        if outermost and torch.is_grad_enabled():
+            feeds, step = ctx.in_progress.setdefault("feeds", {}), ctx.clock[1]
+            # Which of several forwards the gradient is of, or whether of all, cannot be known.
+            feeds[step] = math.nan if step in feeds else samples_in(ctx.inputs) or 1
+        ctx.in_progress["inside"] = True
+        try:
+            yield
+        finally:
+            ctx.in_progress["inside"] = not outermost
 
     @at(
         Stage.GRADIENT,

@@ -43,7 +43,7 @@ def restore(engine: Engine, found: Checked, extras: Extras) -> None:
         _give_back(name or "the model", module, state["modules"][name])
     for name, t in snapshot.held(engine).items():
         trained = name in engine.names.values()
-        _copy(found.chunks, f"model.{name}", t, alike if trained else own, mean=trained and t.is_floating_point())
+        _copy(found.chunks, f"model.{name}", t, alike if trained else own, mean=trained)
     _restore_optimizer(engine, found, alike)
     engine_state.load(engine, found.saved)
     _restore_parts(engine, found, alike)
