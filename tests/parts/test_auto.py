@@ -105,7 +105,7 @@ def _loaded(path):
     [
         (_auto, {"trials": 1}),
         (_auto_fixed, {"global_batch": 32, "trials": 1}),
-        (_auto_fixed, {"global_batch": 32, "allow": "lossy"}),
+        (_auto_fixed, {"global_batch": 32, "trials": 1, "allow": "lossy"}),
         (_auto_fixed, {"global_batch": 32, "memory_budget": "130KiB"}),  # fits only in a pipeline
     ],
     ids=["measured", "tried", "lossy", "little memory"],
