@@ -23,9 +23,6 @@ NIGHTLY = (
     "bench/",
     "launch/test_launch_elastic.py::test_a_node_that_freezes",  # 15 s until it counts as lost; kills are in make test
     "test_wheel.py",  # the workflow builds and tries the wheel
-    # Half a minute; make test compiles a ResNet, a transformer and four more in the other examples.
-    "engine/test_compiled_examples.py::test_a_compiled_example_trains_in_graphs[bert]",
-    "engine/test_compiled_examples.py::test_a_compiled_example_trains_in_graphs[resnet]",
 )
 # Tests of which `make test` has every value of every parameter, and only `make nightly` every combination of them.
 # That is enough, because verify trains every pair of strategies.

@@ -65,7 +65,11 @@ def counted(*example):
     return said, dict(runs)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Half a minute, in which nothing is compiled that is unlike a ResNet and a transformer of the other examples.
+NIGHTLY = ("bert", "resnet")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
 def test_a_compiled_example_trains_in_graphs(ranks, tmp_path, name):
     make, steps = CASES[name]
     options = [*make(tmp_path / "mine"), "--compile", BACKEND]
