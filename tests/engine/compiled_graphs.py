@@ -91,8 +91,8 @@ bucket should be smaller/equal to other buckets" means that `fuse_grad_size_in_M
 
 With `--compile`, an example compiles its model in place, before `fleet.distribute`.
 `tests/engine/test_compiled_examples.py` trains each on two ranks (BERT and ResNet-50 in `make nightly`) and counts how
-often its graphs run: at least one forward and one backward per step. The graphs are traced with the default settings and run unmodified.
-This does not show the code that inductor generates, or its speed.
+often its graphs run: at least one forward and one backward per step. The graphs are traced with the default settings
+and run unmodified. This does not show the code that inductor generates, or its speed.
 
 | example | `--compile` |
 | --- | --- |
