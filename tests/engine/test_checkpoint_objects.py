@@ -292,7 +292,7 @@ def test_a_loader_whose_place_would_be_forgotten_is_named(tmp_path):
     build()
     fleet.save(tmp_path / "c", loader=Loader({"position": 3}))
     with pytest.warns(
-        UserWarning, match="the checkpoint has the state of a loader, but yours starts anew: pass loader="
+        UserWarning, match="the checkpoint has the state of a loader, but yours starts from scratch: pass loader="
     ):
         fleet.load(tmp_path / "c")
 

@@ -238,7 +238,7 @@ def test_an_open_window_must_be_closed_first():
     mse_loss(model(torch.randn(4, 160)), torch.randn(4, 10)).backward()
     optimizer.step()
     with pytest.raises(
-        UsageError, match=r"inside a merge window: 1 step is not applied: call fleet.flush\(\) before fleet.release"
+        UsageError, match=r"1 step of a merge window has not been applied: call fleet.flush\(\) before fleet.release"
     ):
         fleet.release()
     fleet.flush()

@@ -484,3 +484,23 @@ def one_after_another():
 def test_models_come_and_go(ranks):
     for first, second in zip(*ranks.run(one_after_another), strict=True):
         assert_equal(first, second)
+
+
+def frozen_beside_a_left_out_batch():
+    """Both ranks freeze a layer in the same step, in which one of them has no batch."""
+    model, optimizer = build({"localsgd": {"k_steps": 2}}, optimizer=plain_sgd)
+    for i, (x, y) in enumerate(share(batches(6), fleet.worker_index(), 2)):
+        if i == 3:
+            model[0].requires_grad_(False)
+        if (i, fleet.worker_index()) == (3, 1):
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            zero_last(model, optimizer, x, y)
+    fleet.flush()
+    return weights(model)
+
+
+def test_a_rank_may_leave_out_the_batch_in_which_a_layer_is_frozen(ranks):
+    first, second = ranks.run(frozen_beside_a_left_out_batch)
+    assert_equal(first, second)

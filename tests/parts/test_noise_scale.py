@@ -256,7 +256,7 @@ def called_twice(extra):
 
 def test_several_forwards_in_a_step_are_an_error_unless_the_samples_are_given():
     called_twice(lambda model, x: model(x))
-    with pytest.raises(UsageError, match=r"in 10 of 10 measured updates the model .* pass feed"):
+    with pytest.raises(UsageError, match=r"in 10 of 10 measured updates the number of .* pass feed"):
         fleet.noise_scale()
     assert fleet.noise_scale(feed=FEED).feed == FEED
 

@@ -27,7 +27,7 @@ def enter(process: ProcessInfo, *, timeout: timedelta = TIMEOUT, env: Mapping[st
         if process.launched and (process.rank, process.size) != (dist.get_rank(), dist.get_world_size()):
             raise WorldError(
                 f"the script's own process group says rank {dist.get_rank()} of {dist.get_world_size()}, but the "
-                f"launcher says {process.rank} of {process.size}: do not make a group before fleet.init()"
+                f"launcher says {process.rank} of {process.size}: do not create a process group before fleet.init()"
             )
         process = ProcessInfo(dist.get_rank(), dist.get_world_size(), process.local_rank, process.endpoints)
     elif process.launched:

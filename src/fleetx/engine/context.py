@@ -249,10 +249,11 @@ class StepContext(Context):
         A collective: every rank must call it.
         """
         step = self._run.step
-        unseen = step.loss is None and (self.updated or step.backward != -1)
-        found = torch.tensor([0, step.loss is not None, unseen], dtype=torch.float64, device=self.device)
-        if step.loss is not None:
-            found[0] = step.loss.detach().reshape(())
+        trained = self.updated or step.backward != -1
+        loss = step.loss if trained else None  # else it is that of an earlier batch
+        found = torch.tensor([0, loss is not None, trained and loss is None], dtype=torch.float64, device=self.device)
+        if loss is not None:
+            found[0] = loss.detach().reshape(())
         self.replica_group.sum(found)
         total, known, unseen_on = found.tolist()
         if unseen_on:  # on every rank, so that none waits for one that has stopped

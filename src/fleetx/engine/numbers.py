@@ -39,7 +39,7 @@ class Checks:
     """Check every gradient, which takes a pass over them; by default, only up to 8 with up to 4096 elements. Under
     `clip`, the norm covers all of them."""
     same_parameters: int = 100
-    """After the first update, the first one after a load, and then once per this many updates, check that the
+    """After the first update, the first one after `fleet.load`, and then once per this many updates, check that the
     parameters are finite, and equal on all replicas; 0: never."""
 
     def __post_init__(self) -> None:
@@ -245,9 +245,8 @@ _WHY = (
     "which round differently, turn this check off with fleet.Checks(same_parameters=0)"
 )
 _WHY_AFTER_LOAD = (
-    "This was the first update after a checkpoint was loaded: the ranks may have loaded different parameters or "
-    "optimizer states, as those of ranks that trained under localsgd are. Use fleet.save and fleet.load, which take "
-    "the mean where the new strategy needs equal ranks, or load the same file on every rank"
+    "This was the first update after fleet.load: if the script then changed parameters or optimizer states, it did so "
+    "differently on each rank"
 )
 
 

@@ -31,8 +31,10 @@ def release(engine: Engine) -> tuple[nn.Module, Optimizer]:
     merges = bool(engine.plan.at(Stage.GATE))
     engine.check_stepped("it and fleet.flush() before fleet.release()" if merges else "it before fleet.release()")
     if engine.merged:
-        steps = "1 step is" if engine.merged == 1 else f"{engine.merged} steps are"
-        raise UsageError(f"inside a merge window: {steps} not applied: call fleet.flush() before fleet.release()")
+        steps = (
+            "1 step of a merge window has" if engine.merged == 1 else f"{engine.merged} steps of a merge window have"
+        )
+        raise UsageError(f"{steps} not been applied: call fleet.flush() before fleet.release()")
     engine.step = Step()  # the gradients of the last backward were discarded
     engine.drain(last=True)
     if not engine.updates_together:

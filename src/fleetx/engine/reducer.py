@@ -50,13 +50,15 @@ class Reducer(LateReducer):
         *,
         bucket_cap_mb: float,
         find_unused_parameters: bool,
-        within: dist.ProcessGroup | None = None,
+        within: World | None,
     ):
-        """within: the ranks that need each other in a backward; None: all."""
+        """within: the ranks that need each other in a backward; None: each runs it alone."""
         super().__init__(names, world, bucket_cap_mb)
         self._model, self._gradients, self._finds_unused = weakref.ref(model), gradients, find_unused_parameters
         self._on_bucket = self._hook(reduce) if reduce is not None else None
-        self._within = within
+        self._within = within if within is not None and within.size > 1 else None
+        own = world.alone() if self._within is None else self._within.members
+        self._own = own if self._within is not world else None  # the group of the backward, if it is not that of all
         self._changed = False  # were parameters frozen or unfrozen since the ranks last agreed?
         with _one_trained(names):  # a model that is all frozen may be unfrozen later
             self._make_buckets(first=True)
@@ -82,10 +84,10 @@ class Reducer(LateReducer):
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
         with _without_buffers(model), Wrappers.ours():
-            if first and self._within is not None:
+            if first and self._own is not None:
                 make(init_sync=True)  # only to copy the model, from rank 0 of all
             # Without init_sync nothing is communicated.
-            self.ddp = make(init_sync=first and self._within is None, process_group=self._within)
+            self.ddp = make(init_sync=first and self._own is None, process_group=self._own)
         self.ddp.require_backward_grad_sync = False  # decided in `after_forward` and `begin_backward`
         if self._on_bucket is not None:
             self.ddp.register_comm_hook(None, self._on_bucket)
@@ -103,17 +105,18 @@ class Reducer(LateReducer):
             self._changed = True
 
     def agree(self) -> None:
-        """Check that all ranks have frozen and unfrozen the same parameters. A collective only after a change."""
-        if not self._changed:
+        """Check that ranks have frozen and unfrozen the same parameters. A collective only after a change."""
+        changed, self._changed = self._changed, False
+        if not changed or self._within is None:
             return
-        self._changed = False
-        mine = [self._names[p] for p in self._trained]
-        peers.meet("a backward with parameters newly frozen or unfrozen", otherwise=_FROZEN_ALIKE)
+        mine, world = [self._names[p] for p in self._trained], self._within
+        why = "a backward with parameters newly frozen or unfrozen"
+        peers.meet(why, otherwise=_FROZEN_ALIKE, ranks=world.numbers)
         code = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7])
-        if len(set(self._world.gather(torch.tensor(code, device=self._world.device)).tolist())) > 1:
-            others = self._world.gather_json(mine)
+        if len(set(world.gather(torch.tensor(code, device=world.device)).tolist())) > 1:
+            others = world.gather_json(mine)
             name = next(n for n in self._names.values() if len({n in names for names in others}) > 1)
-            ranks = [rank for rank, names in enumerate(others) if name in names]
+            ranks = [world.number(rank) for rank, names in enumerate(others) if name in names]
             raise UsageError(f"{name!r} is trained only on {listed(ranks)}: {_FROZEN_ALIKE}")
 
     def active(self) -> AbstractContextManager[Any]:

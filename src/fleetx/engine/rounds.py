@@ -220,12 +220,9 @@ class Rounds(Run):
         # The ranks of a group have used the same parameters already.
         return LateReducer(self.names, layout.island or layout.replicas, settings["bucket_cap_mb"])
 
-    def _meets_in_backward(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that wait for each other in a backward; None: all."""
-        if self.updates_together:
-            return None
-        island = self.layout.island  # outside it, a rank may leave out a batch
-        return self.world.alone() if island is None or island.size == 1 else island.members
+    def _meets_in_backward(self) -> World | None:
+        """The ranks that wait for each other in a backward: without shared updates, a rank may leave out a batch."""
+        return self.layout.replica_group if self.updates_together else self.layout.island
 
     def _reader(self, p: nn.Parameter) -> WholeReader:
         replicas = self.layout.replicas if self.updates_together else None

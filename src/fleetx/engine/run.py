@@ -132,7 +132,7 @@ class Run:
         self.round = 0  # rounds that have ended, whether or not they applied an update
         self.merged = 0  # steps in the current round, the current one included once it has stepped
         self.saved_at: tuple[int, int] | None = None  # the clock when a checkpoint was last made
-        self.loaded = False  # was a checkpoint loaded after the ranks were last compared?
+        self.loaded = False  # was fleet.load called after the ranks were last compared?
         self.blank_state = False  # has torch.distributed.checkpoint made the optimizer's state, before any update?
         self.updated = False  # did the last optimizer.step() apply an update?
         self.step = Step()

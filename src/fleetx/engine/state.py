@@ -107,7 +107,7 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.extra = dict(saved.get("extra", {}))
     if engine.reducer is not None:
         engine.reducer.restore_order(saved.get("order"))
-    engine.step, engine.loaded = Step(), True
+    engine.step = Step()
     for part in engine.plan.parts:
         key = key_of(part)
         if key in saved["parts"]:

@@ -76,16 +76,17 @@ def noise_scale(*, feed: int | None = None, model: nn.Module | None = None) -> N
         group.sum(rows)
     means, steps = (rows / group.size).cpu().tolist(), state["steps"]
     if feed is not None:
-        sizes = [(feed, feed * n) for n in steps]
-    elif unknown := sum(math.isnan(first) for _, _, first, _ in means):
+        return estimate([row[:2] for row in means], [(feed, feed * n) for n in steps])
+    known = [(row, n) for row, n in zip(means, steps, strict=True) if not math.isnan(row[2])]
+    if len(known) < LEAST:
         raise UsageError(
-            f"in {unknown} of {len(means)} measured updates the model was called several times in one step, so the "
-            "number of samples in its gradient is not known: pass feed=..., the samples of every step on one worker, "
-            "and evaluate under torch.no_grad()"
+            f"in {len(means) - len(known)} of {len(means)} measured updates the number of samples is not known, "
+            "because the model was called several times in one step, or never on one worker: pass feed=..., the "
+            "samples of every step on one worker, and evaluate under torch.no_grad()"
         )
-    else:  # the variance of a mean over steps is the sum of theirs, divided by the square of their number
-        sizes = [(1 / first, n**2 / (every * group.size)) for (_, _, first, every), n in zip(means, steps, strict=True)]
-    return estimate([row[:2] for row in means], sizes)
+    # The variance of a mean over steps is the sum of theirs, divided by the square of their number.
+    sizes = [(1 / first, n**2 / (every * group.size)) for (_, _, first, every), n in known]
+    return estimate([row[:2] for row, _ in known], sizes)
 
 
 def estimate(squares: Sequence[Sequence[float]], sizes: Sequence[tuple[float, float]]) -> NoiseEstimate:

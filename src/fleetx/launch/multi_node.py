@@ -162,7 +162,7 @@ class MultiNodeRendezvous(FleetrunRendezvous):
         self._print_status("a node was lost" if why == "loss" else "a node joins or leaves")
 
     def members_change(self, *, wait: bool) -> bool:
-        """Whether the workers ended because a node comes or goes; with `wait`, until a lost node can be known.
+        """Whether the workers ended because a node came or went. With `wait`, wait until a lost node is noticed.
 
         Without --elastic, that stops the job, and this raises NodeFailedError.
         """

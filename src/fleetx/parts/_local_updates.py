@@ -227,7 +227,7 @@ class LocalUpdates(Part):
         rounds, switch = ctx.round - min(ctx.state["last"]), name_of(type(self))
         why = f"{switch} has not averaged them for {rounds} round{'s' if rounds > 1 else ''}" if rounds else ""
         if any(each.under_way for each in ctx.notes.get("delayed", ())):
-            why = why or f"the last average of {switch} is not applied"
+            why = why or f"the last average of {switch} has not been applied"
         if why and ctx.network.world.size > 1:
             yield f"while the ranks have different parameters, because {why}"
 

@@ -49,7 +49,7 @@ class NoiseScale(Part):
 
     def remarks(self, ctx: StepContext | None) -> Iterator[str]:
         if ctx is not None and ctx.replica_group.size == 1 and not ctx.plan.at(Stage.GATE):
-            yield "cannot be measured here: there is one replica and no gradient_merge, so all batches have one size"
+            yield "cannot be measured here: with one replica and no gradient_merge, all batches are the same size"
 
     # --- acts -------------------------------------------------------------------------------------
     @at(Stage.MODEL)
@@ -98,7 +98,7 @@ class NoiseScale(Part):
         place = state["count"] % self.window
         state["squares"][place].copy_(squares)
         state["steps"][place : place + 1] = [steps]
-        first = next(iter(feeds.values()), 1)  # stands for the steps of which this rank has skipped the forward
+        first = next(iter(feeds.values()), math.nan)  # stands for the steps of which this rank has skipped the forward
         shares = [1 / feeds.get(step, first) for step in range(ctx.clock[1])]
         state["shares"][place : place + 1] = [[shares[0], sum(shares)]]
         state["count"] += 1

@@ -66,10 +66,14 @@ def clash(act: Act, maker: Act, fact: Fact) -> Conflict:
 
 def _one_of(acts: list[Act], statement: str) -> Conflict:
     def sentence(works: Works) -> str:
-        remedies = ["use only one of them", *_instead(acts)]
+        remedies = ["use only one of them"]
         if len(acts) == 2:
             a, b = (act.part for act in acts)
-            remedies += [*_resets(a, _that_matter(a, b, works)), *_resets(b, _that_matter(b, a, works))]
+            remedies += [
+                *_instead(acts),
+                *_resets(a, _that_matter(a, b, works)),
+                *_resets(b, _that_matter(b, a, works)),
+            ]
         return f"{statement}: {', or '.join(dict.fromkeys(remedies))}"
 
     return Conflict(tuple(acts), sentence)

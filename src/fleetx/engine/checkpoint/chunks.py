@@ -14,7 +14,7 @@ from fleetx.engine.checkpoint.snapshot import Region
 from fleetx.engine.checkpoint.tensor_file import DTYPES, TensorFile
 from fleetx.errors import CheckpointError
 
-HeldBy = frozenset[int] | None  # whose values to read; None: anybody's
+HeldBy = frozenset[int] | None  # whose values to read; None: any rank's
 
 
 class Chunks:
@@ -141,7 +141,7 @@ def _copy(part: Tensor, there: Tensor) -> None:
 
 
 def _mean(parts: list[Tensor], ranks: list[int]) -> Tensor:
-    """The mean over ranks, so many of which held each part."""
+    """The mean over ranks. ranks: how many of them held each part."""
     if not parts[0].is_floating_point():
         return parts[0]
     ranks = ranks if all(ranks) else [1] * len(parts)

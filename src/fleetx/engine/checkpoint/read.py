@@ -101,7 +101,7 @@ def _check(engine: Engine, folder: Path, extras: Extras) -> Checked:
                 f"the checkpoint was saved without {name}=..., so it has no state of a {name}: leave it out"
             )
         if not given and state[name] is not None and extras.whole and engine.world.rank == 0:
-            warn(f"the checkpoint has the state of a {name}, but yours starts anew: pass {name}=... to restore it")
+            warn(f"the checkpoint has the state of a {name}, but yours starts from scratch: pass {name}=... too")
     return Checked(training, chunks, state, saved, same)
 
 

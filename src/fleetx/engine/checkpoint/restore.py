@@ -46,6 +46,7 @@ def restore(engine: Engine, found: Checked, extras: Extras) -> None:
         _copy(found.chunks, f"model.{name}", t, alike if trained else own, mean=trained)
     _restore_optimizer(engine, found, alike)
     engine_state.load(engine, found.saved)
+    engine.loaded = True  # here only: a state dict may be loaded on some ranks, and comparing is a collective
     _restore_parts(engine, found, alike)
     extras.loaded = state["extra"]
     if extras.extra is not None:  # the user's own dict
