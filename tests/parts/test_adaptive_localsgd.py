@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from fleetx import StrategyError, UsageError, fleet
+from fleetx.engine.context import StepContext
 from training import assert_close, batches, net, share, train
 
 
@@ -128,3 +129,28 @@ def test_an_unseen_loss_is_an_error_on_every_rank(ranks):
     found, same = ranks.run(first_batch, "unseen")
     assert found == same
     assert "call fleet.backward(loss)" in found
+
+
+def losses_of_those_with_a_batch():
+    """The mean losses that the ranks see, if rank 1 has no batch from the third step on."""
+    fleet.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    declared = fleet.DistributedStrategy(adaptive_localsgd={"init_k_steps": 1})
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-9), declared)
+    seen, of_the_step = [], StepContext.loss
+    StepContext.loss = lambda ctx: (seen.append(of_the_step(ctx)), seen[-1])[1]
+    try:
+        for value in (100.0, 100.0, 1.0, 1.0):
+            if fleet.worker_index() == 0 or value > 1:
+                fleet.backward(model(torch.full((1, 1), value)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        StepContext.loss = of_the_step
+    return seen
+
+
+def test_the_loss_of_an_earlier_batch_does_not_count(ranks):
+    for seen in ranks.run(losses_of_those_with_a_batch):
+        assert seen == pytest.approx([100, 100, 1, 1], rel=1e-3)
